@@ -63,7 +63,8 @@ class DreamConfig:
     family: str = "dream"  # key of FAMILIES
     bias: bool = True  # queries, keys and values have a bias
     qk_norm: bool = False  # RMSNorm of each head's queries and keys
-    causal: bool = False  # finished blocks attend causally, and the first token of a block is predicted from the last
+    # finished blocks attend causally, and the first token of a block is predicted from the last one before it
+    causal: bool = hf("causal_context", False)
 
     def __post_init__(self):
         object.__setattr__(self, "rope", tuple(map(tuple, self.rope)))  # JSON has lists
@@ -72,9 +73,14 @@ class DreamConfig:
             names = "mask, expand, pad, bos, eos"
             raise ValueError(f"ids {ids} of {names} must lie below {self.vocab}, those of mask and expand be unique")
 
+    @property
+    def autoregressive(self):
+        """Whether a causal pass over a text predicts its next token. Blocks of one token with the shift are causal."""
+        return self.causal or (self.shift and self.block_length == 1)
+
 
 HF_KEYS = {f.name: f.metadata["hf"] for f in dataclasses.fields(DreamConfig) if f.metadata}
-EXTRAS = {"block_length", "shift", "expand_id", "rope"}  # a config.json has these where they differ from the default
+EXTRAS = {"block_length", "shift", "expand_id", "rope", "causal"}  # a config.json has these where they differ from the default
 OPTIONAL = {"head_size", "tie", "bos_id", "pad_id"} | EXTRAS  # a config.json may leave these out
 
 
@@ -680,35 +686,49 @@ class Dream(nnx.Module):
         hidden_BLD = self.predicting(noised_BL, token_BL, segment_BL, position_BL, block, seen_1LL)
         return self.token_nll(hidden_BLD, token_BL, mask_BL)
 
+    def joint_nll(self, token_BL, mask_BL, counted_BL, segment_BL, position_BL, block):
+        """nll, and of the same pass of a causal model the autoregressive NLL [B, L] of the tokens of counted_BL.
+
+        The latter is 0 at the first token of a document, which has none before it.
+        """
+        noised_BL = jnp.where(mask_BL, self.cfg.mask_id, token_BL)
+        hidden_BLD, before_BLD = self.readings(noised_BL, token_BL, segment_BL, position_BL, block)
+        counted_BL = counted_BL & ~first_of_document(segment_BL)
+        return self.token_nll(hidden_BLD, token_BL, mask_BL), self.token_nll(before_BLD, token_BL, counted_BL)
+
     def predicting(self, noised_BL, token_BL, segment_BL, position_BL, block=None, seen_1LL=None):
         """The hidden states [B, L, D] that predict the token at each position p, for the input noised_BL.
 
-        With cfg.shift that is the state at p - 1, or at p for the first token of a document. Without blocks seen_1LL
-        may mask keys.
-
-        With blocks, whose length may be traced, the noised and the clean row run side by side: a noised token attends
-        to its own block noised and to earlier blocks clean. The first token of a block is predicted from the clean row,
-        as in the sampler. Ref: BD3-LM, arXiv:2503.09573, sec. 3.
+        With cfg.shift that is the state at p - 1, or at p for the first token of a document; with blocks see `readings`.
+        Without blocks seen_1LL may mask keys.
         """
-        if block is None:
-            place = diffusion.Place(segment_BL, seen=seen_1LL)
-            hidden_BLD, _ = self.hidden(noised_BL, position_BL, place=place)
-        else:
-            row_BM = jnp.concatenate((noised_BL, token_BL), 1)
-            position_BM, segment_BM = (jnp.concatenate((x_BL, x_BL), 1) for x_BL in (position_BL, segment_BL))
-            noisy_BM = jnp.broadcast_to(jnp.arange(row_BM.shape[1]) < token_BL.shape[1], row_BM.shape)
-            block_BM = position_BM // block
-            if self.cfg.causal:  # a clean token is a block of its own, a noised block has the number of its first one
-                block_BM = jnp.where(noisy_BM, block_BM * block, position_BM)
-            place = diffusion.Place(segment_BM, block_BM, noisy_BM)
-            hidden_BLD, clean_BLD = jnp.split(self.hidden(row_BM, position_BM, place=place)[0], 2, 1)
-        if not self.cfg.shift:
-            return hidden_BLD
-        before_BLD = jnp.roll(hidden_BLD, 1, 1)
         if block is not None:
-            starts_BL1 = (position_BL % block == 0)[..., None]
-            before_BLD = jnp.where(starts_BL1, jnp.roll(clean_BLD, 1, 1), before_BLD)
-        return jnp.where(first_of_document(segment_BL)[..., None], hidden_BLD, before_BLD)
+            return self.readings(noised_BL, token_BL, segment_BL, position_BL, block)[0]
+        hidden_BLD, _ = self.hidden(noised_BL, position_BL, place=diffusion.Place(segment_BL, seen=seen_1LL))
+        own_BL1 = first_of_document(segment_BL)[..., None] | (not self.cfg.shift)
+        return jnp.where(own_BL1, hidden_BLD, jnp.roll(hidden_BLD, 1, 1))
+
+    def readings(self, noised_BL, token_BL, segment_BL, position_BL, block):
+        """The states that predict each token of the noised row, and those before each token of the clean row.
+
+        Both rows go through the layers side by side: a noised token attends to its own block noised and to earlier
+        blocks clean. With the shift the first token of a block is predicted from the clean row, as in the sampler. The
+        length of a block may be traced; a constant offset of the positions in a row moves the borders of its blocks
+        alone. Ref: BD3-LM, arXiv:2503.09573, sec. 3.
+        """
+        row_BM = jnp.concatenate((noised_BL, token_BL), 1)
+        position_BM, segment_BM = (jnp.concatenate((x_BL, x_BL), 1) for x_BL in (position_BL, segment_BL))
+        noisy_BM = jnp.broadcast_to(jnp.arange(row_BM.shape[1]) < token_BL.shape[1], row_BM.shape)
+        # A block has the number of its first position. A clean token of a causal model is a block of its own.
+        block_BM = jnp.where(noisy_BM | (not self.cfg.causal), position_BM // block * block, position_BM)
+        place = diffusion.Place(segment_BM, block_BM, noisy_BM)
+        hidden_BLD, clean_BLD = jnp.split(self.hidden(row_BM, position_BM, place=place)[0], 2, 1)
+        before_BLD = jnp.roll(clean_BLD, 1, 1)
+        if self.cfg.shift:
+            starts_BL1, first_BL1 = (position_BL % block == 0)[..., None], first_of_document(segment_BL)[..., None]
+            shifted_BLD = jnp.where(starts_BL1, before_BLD, jnp.roll(hidden_BLD, 1, 1))
+            hidden_BLD = jnp.where(first_BL1, hidden_BLD, shifted_BLD)
+        return hidden_BLD, before_BLD
 
     def ar_nll(self, token_BL, mask_BL, segment_BL, position_BL):
         """nll with blocks of one token, all masked: the NLL of an autoregressive model, in one pass.
@@ -766,7 +786,7 @@ class Dream(nnx.Module):
         2^block_length - 1 passes, 15 for blocks of 4. With blocks of 1 it is the autoregressive NLL, in one pass.
         """
         counted_BL, block = counted(segment_BL, fixed_BL), self.cfg.block_length
-        if block == 1 and (self.cfg.shift or self.cfg.causal):
+        if block == 1 and self.cfg.autoregressive:
             return self.ar_nll(token_BL, counted_BL, segment_BL, position_BL)
 
         def weighted_nll(subset):

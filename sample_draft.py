@@ -201,8 +201,8 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, on
     Raises ValueError for what does not fit, and for drafts by a model that was not trained to make them.
     """
     cfg, rule = model.cfg, rule or Sampling()
-    if rule.draft and not cfg.causal:
-        raise ValueError("drafts need a model whose finished tokens attend causally, such as Nemotron-Labs-Diffusion")
+    if not cfg.autoregressive:
+        raise ValueError("drafts need a model whose finished tokens attend causally: train_dream.py --context=causal")
     if rule.draft and not 1 <= rule.draft_steps <= rule.draft:
         raise ValueError(f"{rule.draft_steps} passes cannot fill drafts of {rule.draft} tokens: at least one each")
     prompts = [[*ids, *[cfg.mask_id] * max_new] for ids in prompts]

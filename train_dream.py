@@ -56,6 +56,8 @@ class Blocks:
     rates: tuple[TopP, TopP] = (1e-3, 1.0)  # lowest and highest mask rate of a block in training
     least_one: bool = False  # at least one masked token per block, so a mask rate of at least 1 / --block_length
     complement: bool = False  # each row twice per step, with its masks and with the complement; after --rate_warmup
+    context: typing.Literal["", "causal"] = ""  # causal: finished tokens attend causally, for generate.py --draft
+    ar_weight: NonNegative = 0.3  # with a causal context: weight of the autoregressive loss beside that of the blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +138,10 @@ def with_blocks(cfg, model):
         raise ValueError("blocks go with the linear --schedule, and without --anneal_steps")
     if blocks.rates[0] >= blocks.rates[1]:
         raise ValueError(f"--rates={blocks.rates} are two numbers, the lower first")
-    return dataclasses.replace(model, block_length=size)
+    causal = size > 0 and (model.causal or blocks.context == "causal")
+    if blocks.ar_weight != Blocks.ar_weight and not causal:
+        raise ValueError("--ar_weight goes with --context=causal")
+    return dataclasses.replace(model, block_length=size, causal=causal)
 
 
 def row_length(cfg, model, data=None):
@@ -344,8 +349,11 @@ def loss_of_step(cfg, graph, batch, key, step, base):
         inputs = micro["token_ABL"], micro["segment_ABL"], micro["position_ABL"]
         if model.cfg.block_length:
             counted_BL = md.counted(inputs[1], micro.get("fixed_ABL"))
-            noise = functools.partial(md.noise, key, rows, micro["row_AB"])
-            return block_nats(cfg.blocks, model, step, *inputs, counted_BL, noise) / tokens
+            noise, offset_B1 = functools.partial(md.noise, key, rows, micro["row_AB"]), 0
+            if model.cfg.causal:  # blocks begin anywhere, as drafts do
+                key_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, rows), micro["row_AB"])
+                offset_B1 = jax.vmap(lambda key: jax.random.randint(key, (1,), 0, model.cfg.block_length))(key_B)
+            return block_nats(cfg.blocks, model, step, *inputs, counted_BL, noise, offset_B1) / tokens
         noise, attention_1LL = md.noise(key, rows, micro["row_AB"], micro["segment_ABL"]), None
         if cfg.anneal_steps:  # one draw for all rows and layers
             u_LL = jax.random.uniform(jax.random.fold_in(key, rows), (inputs[0].shape[1],) * 2)
@@ -356,11 +364,15 @@ def loss_of_step(cfg, graph, batch, key, step, base):
     return loss_fn
 
 
-def block_nats(blocks, model, step, token_BL, segment_BL, position_BL, counted_BL, noise):
-    """The loss of a micro-batch with blocks, or of --objective=ar, in nats; noise(parts) is md.noise of its rows."""
-    row, longest = (segment_BL, position_BL), model.cfg.block_length
+def block_nats(blocks, model, step, token_BL, segment_BL, position_BL, counted_BL, noise, offset_B1=0):
+    """The loss of a micro-batch with blocks, or of --objective=ar, in nats; noise(parts) is md.noise of its rows.
+
+    offset_B1 moves the borders of the blocks of a row to the left. Of a causal model --ar_weight times the
+    autoregressive NLL is added, from the same pass. Ref: Nemotron-Labs-Diffusion, which divides both by 0.3.
+    """
+    longest = model.cfg.block_length
     if longest == 1 and model.cfg.shift:  # --objective=ar
-        return model.ar_nll(token_BL, counted_BL, *row).sum()
+        return model.ar_nll(token_BL, counted_BL, segment_BL, position_BL).sum()
     # The block size doubles in equal numbers of steps. It is an array, so that all sizes are one program.
     block = longest
     if blocks.block_warmup:
@@ -369,23 +381,30 @@ def block_nats(blocks, model, step, token_BL, segment_BL, position_BL, counted_B
         block = jnp.minimum(2**done, longest)
     # A mask rate for each block; u decides for each token. A block of one token is always masked: any other rate would
     # only add noise to the same expectation.
-    u_BL, (low, high) = noise(md.parts(*row, block), eps=0.0), blocks.rates
+    row = segment_BL, position_BL + offset_B1
+    place_BL = jnp.minimum(row[1] % block, position_BL)  # of a token in its block
+    u_BL, (low, high) = noise(md.parts(segment_BL, place_BL, block), eps=0.0), blocks.rates
     if blocks.rate_warmup:
         high = low + (high - low) * diffusion.highest_rate(step, blocks.rate_warmup)
     least = jnp.maximum(1 / block if blocks.least_one else 0.0, block == 1)
     t_BL, weight_BL = diffusion.block_noise(u_BL[0], low, high, least)
     mask_BL = counted_BL & (u_BL[1] < t_BL)
     if blocks.least_one:
-        mask_BL = diffusion.mask_one_at_least(mask_BL, counted_BL, u_BL[1], position_BL, block)
+        mask_BL = diffusion.mask_one_at_least(mask_BL, counted_BL, u_BL[1], place_BL, block)
     weight_BL = jnp.where(step < blocks.rate_warmup, 1.0, weight_BL)
-    nats = (weight_BL * model.nll(token_BL, mask_BL, *row, block)).sum()
+    if model.cfg.causal:
+        nll_BL, ar_BL = model.joint_nll(token_BL, mask_BL, counted_BL, *row, block)
+        ar_nats = blocks.ar_weight * ar_BL.sum()
+    else:
+        nll_BL, ar_nats = model.nll(token_BL, mask_BL, *row, block), 0.0
+    nats = (weight_BL * nll_BL).sum()
     if not blocks.complement:
-        return nats
+        return nats + ar_nats
     # High rates are unweighted. Where t is 1 the complement is empty, and any weight will do.
     weight_BL = jnp.where(weight_BL == 1, 1.0, 1 / jnp.maximum(1 - t_BL, low))
     complement = (weight_BL * model.nll(token_BL, counted_BL & ~mask_BL, *row, block)).sum()
     # The complement of a block of one token is empty; in the rate warm-up it would hold nearly all tokens.
-    return jnp.where((block == 1) | (step < blocks.rate_warmup), nats, (nats + complement) / 2)
+    return ar_nats + jnp.where((block == 1) | (step < blocks.rate_warmup), nats, (nats + complement) / 2)
 
 
 def make_step(cfg, graph, optimizer):
