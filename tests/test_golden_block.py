@@ -80,9 +80,8 @@ def test_every_mask_of_noised_and_clean_rows_and_of_sampling(block, golden_dir, 
 def test_the_rows_of_a_causal_model_attend_as_nbdiff_s(block, golden_dir, params):
     """Both readings are those of a pass over [noised; clean] under the explicit mask."""
     model, checked = built(params, causal=True, shift=False), 0
-    readings, hidden = (
-        jax.jit(lambda model, *args, f=f, **at: f(model, *args, **at)) for f in (md.Dream.readings, md.Dream.hidden)
-    )
+    readings = jax.jit(lambda model, *args: model.readings(*args))
+    hidden = jax.jit(lambda model, *args, **at: model.hidden(*args, **at))
     for case in block["masks"]:
         arrays = tensors(golden_dir("block") / "masks.safetensors", case["name"])
         if "context_causal" not in arrays:

@@ -34,6 +34,7 @@ from test_model_dream import dense, quantised
 
 import checkpoints
 import data_prep
+import diffusion
 import generate
 import model_dream as md
 import runs
@@ -387,9 +388,8 @@ def test_a_causal_context_has_the_loss_of_blocks_behind_clean_text_and_that_of_t
 @pytest.mark.slow
 def test_the_autoregressive_loss_of_a_causal_context_is_that_of_the_objective():
     params, batch = random_params(TINY), random_batch(2, 16, fixed=2)
-    with_it, without = (
-        loss_in_blocks(params, batch, block_length=4, context="causal", ar_weight=w) for w in (1.0, 0.0)
-    )
+    settings = {"block_length": 4, "context": "causal"}
+    with_it, without = (loss_in_blocks(params, batch, **settings, ar_weight=weight) for weight in (1.0, 0.0))
     assert with_it - without == pytest.approx(loss_in_blocks(params, batch, objective="ar"), rel=1e-4)
 
 
