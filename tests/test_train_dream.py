@@ -378,7 +378,10 @@ def test_a_causal_context_has_the_loss_of_blocks_behind_clean_text_and_that_of_t
         return jnp.full((2, L), 0.5), jnp.asarray(u_BL)
 
     def loss(weight):
-        blocks, given = train_dream.Blocks(ar_weight=weight), (token_BL, segment_BL, position_BL, counted_BL)
+        blocks, given = (
+            train_dream.Blocks(rates=(0.0, 1.0), ar_weight=weight),
+            (token_BL, segment_BL, position_BL, counted_BL),
+        )
         return float(train_dream.block_nats(blocks, model, 0, *map(jnp.asarray, given), noise, jnp.asarray(offset_B1)))
 
     assert loss(0.0) == pytest.approx(nats, rel=1e-5)
