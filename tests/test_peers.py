@@ -91,7 +91,7 @@ def test_generate_drafts_the_greedy_text_of_transformers_with_a_qwen2(changes, t
     torch.manual_seed(0)
     hub = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**keys))
     for x in hub.parameters():
-        torch.nn.init.normal_(x, 0.2, 0.2)
+        torch.nn.init.normal_(x, 0.0 if x.ndim > 1 else 0.5, 0.5)
     hub.save_pretrained(tmp_path / "hub")
     model = {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(60)}, "unk_token": "w0"}
     end = {"id": 2, "content": "w2", "special": True}
@@ -103,13 +103,14 @@ def test_generate_drafts_the_greedy_text_of_transformers_with_a_qwen2(changes, t
     prompt = [5, 6, 7]
     settings = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": 2, "pad_token_id": 2}
     want = hub.generate(torch.tensor([prompt]), **settings)[0].tolist()
-    text = " ".join(f"w{i}" for i in want if i != 2)
+    assert len({*want}) > 4
     for flags in ({"block_length": 1}, {"draft": 4}, {"draft": 4, "draft_steps": 2}):
         settings = {"max_new": 24, "temperature": 0.0, "devices": 1, "json": True}
         dream = generate.DreamFlags(**flags)
         capsys.readouterr()
         generate.main(generate.Config("dream", str(tmp_path / "dream"), prompt="w5 w6 w7", dream=dream, **settings))
-        assert json.loads(capsys.readouterr().out)["text"] == text, flags
+        text = json.loads(capsys.readouterr().out)["text"]
+        assert text.replace("w", " w").split() == [f"w{i}" for i in want if i != 2], flags
 
 
 @pytest.mark.parametrize("tie", [False, True])
