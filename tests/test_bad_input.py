@@ -353,7 +353,7 @@ SETTINGS = [  # what does not go together, or is not there
     ("generate.py", "--ckpt={pythoncoder} --prompt=x --max_new=100000", "positions"),
     ("generate.py", "--ckpt={files} --prompt=x", "holds no checkpoint"),
     ("generate.py", "--ckpt={pythoncoder} --file={empty}", "holds no prompts"),
-    ("generate.py", "--model=dream --ckpt={dream} --prompt=x --draft=4", "finished tokens attend causally"),
+    ("generate.py", "--model=dream --ckpt={dream} --prompt=x --max_new=8 --draft=4", "finished tokens attend causally"),
     ("generate.py", "--n=1e30", "1e30"),
     ("inference_jetson.py", "--n=1e30", "1e30"),
     ("data_prep.py", "pairs {empty} --out=out", "no document to train on"),
