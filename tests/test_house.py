@@ -15,7 +15,7 @@ CODE = {path.stem: ast.parse(path.read_text()) for path in sorted(ROOT.glob("*.p
 CEILINGS = {  # script: files that it carries, with itself, and lines of all of them. They only ever fall
     "benchmarks": (7, 4192),
     "convert_weights": (7, 4384),
-    "coupled_grpo": (11, 6219),
+    "coupled_grpo": (11, 6211),
     "data_prep": (4, 1874),
     "diff_attention": (1, 655),
     "diffusion": (1, 531),
@@ -28,11 +28,11 @@ CEILINGS = {  # script: files that it carries, with itself, and lines of all of 
     "rl_tasks": (2, 716),
     "runs": (1, 397),
     "sandbox": (3, 1897),
-    "train_dream": (8, 4233),
+    "train_dream": (8, 4221),
     "train_gpu": (5, 2203),
     "train_tpu": (7, 3691),
-    "sample_rows": (10, 5397),
-    "serve": (11, 5777),
+    "sample_rows": (10, 5389),
+    "serve": (11, 5769),
 }
 LEAF = {"benchmarks", "problems", "protocols", "writers"}  # one program in four files
 TRAINERS = ("train_tpu", "train_dream", "train_gpu", "coupled_grpo")
