@@ -154,6 +154,11 @@ TURN_ENDS = "<|im_end|>", "<|eot_id|>"  # end a turn of a chat, in Qwen2.5's tem
 HIDDEN = "\ufdd0"  # a code point that Unicode keeps out of texts
 
 
+def turn_end(tokenizer):
+    """The id of the token that ends a turn of a chat; None if the tokenizer has none."""
+    return next((i for i in map(tokenizer.token_to_id, TURN_ENDS) if i is not None), None)
+
+
 def chat_template(folder):
     """wrap(prompt, system="", before=()) -> text, by the chat template in a model's folder; None if it has none.
 

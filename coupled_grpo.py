@@ -156,7 +156,7 @@ def read_tasks(path, tested=True):
 class Prompts:
     """Tasks as canvases: left-padded token ids of the prompts, max_new columns of MASK behind them.
 
-    wrap(user turn, system turn) writes a chat, as sample_dream.chat_template gives it; tasks with a question need it.
+    wrap(user turn, system turn) writes a chat, as canvas.chat_template gives it; tasks with a question need it.
     """
 
     def __init__(self, path, tokenizer, wrap, model_cfg, max_prompt, max_new, tested=True):
@@ -190,7 +190,9 @@ class Prompts:
         "prompt" the whole program in a code block, the form in which a chat model answers. An answer that ends its turn
         has a newline behind it, as in the chat template: the reference's code_format asks for one.
         """
-        rows, turn_end = [], sample_dream.turn_end(self.tokenizer)
+        import canvas
+
+        rows, turn_end = [], canvas.turn_end(self.tokenizer)
         for i, ids, counted_C in zip(task_B, token_BL[:, self.max_prompt :], counted_BC, strict=True):
             task = self.tasks[i]
             written = self.tokenizer.decode(ids[counted_C].tolist(), skip_special_tokens=True)
@@ -274,6 +276,8 @@ class Trainer:
     """A Dream in training: weights, reference model, optimizer state, tasks, and the compiled programs."""
 
     def __init__(self, cfg, rewards, mesh, scores_of=grpo.coupled_scores):
+        import canvas
+
         self.rewards, self.mesh, on_cpu = rewards, mesh, jax.default_backend() == "cpu"
         self.dtype = dtype = jnp.dtype("float32" if on_cpu else "bfloat16")  # of the computation and a frozen base
         self.model_cfg = model_cfg = md.read_config(cfg.ckpt)
@@ -285,11 +289,11 @@ class Trainer:
         check_memory(cfg, model_cfg, mesh, self.rollout_mesh, dtype)
 
         # The tasks, and how completions of them are generated. A chat model ends its turn as its template does.
-        tokenizer, wrap = sample_dream.load_tokenizer(cfg.ckpt, model_cfg), sample_dream.chat_template(cfg.ckpt)
-        canvas = tokenizer, wrap, model_cfg, cfg.max_prompt, cfg.max_new, sandbox.TESTED & {*rewards.values()}
-        self.prompts = Prompts(cfg.prompts, *canvas)
-        self.heldout = [Prompts(path, *canvas) for path in cfg.heldout]
-        turn_end = sample_dream.turn_end(tokenizer) if "question" in self.prompts.tasks[0] else None
+        tokenizer, wrap = sample_dream.load_tokenizer(cfg.ckpt, model_cfg), canvas.chat_template(runs.as_path(cfg.ckpt))
+        given = tokenizer, wrap, model_cfg, cfg.max_prompt, cfg.max_new, sandbox.TESTED & {*rewards.values()}
+        self.prompts = Prompts(cfg.prompts, *given)
+        self.heldout = [Prompts(path, *given) for path in cfg.heldout]
+        turn_end = canvas.turn_end(tokenizer) if "question" in self.prompts.tasks[0] else None
         ends = dict.fromkeys([turn_end, model_cfg.eos_id, tokenizer.token_to_id("<|dlm_pad|>")])
         ends = tuple(token for token in ends if token is not None)
         self.rule, self.fill = rule_of(cfg, tokenizer.get_vocab_size(), ends), sample_dream.fill

@@ -77,7 +77,7 @@ class DreamFlags:
     alg_temp: NonNegative = 0.0  # temperature of the choice of positions; 0 fills those of highest confidence
     threshold: Share = 0.0  # fill every token of at least this probability in a step; 0 goes by --steps
     entropy_bound: NonNegative = 0.0  # fill tokens of lowest entropy, up to this sum in nats a step; 0 goes by --steps
-    draft: Natural = 0  # self-speculation, Nemotron: draft so many tokens, verify them in one pass; the same text
+    draft: Natural = 0  # causal context: draft so many tokens, verify them in one pass; the text token by token
     draft_steps: Count = 1  # passes that fill the drafts
     cache: typing.Literal["", "prefix", "dual"] = ""  # with blocks: keep keys and values while a block is filled
     fast_dllm: bool = False  # blocks with a cache exactly as Fast-dLLM fills them
@@ -358,12 +358,12 @@ class Dream:
         self.together = flags.batch_size * (1 if self.watching or dream.block_length else 8)  # texts of a batch
         if dream.block_length and flags.valid:
             raise ValueError("--valid=python is for a Dream without blocks")
-        if flags.draft or (dream.causal and flags.block_length == 1):
+        if flags.draft or (dream.autoregressive and flags.block_length == 1):
             import sample_draft
 
             if cfg.show_steps:
                 raise ValueError("--show_steps shows no drafts; leave it out")
-            self.sampler, self.rule = sample_draft, sample_draft.settings_of(self.rule, flags.draft, flags.draft_steps)
+            self.sampler, self.rule = sample_draft, sample_draft.settings_of(dream, self.rule, flags)
         elif dream.block_length:
             self.sampler, length = sample_block, flags.block_length or dream.block_length
             self.rule = sample_block.settings_of(dataclasses.replace(self.rule, block_length=length))

@@ -55,15 +55,15 @@ class DreamConfig:
     pad_id: int = hf("pad_token_id", 151_643)
     bos_id: int = hf("bos_token_id", 151_643)
     eos_id: int = hf("eos_token_id", 151_643)
-    # Not of Dream. bd_size and expand_token_id are the keys of Fast-dLLM v2 and DreamOn, shift is ours.
+    # Not of Dream. bd_size and expand_token_id are the keys of Fast-dLLM v2 and DreamOn, shift and causal_context ours.
     block_length: int = hf("bd_size", 0)  # block size: a token attends to its own and earlier blocks; 0: no blocks
     shift: bool = hf("shift", True)  # the logits at position p - 1 predict the token at p
     expand_id: int = hf("expand_token_id", -1)  # a mask that becomes this id splits in two, EOS deletes it; -1: off
+    causal: bool = hf("causal_context", False)  # finished tokens attend causally, and the last predicts the next one
     rope: tuple = hf("rope_parameters", ())  # pairs of YaRN's settings and of the query scale, see rope_of
     family: str = "dream"  # key of FAMILIES
     bias: bool = True  # queries, keys and values have a bias
     qk_norm: bool = False  # RMSNorm of each head's queries and keys
-    causal: bool = False  # finished blocks attend causally, and the first token of a block is predicted from the last
 
     def __post_init__(self):
         object.__setattr__(self, "rope", tuple(map(tuple, self.rope)))  # JSON has lists
@@ -72,9 +72,14 @@ class DreamConfig:
             names = "mask, expand, pad, bos, eos"
             raise ValueError(f"ids {ids} of {names} must lie below {self.vocab}, those of mask and expand be unique")
 
+    @property
+    def autoregressive(self):
+        """Whether a causal pass over a text predicts its next token. Blocks of one token with the shift are causal."""
+        return self.causal or (self.shift and self.block_length == 1)
+
 
 HF_KEYS = {f.name: f.metadata["hf"] for f in dataclasses.fields(DreamConfig) if f.metadata}
-EXTRAS = {"block_length", "shift", "expand_id", "rope"}  # a config.json has these where they differ from the default
+EXTRAS = {"block_length", "shift", "expand_id", "causal", "rope"}  # in a config.json where they are not the default
 OPTIONAL = {"head_size", "tie", "bos_id", "pad_id"} | EXTRAS  # a config.json may leave these out
 
 
@@ -459,9 +464,8 @@ def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256, place=None, key_pl
         o_BJGLK = o_BJTK.astype(v_BJMK.dtype).reshape(B, J, H // J, -1, K)
         return o_BJGLK.transpose(0, 3, 1, 2, 4).reshape(B, -1, H, K)
 
-    queries = q_BLHK, place
     if L <= block:
-        return attend(queries)
+        return attend((q_BLHK, place))
     n = math.ceil(L / block)
 
     def split(x_BL):  # [B, L, ...] -> [n, B, block, ...]
@@ -469,7 +473,7 @@ def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256, place=None, key_pl
         return x_BL.reshape(len(x_BL), n, block, *x_BL.shape[2:]).swapaxes(0, 1)
 
     # One block after the other; the backward pass recomputes the scores of a block.
-    o_nBLHK = jax.lax.map(jax.checkpoint(attend), jax.tree.map(split, queries))
+    o_nBLHK = jax.lax.map(jax.checkpoint(attend), jax.tree.map(split, (q_BLHK, place)))
     return o_nBLHK.swapaxes(0, 1).reshape(B, n * block, H, K)[:, :L]
 
 
@@ -671,8 +675,7 @@ class Dream(nnx.Module):
 
     def __call__(self, token_BL, position_BL=None, see_BL=None):
         """Float32 logits [B, L, V] of a canvas."""
-        hidden_BLD, _ = self.hidden(token_BL, position_BL, see_BL)
-        return self.logits(hidden_BLD)
+        return self.logits(self.hidden(token_BL, position_BL, see_BL)[0])
 
     def nll(self, token_BL, mask_BL, segment_BL, position_BL, block=None, seen_1LL=None):
         """NLL in nats [B, L] of the tokens of mask_BL, which are MASK in the input, 0 elsewhere; see `predicting`."""
@@ -683,40 +686,40 @@ class Dream(nnx.Module):
     def predicting(self, noised_BL, token_BL, segment_BL, position_BL, block=None, seen_1LL=None):
         """The hidden states [B, L, D] that predict the token at each position p, for the input noised_BL.
 
-        With cfg.shift that is the state at p - 1, or at p for the first token of a document. Without blocks seen_1LL
-        may mask keys.
-
-        With blocks, whose length may be traced, the noised and the clean row run side by side: a noised token attends
-        to its own block noised and to earlier blocks clean. The first token of a block is predicted from the clean row,
-        as in the sampler. Ref: BD3-LM, arXiv:2503.09573, sec. 3.
+        With cfg.shift that is the state at p - 1, or at p for the first token of a document. seen_1LL may mask keys.
         """
-        if block is None:
-            place = diffusion.Place(segment_BL, seen=seen_1LL)
-            hidden_BLD, _ = self.hidden(noised_BL, position_BL, place=place)
-        else:
-            row_BM = jnp.concatenate((noised_BL, token_BL), 1)
-            position_BM, segment_BM = (jnp.concatenate((x_BL, x_BL), 1) for x_BL in (position_BL, segment_BL))
-            noisy_BM = jnp.broadcast_to(jnp.arange(row_BM.shape[1]) < token_BL.shape[1], row_BM.shape)
-            block_BM = position_BM // block
-            if self.cfg.causal:  # a clean token is a block of its own, a noised block has the number of its first one
-                block_BM = jnp.where(noisy_BM, block_BM * block, position_BM)
-            place = diffusion.Place(segment_BM, block_BM, noisy_BM)
-            hidden_BLD, clean_BLD = jnp.split(self.hidden(row_BM, position_BM, place=place)[0], 2, 1)
-        if not self.cfg.shift:
-            return hidden_BLD
-        before_BLD = jnp.roll(hidden_BLD, 1, 1)
         if block is not None:
-            starts_BL1 = (position_BL % block == 0)[..., None]
-            before_BLD = jnp.where(starts_BL1, jnp.roll(clean_BLD, 1, 1), before_BLD)
-        return jnp.where(first_of_document(segment_BL)[..., None], hidden_BLD, before_BLD)
+            return self.readings(noised_BL, token_BL, segment_BL, position_BL, block)[0]
+        hidden_BLD, _ = self.hidden(noised_BL, position_BL, place=diffusion.Place(segment_BL, seen=seen_1LL))
+        own_BL1 = first_of_document(segment_BL)[..., None] | (not self.cfg.shift)
+        return jnp.where(own_BL1, hidden_BLD, jnp.roll(hidden_BLD, 1, 1))
+
+    def readings(self, noised_BL, token_BL, segment_BL, position_BL, block):
+        """`predicting` with blocks, and the clean states before each position: in a causal model they predict it, too.
+
+        The noised and the clean row run side by side: a noised token attends to its own block noised and to earlier
+        blocks clean. With cfg.shift the first token of a block is predicted from the clean row, as in the sampler. The
+        length of a block may be traced. Ref: BD3-LM, arXiv:2503.09573, sec. 3.
+        """
+        row_BM = jnp.concatenate((noised_BL, token_BL), 1)
+        position_BM, segment_BM = (jnp.concatenate((x_BL, x_BL), 1) for x_BL in (position_BL, segment_BL))
+        noisy_BM = jnp.broadcast_to(jnp.arange(row_BM.shape[1]) < token_BL.shape[1], row_BM.shape)
+        # A block has the number of its first position. A clean token of a causal model is a block of its own.
+        block_BM = jnp.where(noisy_BM | (not self.cfg.causal), position_BM // block * block, position_BM)
+        place = diffusion.Place(segment_BM, block_BM, noisy_BM)
+        hidden_BLD, clean_BLD = jnp.split(self.hidden(row_BM, position_BM, place=place)[0], 2, 1)
+        before_BLD = jnp.roll(clean_BLD, 1, 1)
+        if self.cfg.shift:
+            starts_BL1, first_BL1 = (position_BL % block == 0)[..., None], first_of_document(segment_BL)[..., None]
+            hidden_BLD = jnp.where(first_BL1, hidden_BLD, jnp.where(starts_BL1, before_BLD, jnp.roll(hidden_BLD, 1, 1)))
+        return hidden_BLD, before_BLD
 
     def ar_nll(self, token_BL, mask_BL, segment_BL, position_BL):
         """nll with blocks of one token, all masked: the NLL of an autoregressive model, in one pass.
 
         The first token of a document is predicted from a MASK alone, as it is with blocks.
         """
-        place = diffusion.Place(segment_BL, position_BL)
-        hidden_BLD, _ = self.hidden(token_BL, position_BL, place=place)
+        hidden_BLD, _ = self.hidden(token_BL, position_BL, place=diffusion.Place(segment_BL, position_BL))
         empty_BLD, _ = self.hidden(jnp.full((1, 1), self.cfg.mask_id))
         hidden_BLD = jnp.where(first_of_document(segment_BL)[..., None], empty_BLD, jnp.roll(hidden_BLD, 1, 1))
         return self.token_nll(hidden_BLD, token_BL, mask_BL)
@@ -749,8 +752,7 @@ class Dream(nnx.Module):
         Where fixed_BL is 2 (data_prep.edit) the input is always MASK, and the target is EOS if the token is EOS, else
         cfg.expand_id, with weight 1, the mean weight of any other token.
         """
-        frozen_BL = ~counted(segment_BL, fixed_BL)  # prompts and padding
-        _, mask_BL = diffusion.q_sample(token_BL, t_BL, u_BL, schedule, self.cfg.mask_id, -1, frozen_BL)
+        mask_BL = counted(segment_BL, fixed_BL) & (u_BL < diffusion.mask_rate(t_BL, schedule))
         weight_BL = diffusion.nelbo_weight(t_BL, schedule)
         if fixed_BL is not None and self.cfg.expand_id >= 0:
             edit_BL = fixed_BL == 2
@@ -766,7 +768,7 @@ class Dream(nnx.Module):
         2^block_length - 1 passes, 15 for blocks of 4. With blocks of 1 it is the autoregressive NLL, in one pass.
         """
         counted_BL, block = counted(segment_BL, fixed_BL), self.cfg.block_length
-        if block == 1 and (self.cfg.shift or self.cfg.causal):
+        if block == 1 and self.cfg.autoregressive:
             return self.ar_nll(token_BL, counted_BL, segment_BL, position_BL)
 
         def weighted_nll(subset):
@@ -836,9 +838,8 @@ def flops_per_token(cfg, length):
     Per layer, query head and query-key pair 2K for the score and 2K for the value, forward; three times that with the
     backward pass. Looking up an embedding is no matmul.
     """
-    matmul = sum(x.size for x in jax.tree.leaves(param_shapes(cfg)["layers"]) if x.ndim > 1)
-    matmul += cfg.vocab * cfg.width  # the head
-    return 6 * matmul + 3 * cfg.layers * cfg.heads * 4 * cfg.head_size * length
+    layers = sum(x.size for x in jax.tree.leaves(param_shapes(cfg)["layers"]) if x.ndim > 1)
+    return 6 * (layers + cfg.vocab * cfg.width) + 3 * cfg.layers * cfg.heads * 4 * cfg.head_size * length
 
 
 def join(model):
@@ -884,6 +885,5 @@ def merge_adapters(base, adapters):
     for i, trained in adapters["layers"].items():
         for name, adapter in trained.items():
             weight_FD = base["layers"][i][name]
-            change_FD = adapter["b"] @ adapter["a"]
-            base["layers"][i][name] = (weight_FD.astype(jnp.float32) + change_FD).astype(weight_FD.dtype)
+            base["layers"][i][name] = (weight_FD + adapter["b"] @ adapter["a"]).astype(weight_FD.dtype)
     return base

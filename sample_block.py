@@ -156,9 +156,10 @@ class Sampler:
         row_B1 = jnp.arange(len(slot_BW))[:, None]
         token_BW = state.token_BL[row_B1, slot_BW]
         keys = diffusion.Place(given.see_BL.astype(jnp.int32), given.block_BL)
-        last_BW = given.first_B[:, None] + self.rule.block_length - 1
-        block_BW = last_BW if model.cfg.causal and not seeds else keys.block[row_B1, slot_BW]
-        queries = diffusion.Place(keys.document[row_B1, slot_BW], jnp.broadcast_to(block_BW, slot_BW.shape))
+        first_B1, block_BW = given.first_B[:, None], keys.block[row_B1, slot_BW]
+        if model.cfg.causal and not seeds:  # with the shift the window begins with a finished token
+            block_BW = jnp.where(slot_BW < first_B1, block_BW, first_B1 + self.rule.block_length - 1)
+        queries = diffusion.Place(keys.document[row_B1, slot_BW], block_BW)
         hidden_BWD, cache = model.hidden(token_BW, slot_BW, None, state.cache, start_B, queries, keys)
 
         slot_BN = given.first_B[:, None] + jnp.arange(self.rule.block_length)

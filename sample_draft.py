@@ -31,6 +31,7 @@ import model_dream as md
 import sample_dream
 
 STEPS = 16  # between two looks at the texts
+UNFIT = "drafts need a model whose finished tokens attend causally: train_dream.py --context=causal"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,14 +47,16 @@ class Sampling:
     eos_ids: tuple[int, ...] = ()  # each ends a text; eos_ids[0] fills the rest
 
 
-def settings_of(rule, draft, draft_steps):
-    """A sample_dream.Sampling as one of drafts. ValueError for settings that mean nothing here."""
+def settings_of(cfg, rule, flags):
+    """A sample_dream.Sampling as one of drafts. ValueError for another model, or settings that mean nothing here."""
+    if not cfg.autoregressive:
+        raise ValueError(UNFIT)
     foreign = "steps alg_temp threshold entropy_bound cache fast_dllm eos_penalty guidance sub_block".split()
     foreign = [name for name in foreign if getattr(rule, name)] + ["block_length"] * (rule.block_length > 1)
     if foreign or (rule.alg, rule.schedule) != ("entropy", "dream"):
         raise ValueError(f"drafts and single tokens go without {', '.join(foreign or ['sampler or schedule'])}")
     shared = "temperature", "top_p", "top_k", "vocab", "eos_ids"
-    return Sampling(draft, draft_steps, **{name: getattr(rule, name) for name in shared})
+    return Sampling(flags.draft, flags.draft_steps, **{name: getattr(rule, name) for name in shared})
 
 
 class State(typing.NamedTuple):
@@ -105,8 +108,7 @@ class Sampler:
             filters, width = (rule.temperature, rule.top_k, rule.top_p), 1 if model.run.on_cpu else 3
             filtered_BWV = diffusion.filter_logits(logits_BWV, *filters, rule="dream", width=width)
         token_BW = diffusion.sample_tokens(filtered_BWV, u_BWV, 1.0 if rule.temperature else 0).astype(jnp.int32)
-        prob_BW = jnp.take_along_axis(diffusion.softmax(logits_BWV), token_BW[..., None], -1)[..., 0]
-        return token_BW, prob_BW
+        return token_BW, jnp.take_along_axis(diffusion.softmax(logits_BWV), token_BW[..., None], -1)[..., 0]
 
     def drafted(self, model, token_B1, slot_BW, given, cache):
         """(drafts [B, N] behind the last tokens, cache): MASKs that see each other, filled in draft_steps passes.
@@ -201,8 +203,8 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, on
     Raises ValueError for what does not fit, and for drafts by a model that was not trained to make them.
     """
     cfg, rule = model.cfg, rule or Sampling()
-    if rule.draft and not cfg.causal:
-        raise ValueError("drafts need a model whose finished tokens attend causally, such as Nemotron-Labs-Diffusion")
+    if not cfg.autoregressive:
+        raise ValueError(UNFIT)
     if rule.draft and not 1 <= rule.draft_steps <= rule.draft:
         raise ValueError(f"{rule.draft_steps} passes cannot fill drafts of {rule.draft} tokens: at least one each")
     prompts = [[*ids, *[cfg.mask_id] * max_new] for ids in prompts]
@@ -221,15 +223,13 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, on
         row[: len(ids)] = ids
     id_V = np.arange(cfg.vocab)
     banned_V = np.isin(id_V, (cfg.mask_id, cfg.expand_id)) | (id_V >= (rule.vocab or cfg.vocab))
-    key_B = sample_dream.keys_of_rows(jax.random.key(0) if key is None else key, B)
-    given = Given(begin_B, end_B, banned_V, key_B)
+    given = Given(begin_B, end_B, banned_V, sample_dream.keys_of_rows(jax.random.key(0) if key is None else key, B))
 
     graph, params = nnx.split(model)
     sampler = Sampler(graph, dataclasses.replace(rule, vocab=0))
     shape = B, cfg.kv_heads, L, cfg.head_size
     cache = [(jnp.zeros(shape, model.run.dtype), jnp.zeros(shape, model.run.dtype)) for _ in range(cfg.layers)]
-    empty_BL = np.zeros((B, L), np.int32)
-    state = State(token_BL, begin_B - 1, empty_BL, empty_BL.astype(np.float32), np.int32(0), cache)
+    state = State(token_BL, begin_B - 1, np.zeros((B, L), np.int32), np.zeros((B, L), np.float32), np.int32(0), cache)
     state = sample_dream.beside(params, jax.tree.map(jnp.asarray, state))
     width = L if widths else min(sample_dream.canvas_width(int(max(begin_B)), 1 << 30), L)
     state, done_B = begin(params, state, given, sampler=sampler, width=width), np.zeros(B, bool)

@@ -603,19 +603,6 @@ def load_tokenizer(folder, cfg):
     return tokenizer
 
 
-def chat_template(folder):
-    import canvas
-
-    return canvas.chat_template(runs.as_path(folder))
-
-
-def turn_end(tokenizer):
-    """The id of the token that ends a turn of a chat; None if the tokenizer has none."""
-    import canvas
-
-    return next((i for i in map(tokenizer.token_to_id, canvas.TURN_ENDS) if i is not None), None)
-
-
 def named(adapters, family="dream"):
     """{name in peft's adapter_model.safetensors: array} of LoRA adapters of a family, in the order of their leaves."""
     arrays, top = {}, "encoder" if family == "nemotron" else "model"

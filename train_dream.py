@@ -4,6 +4,7 @@
     python train_dream.py --resume=out/train_dream      # continues a stopped run with its own settings
     python train_dream.py --objective=ar --out=out/ar   # the same layers as an autoregressive model
     python train_dream.py --init=out/ar --block_length=4 --block_warmup=200     # which then learns to fill blocks
+    python train_dream.py --init=out/ar --block_length=16 --context=causal      # which verifies what it drafts
     python train_dream.py --init=out/diffucoder --data=data/pairs               # fine-tunes a converted Dream
     python train_dream.py --init=out/diffucoder --data=data/pairs --lora_rank=16 --base_bits=4  # 7B on 12 GB
     python train_dream.py --eval_only=out/diffucoder --data=data/mine           # held-out bits per byte, a bound
@@ -41,7 +42,6 @@ import model_dream as md
 import runs
 import sample_block
 import sample_dream
-from model_dream import PS
 from rows import held_out, open_data, prefetch, token_bytes
 from runs import Count, Natural, NonNegative, Positive, TopP
 
@@ -56,6 +56,8 @@ class Blocks:
     rates: tuple[TopP, TopP] = (1e-3, 1.0)  # lowest and highest mask rate of a block in training
     least_one: bool = False  # at least one masked token per block, so a mask rate of at least 1 / --block_length
     complement: bool = False  # each row twice per step, with its masks and with the complement; after --rate_warmup
+    context: typing.Literal["", "causal"] = ""  # causal: finished tokens attend causally, for generate.py --draft
+    ar_weight: NonNegative = 0.3  # with a causal context: weight of the autoregressive loss; Nemotron's is 1 / 0.3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +138,10 @@ def with_blocks(cfg, model):
         raise ValueError("blocks go with the linear --schedule, and without --anneal_steps")
     if blocks.rates[0] >= blocks.rates[1]:
         raise ValueError(f"--rates={blocks.rates} are two numbers, the lower first")
-    return dataclasses.replace(model, block_length=size)
+    causal = size > 0 and (model.causal or blocks.context == "causal")
+    if blocks.ar_weight != Blocks.ar_weight and not causal:
+        raise ValueError("--ar_weight goes with --context=causal")
+    return dataclasses.replace(model, block_length=size, causal=causal)
 
 
 def row_length(cfg, model, data=None):
@@ -155,8 +160,7 @@ def pick_batch(cfg, seq_len, copies, on_cpu, data=None):
     tokens = 4096 if on_cpu else 2 ** int(math.log2(np.clip(seen / 2000, 8192, 131_072)))
     batch = cfg.batch_size or max(1, tokens // seq_len // copies) * copies
     rows = batch // copies
-    most = min(rows, MICRO_BATCH.get(cfg.model, 1))
-    micro = cfg.micro_batch or max((m for m in range(1, most + 1) if rows % m == 0), default=1)
+    micro = cfg.micro_batch or max(m for m in range(1, 1 + MICRO_BATCH.get(cfg.model, 1)) if rows % m == 0)
     if batch % (copies * micro):
         raise ValueError(f"--batch_size={batch} does not divide over {copies} devices times --micro_batch={micro}")
     return batch, micro
@@ -179,9 +183,8 @@ def resolve(cfg, devices, data=None, memory=None):
     if dtype == "float32":  # else a TPU multiplies in bfloat16, a GPU in TF32
         jax.config.update("jax_default_matmul_precision", "highest")
     optimizer = cfg.optimizer or ("adamw" if cfg.init or md.count_params(model)["total"] >= 1e8 else "muon")
-    cfg = dataclasses.replace(
-        cfg, seq_len=seq_len, batch_size=batch, micro_batch=micro, optimizer=optimizer, dtype=dtype
-    )
+    chosen = {"seq_len": seq_len, "batch_size": batch, "micro_batch": micro, "optimizer": optimizer, "dtype": dtype}
+    cfg = dataclasses.replace(cfg, **chosen)
     block = 64 if on_cpu else 128  # queries of attention at a time: scores that stay in a CPU's caches
     run = md.Run(platform=md.platform_of(device), dtype=jnp.dtype(dtype), remat=cfg.remat, block=block)
 
@@ -217,9 +220,8 @@ def plan(cfg, model, rows):
 
 def step_flops(cfg, model):
     """Training FLOPs of a step, of all devices together, without what remat computes again."""
-    length, copies = cfg.seq_len, 1
-    if model.block_length > 1:  # each row noised and clean, side by side
-        length, copies = 2 * length, 4 if cfg.blocks.complement else 2
+    halves = 2 if model.block_length > 1 else 1  # each row noised and clean, side by side
+    length, copies = halves * cfg.seq_len, halves * (2 if cfg.blocks.complement else 1)
     frozen = md.flops_per_token(model, 0) / 3 if cfg.lora_rank else 0  # of the gradients that frozen matrices lack
     return copies * (md.flops_per_token(model, length) - frozen) * cfg.batch_size * cfg.seq_len
 
@@ -261,8 +263,7 @@ def with_mask(model, meta, tokenizer_json):
 def known_ids(folder, model, meta, tokenizer_json):
     """tokenizer.json of the Dream in `folder`. ValueError if it has other ids than that of the data."""
     data, path = tokenizers.Tokenizer.from_str(tokenizer_json.decode()), runs.as_path(folder) / "tokenizer.json"
-    known = sample_dream.load_tokenizer(folder, model)
-    theirs, ours = (tokenizer.get_vocab(with_added_tokens=True) for tokenizer in (known, data))
+    theirs, ours = (x.get_vocab(with_added_tokens=True) for x in (sample_dream.load_tokenizer(folder, model), data))
     if ours.items() <= theirs.items() and max(ours.values()) < model.vocab and meta["eos_id"] == model.eos_id:
         return path.read_bytes()
     wrong = f"tokens of the data or its EOS have other ids than in {folder}"
@@ -301,7 +302,7 @@ def wsd(step, peak, steps, warmup=2000, stable=0.9, start=0.01, final=0.1):
 
 def decays(tree):
     """Weight decay mask, by name: matrices and embeddings, no norms, biases or adapters."""
-    names = {*md.SHARDING} - {"q_bias", "k_bias", "v_bias"}
+    names = *md.MATRICES, "embed_tokens", "lm_head"
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in names, tree)
 
 
@@ -313,11 +314,10 @@ def make_optimizer(clip, weight_decay, mu_dtype=None, mask=decays, muon=False):
     clipping, settings = optax.clip_by_global_norm(clip), {"weight_decay": weight_decay, "mu_dtype": mu_dtype}
     if not muon:
         return optax.chain(clipping, optax.adamw(1.0, 0.9, 0.95, 1e-8, mask=mask, **settings))
-    matrices = {*md.SHARDING} - {"embed_tokens", "lm_head", "q_bias", "k_bias", "v_bias"}
     axes = optax.contrib.MuonDimensionNumbers(-2, -1)
 
     def dimensions(tree):
-        return jax.tree_util.tree_map_with_path(lambda path, _: axes if path[-1].key in matrices else None, tree)
+        return jax.tree_util.tree_map_with_path(lambda path, _: axes if path[-1].key in md.MATRICES else None, tree)
 
     settings |= {"consistent_rms": 0.2, "adam_b2": 0.95}
     return optax.chain(clipping, optax.contrib.muon(1.0, muon_weight_dimension_numbers=dimensions, **settings))
@@ -329,8 +329,7 @@ def accumulate(loss_fn, params, batches):
     def body(carry, batch):
         return jax.tree.map(jnp.add, carry, jax.value_and_grad(loss_fn)(params, batch)), None
 
-    zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-    (loss, grads), _ = jax.lax.scan(body, zeros, batches)
+    (loss, grads), _ = jax.lax.scan(body, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), batches)
     return grads, loss
 
 
@@ -345,47 +344,56 @@ def loss_of_step(cfg, graph, batch, key, step, base):
         if model.cfg.block_length:
             counted_BL = md.counted(inputs[1], micro.get("fixed_ABL"))
             noise = functools.partial(md.noise, key, rows, micro["row_AB"])
-            return block_nats(cfg.blocks, model, step, *inputs, counted_BL, noise) / tokens
+            places = model.cfg.block_length if model.cfg.causal else 1  # where a block may begin, as drafts do
+            offset_R1 = jax.random.randint(jax.random.fold_in(key, rows), (rows, 1), 0, places)
+            return block_nats(cfg.blocks, model, step, *inputs, counted_BL, noise, offset_R1[micro["row_AB"]]) / tokens
         noise, attention_1LL = md.noise(key, rows, micro["row_AB"], micro["segment_ABL"]), None
         if cfg.anneal_steps:  # one draw for all rows and layers
             u_LL = jax.random.uniform(jax.random.fold_in(key, rows), (inputs[0].shape[1],) * 2)
             attention_1LL = diffusion.annealed(u_LL, jnp.minimum(1, (step + 1) / cfg.anneal_steps))[None]
-        nats = model.nelbo(*inputs, *noise, micro.get("fixed_ABL"), cfg.schedule, attention_1LL)
-        return nats / tokens
+        return model.nelbo(*inputs, *noise, micro.get("fixed_ABL"), cfg.schedule, attention_1LL) / tokens
 
     return loss_fn
 
 
-def block_nats(blocks, model, step, token_BL, segment_BL, position_BL, counted_BL, noise):
-    """The loss of a micro-batch with blocks, or of --objective=ar, in nats; noise(parts) is md.noise of its rows."""
-    row, longest = (segment_BL, position_BL), model.cfg.block_length
+def block_nats(blocks, model, step, token_BL, segment_BL, position_BL, counted_BL, noise, offset_B1=0):
+    """The loss of a micro-batch with blocks, or of --objective=ar, in nats; noise(parts) is md.noise of its rows.
+
+    The blocks of a row begin offset_B1 to the left. Of a causal model the same pass gives the autoregressive loss, too.
+    """
+    block = longest = model.cfg.block_length
     if longest == 1 and model.cfg.shift:  # --objective=ar
-        return model.ar_nll(token_BL, counted_BL, *row).sum()
+        return model.ar_nll(token_BL, counted_BL, segment_BL, position_BL).sum()
     # The block size doubles in equal numbers of steps. It is an array, so that all sizes are one program.
-    block = longest
     if blocks.block_warmup:
         doublings = math.ceil(math.log2(longest))
         done = jnp.minimum(step * doublings // blocks.block_warmup, doublings)
         block = jnp.minimum(2**done, longest)
     # A mask rate for each block; u decides for each token. A block of one token is always masked: any other rate would
     # only add noise to the same expectation.
-    u_BL, (low, high) = noise(md.parts(*row, block), eps=0.0), blocks.rates
+    row = segment_BL, position_BL + offset_B1
+    place_BL = jnp.minimum(row[1] % block, position_BL)  # of a token in its block
+    u_BL, (low, high) = noise(md.parts(segment_BL, place_BL, block), eps=0.0), blocks.rates
     if blocks.rate_warmup:
         high = low + (high - low) * diffusion.highest_rate(step, blocks.rate_warmup)
     least = jnp.maximum(1 / block if blocks.least_one else 0.0, block == 1)
     t_BL, weight_BL = diffusion.block_noise(u_BL[0], low, high, least)
     mask_BL = counted_BL & (u_BL[1] < t_BL)
     if blocks.least_one:
-        mask_BL = diffusion.mask_one_at_least(mask_BL, counted_BL, u_BL[1], position_BL, block)
+        mask_BL = diffusion.mask_one_at_least(mask_BL, counted_BL, u_BL[1], place_BL, block)
     weight_BL = jnp.where(step < blocks.rate_warmup, 1.0, weight_BL)
-    nats = (weight_BL * model.nll(token_BL, mask_BL, *row, block)).sum()
+    hidden_BLD, before_BLD = model.readings(jnp.where(mask_BL, model.cfg.mask_id, token_BL), token_BL, *row, block)
+    nats, ar_nats = (weight_BL * model.token_nll(hidden_BLD, token_BL, mask_BL)).sum(), 0.0
+    if model.cfg.causal:  # the first token of a document has none before it
+        later_BL = counted_BL & ~md.first_of_document(segment_BL)
+        ar_nats = blocks.ar_weight * model.token_nll(before_BLD, token_BL, later_BL).sum()
     if not blocks.complement:
-        return nats
+        return nats + ar_nats
     # High rates are unweighted. Where t is 1 the complement is empty, and any weight will do.
     weight_BL = jnp.where(weight_BL == 1, 1.0, 1 / jnp.maximum(1 - t_BL, low))
     complement = (weight_BL * model.nll(token_BL, counted_BL & ~mask_BL, *row, block)).sum()
     # The complement of a block of one token is empty; in the rate warm-up it would hold nearly all tokens.
-    return jnp.where((block == 1) | (step < blocks.rate_warmup), nats, (nats + complement) / 2)
+    return ar_nats + jnp.where((block == 1) | (step < blocks.rate_warmup), nats, (nats + complement) / 2)
 
 
 def make_step(cfg, graph, optimizer):
@@ -412,8 +420,8 @@ def lower_step(cfg, graph, optimizer, shapes, mesh, columns=3):
     """The train step, traced for a mesh that need not be here; .compile() makes the program."""
     rows = cfg.micro_batch * mesh.size // cfg.tensor  # of a micro-batch, on all devices together
     shape = (cfg.batch_size // rows, rows, cfg.seq_len)
-    row = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=jax.NamedSharding(mesh, PS(None, md.BATCH)))
-    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=jax.NamedSharding(mesh, PS()))
+    row = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=jax.NamedSharding(mesh, md.PS(None, md.BATCH)))
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=jax.NamedSharding(mesh, md.PS()))
     layout = jax.tree.map(lambda s: s.sharding, shapes)
     train_step = jax.jit(make_step(cfg, graph, optimizer), donate_argnums=0, out_shardings=(layout, None))
     with jax.set_mesh(mesh):
@@ -435,26 +443,24 @@ def sums_of(graph, schedule, rows, draws, params, batch, row_B, bytes_V):
         return model.nelbo(token_BL, *row, *noise, fixed_BL, schedule=schedule)
 
     mask_BL = md.counted(segment_BL, fixed_BL)
-    if 0 < block <= md.EXACT_BLOCK:
-        nats_N = model.exact_nll(token_BL, *row, fixed_BL).sum()[None]
-    else:
-        nats_N = jax.lax.map(bound, jnp.arange(draws))
+    exact = 0 < block <= md.EXACT_BLOCK
+    nats_N = model.exact_nll(token_BL, *row, fixed_BL).sum()[None] if exact else jax.lax.map(bound, jnp.arange(draws))
     return nats_N, mask_BL.sum(), (mask_BL * bytes_V[token_BL]).sum()
 
 
-def score(cfg, graph, params, heldout, size, mesh, bytes_V, draws=4):
+def score(cfg, graph, params, heldout, size, mesh, tokenizer, draws=4):
     """{"heldout_nats", "bits_per_byte", "standard_error"} over --eval_rows held-out rows, `size` rows at a time.
 
     Nats are per token that can be masked; the standard error, in bits per byte, is that of `draws` draws of the noise.
     """
     if not (count := min(cfg.eval_rows, heldout.total)):
         return {}
-    sums, rows_at = [], jax.NamedSharding(mesh, PS(None, md.BATCH))
+    sums, rows_at = [], jax.NamedSharding(mesh, md.PS(None, md.BATCH))
+    bytes_V = jnp.asarray(token_bytes(tokenizer, params["embed_tokens"].shape[0]))
     with jax.set_mesh(mesh):
         for i, ids in enumerate(heldout.padded(count, size)):
             batch = dict(zip(COLUMNS, checkpoints.on_mesh(heldout, ids, rows_at), strict=False))
-            row_B = size * i + np.arange(size)
-            sums.append(sums_of(graph, cfg.schedule, count, draws, params, batch, row_B, bytes_V))
+            sums.append(sums_of(graph, cfg.schedule, count, draws, params, batch, size * i + np.arange(size), bytes_V))
     nats_N, tokens, text_bytes = (sum(np.asarray(x, float) for x in column) for column in zip(*sums, strict=True))
     bits_N = nats_N / math.log(2) / text_bytes
     error = bits_N.std(ddof=1) / math.sqrt(len(bits_N)) if len(bits_N) > 1 else 0.0
@@ -471,8 +477,7 @@ def evaluate(cfg):
     dtype = cfg.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     model, step = checkpoints.load(md, folder, dtype=dtype, mesh=mesh)
     graph, params = nnx.split(model)
-    bytes_V = jnp.asarray(token_bytes(tokenizer, model.cfg.vocab))
-    scores = {"step": step, "rows": rows} | score(cfg, graph, params, heldout, size, mesh, bytes_V, draws=8)
+    scores = {"step": step, "rows": rows} | score(cfg, graph, params, heldout, size, mesh, tokenizer, draws=8)
     print(" | ".join(f"{name} {value:,.4g}" for name, value in scores.items()))
     return scores
 
@@ -504,8 +509,7 @@ class Trainer:
         self.model, self.tokenizer = model, tokenizers.Tokenizer.from_str(tokenizer_json.decode())
         # The chat template, its tokens and the model's own code: those of --init, else of the data.
         found = (checkpoints.companions(folder) for folder in (cfg.init, self.train.folder) if folder)
-        files = next((files for files in found if files.keys() - {"tokenizer.json"}), {})
-        self.files = files | {"tokenizer.json": tokenizer_json}
+        self.files = next((x for x in found if x.keys() - {"tokenizer.json"}), {}) | {"tokenizer.json": tokenizer_json}
         # Moments: bfloat16 mu saves 2 GiB of 23 at 1.08 B and costs nothing measurable; nu stays float32.
         self.optimizer = make_optimizer(cfg.clip, cfg.weight_decay, self.run.dtype, muon=cfg.optimizer == "muon")
         # The state and its bytes on a device, with gradients as large as what is trained; beside it what takes less.
@@ -516,18 +520,16 @@ class Trainer:
         checkpoints.check_memory(self.mesh, needed.pop(""), needed)
         self.shapes = shapes[""]
         self.trained = "adapters" if cfg.lora_rank else "params"  # its name in a checkpoint: adapters are no model
-        if cfg.lora_rank:  # which weights the adapters belong to
-            self.base_sums = checkpoints.find_weights(checkpoints.absolute(cfg.init))[1]["sums"]
-        self.rows_at = jax.NamedSharding(self.mesh, PS(None, md.BATCH))
+        # which weights the adapters belong to
+        self.base = {"base": checkpoints.find_weights(runs.as_path(cfg.init))[1]["sums"]} if cfg.lora_rank else {}
+        self.rows_at = jax.NamedSharding(self.mesh, md.PS(None, md.BATCH))
         self.micro_rows = cfg.micro_batch * self.mesh.size // cfg.tensor  # on all devices together
-        self.bytes_V = jnp.asarray(token_bytes(self.tokenizer, model.vocab))
         self.state = None  # {"params", "opt"}, with LoRA {"params": adapters, "opt", "base": frozen weights}
 
     def meta(self, step, skipped):
         """What a checkpoint says of itself."""
         settings = {"model": dataclasses.asdict(self.model), "train": dataclasses.asdict(self.cfg)}
-        settings |= {"data": self.train.meta["fingerprint"], "step": step, "skipped": skipped}
-        return settings | ({"base": self.base_sums} if self.cfg.lora_rank else {})
+        return settings | {"data": self.train.meta["fingerprint"], "step": step, "skipped": skipped} | self.base
 
     def begin(self, store):
         """Fill the state: newest checkpoint of --resume, weights of --init, or new ones. Returns (step, skipped)."""
@@ -575,8 +577,7 @@ class Trainer:
     def score(self):
         """Scores over --eval_rows held-out rows, from all parts of them."""
         graph = md.graph_of(self.model, dataclasses.replace(self.run, remat="none"))
-        given = self.cfg, graph, self.weights(), self.heldout, self.micro_rows, self.mesh, self.bytes_V
-        return {name: x for name, x in score(*given).items() if name != "standard_error"}
+        return score(self.cfg, graph, self.weights(), self.heldout, self.micro_rows, self.mesh, self.tokenizer)
 
     def sample(self, folder, step):
         """Continue --prompt and append the text to samples.txt; returns the row's tokens per forward pass."""
@@ -614,9 +615,8 @@ class Meter:
         """Tokens per second, share of the device's peak (MFU), share of the time without a batch, minutes to go."""
         elapsed = time.perf_counter() - self.started
         rate = (step - self.step) / elapsed
-        row = {"tok_per_s": rate * self.cfg.batch_size * self.cfg.seq_len}
-        if math.isfinite(self.peak):
-            row["mfu"] = rate * self.flops / self.peak
+        mfu = {"mfu": rate * self.flops / self.peak} if math.isfinite(self.peak) else {}
+        row = {"tok_per_s": rate * self.cfg.batch_size * self.cfg.seq_len} | mfu
         row |= {"wait": self.waited_s / elapsed, "eta_min": (self.cfg.steps - step) / rate / 60}
         self.restart(step)
         return row | {"skipped": self.skipped}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 
+import canvas
 import inference
 import infill
 import model_dream
@@ -66,8 +67,6 @@ def pythoncoder_writer(cfg, record, run, step):
             return model_pythoncoder.generate(model, *settings)[0]
 
     def hole(before, behind):
-        import canvas
-
         return canvas.in_order(tokenizer, before, behind)
 
     return Writer(tokenizer, int(model.cfg.positions * model.cfg.yarn_factor), write, hole)
@@ -127,7 +126,7 @@ def dream_writer(cfg, record, run, step):
         new = [row[len(ids) :] for row, ids in zip(rows, prompts, strict=True)]
         return [ids[: next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))] for ids in new]
 
-    return Writer(tokenizer, positions, write, hole, sample_dream.chat_template(run))
+    return Writer(tokenizer, positions, write, hole, canvas.chat_template(runs.as_path(run)))
 
 
 WRITERS = {"pythoncoder": pythoncoder_writer, "dream": dream_writer}

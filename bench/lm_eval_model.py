@@ -36,9 +36,11 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import canvas
 import diffusion
 import inference
 import model_dream as md
+import runs
 import sample_block
 import sample_dream
 
@@ -121,9 +123,9 @@ class Unmask(TemplateLM):
         settings = {"dtype": dtype, "bits": bits, "rows": self.batch_size}
         self.model, _, self.mesh = inference.load_for_inference(md, ckpt, **settings)
         self.ckpt, cfg = ckpt, self.model.cfg
-        self.tokenizer, self.wrap = sample_dream.load_tokenizer(ckpt, cfg), sample_dream.chat_template(ckpt)
+        self.tokenizer, self.wrap = sample_dream.load_tokenizer(ckpt, cfg), canvas.chat_template(runs.as_path(ckpt))
         self.max_length, self.max_new = max_length or min(cfg.positions, 4096), max_new
-        ends = {cfg.eos_id, sample_dream.turn_end(self.tokenizer)} - {None}
+        ends = {cfg.eos_id, canvas.turn_end(self.tokenizer)} - {None}
         settings = {"vocab": self.tokenizer.get_vocab_size(), "eos_ids": tuple(sorted(ends))}
         self.rule, self.sampler = sample_dream.Sampling(**sampling, **settings), sample_dream
         if cfg.block_length:

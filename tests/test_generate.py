@@ -755,7 +755,7 @@ def test_a_plain_text_can_begin_with_dreams_first_token(coder, capsys, tmp_path)
 
 
 def test_special_tokens_in_a_users_text_stay_text(coder, capsys):
-    tokenizer, wrap = Tokenizer.from_file(str(coder / "tokenizer.json")), sample_dream.chat_template(coder)
+    tokenizer, wrap = Tokenizer.from_file(str(coder / "tokenizer.json")), canvas.chat_template(coder)
     im_end, mask = map(tokenizer.token_to_id, ("<|im_end|>", "<mask>"))
     for text in ("return 3", "\n\n caf\u00e9 ", ""):
         tokenizer.encode_special_tokens = False

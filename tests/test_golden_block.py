@@ -18,6 +18,7 @@ import convert_weights
 import diffusion
 import model_dream as md
 import sample_block
+import sample_draft
 
 pytestmark = [pytest.mark.golden, pytest.mark.usefixtures("exact_matmuls")]
 
@@ -73,6 +74,30 @@ def test_every_mask_of_noised_and_clean_rows_and_of_sampling(block, golden_dir, 
             place = diffusion.Place(*map(namespace.asarray, place))
             got, real = np.asarray(sees(place, place)), np.asarray(place.document) > 0
             np.testing.assert_array_equal(got[real], arrays[want][real] == 1, err_msg=f"{name} {want}")
+
+
+@pytest.mark.slow
+def test_the_rows_of_a_causal_model_attend_as_nbdiff_s(block, golden_dir, params):
+    """Both readings are those of a pass over [noised; clean] under the explicit mask."""
+    model, checked = built(params, causal=True, shift=False), 0
+    readings = jax.jit(lambda model, *args: model.readings(*args))
+    hidden = jax.jit(lambda model, *args, **at: model.hidden(*args, **at))
+    for case in block["masks"]:
+        arrays = tensors(golden_dir("block") / "masks.safetensors", case["name"])
+        if "context_causal" not in arrays:
+            continue
+        segment_BL, L = arrays["segment_L"][None], case["length"]
+        noised_BL, token_BL = np.random.default_rng(0).integers(0, model.cfg.vocab, (2, 1, L))
+        position_BL = positions(segment_BL)
+        got, before = readings(model, noised_BL, token_BL, segment_BL, position_BL, case["block"])
+        place = diffusion.Place(np.ones((1, 2 * L), int), seen=arrays["context_causal"][None] == 1)
+        row = np.concatenate((noised_BL, token_BL), 1), np.concatenate((position_BL,) * 2, 1)
+        want, _ = hidden(model, *row, place=place)
+        real = segment_BL[0] > 0
+        np.testing.assert_allclose(got[0, real], want[0, :L][real], atol=2e-5, err_msg=case["name"])
+        np.testing.assert_allclose(np.roll(before, -1, 1)[0, real], want[0, L:][real], atol=2e-5, err_msg=case["name"])
+        checked += 1
+    assert checked
 
 
 # ---- losses --------------------------------------------------------------------------------------------------------
@@ -350,3 +375,14 @@ def test_a_converted_qwen2_writes_its_greedy_text_in_blocks_of_one(block, conver
     rows, _ = sample_block.generate(model, [case["prompt"] for case in cases], new)
     for row, case in zip(rows, cases, strict=True):
         assert row[len(case["prompt"]) :][: len(case["text"])] == case["text"]
+
+
+@pytest.mark.slow
+def test_a_converted_qwen2_drafts_its_greedy_text(block, converted):
+    model, cases = checkpoints.load(md, converted[1])[0], block["conversion"]["greedy"]
+    new = max(len(case["text"]) for case in cases)
+    for draft in (0, 4):
+        rule = sample_draft.Sampling(draft=draft)
+        rows, _ = sample_draft.generate(model, [case["prompt"] for case in cases], new, rule)
+        for row, case in zip(rows, cases, strict=True):
+            assert row[len(case["prompt"]) :][: len(case["text"])] == case["text"], draft

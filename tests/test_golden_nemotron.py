@@ -142,6 +142,23 @@ def test_every_loss_token_for_token(model, golden, folder):
             assert (got_BL - with_BL).sum() == pytest.approx(case["ar_sum"], rel=2e-5), name
 
 
+@pytest.mark.slow
+def test_both_losses_come_out_of_one_pass(model, golden, folder):
+    arrays = load_file(folder / "loss.safetensors")
+    readings = jax.jit(lambda model, *args: [model.logits(x_BLD) for x_BLD in model.readings(*args)])
+    cases = [case for case in golden["losses"] if "ar_sum" in case]
+    assert cases
+    for case in cases:
+        name = case["name"]
+        token_BL, mask_BL = arrays[f"{name}.token_BL"], arrays[f"{name}.mask_BL"] == 1
+        noised_BL = np.where(mask_BL, model.cfg.mask_id, token_BL)
+        both = readings(model, noised_BL, token_BL, np.ones_like(token_BL), slots(token_BL), case["block"])
+        nll, ar = (-np.take_along_axis(np.array(jax.nn.log_softmax(x)), token_BL[..., None], -1)[..., 0] for x in both)
+        p_BL = np.broadcast_to(arrays[f"{name}.p_BL"].reshape(len(token_BL), -1), token_BL.shape)
+        assert (nll / p_BL)[mask_BL].sum() == pytest.approx(case["diffusion_sum"], rel=2e-5), name
+        assert ar[:, 1:].sum() == pytest.approx(case["ar_sum"], rel=2e-5), name
+
+
 # ---- texts ---------------------------------------------------------------------------------------------------------
 
 

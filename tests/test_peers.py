@@ -36,6 +36,7 @@ from test_sample_dream import random_adapters
 import checkpoints
 import convert_weights
 import diffusion
+import generate
 import grpo
 import model_dream as md
 import protocols
@@ -78,6 +79,38 @@ def test_logits_of_a_qwen2_that_became_a_dream_are_those_of_transformers(changes
         want_BLV = hub(torch.from_numpy(np.array(token_BL)).long()).logits.numpy()
     error = np.abs(got_BLV[..., : want_BLV.shape[-1]] - want_BLV).max()
     assert error <= 2e-5 * np.abs(want_BLV).max()
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"kv_heads": 4}, {"kv_heads": 1, "tie": True}, {"theta": 1e6, "eps": 1e-5, "layers": 3}], ids=str
+)
+def test_generate_drafts_the_greedy_text_of_transformers_with_a_qwen2(changes, tmp_path, capsys):
+    transformers, torch = peer("transformers"), peer("torch")
+    cfg = dataclasses.replace(TINY, **changes, vocab=60, mask_id=59, eos_id=2)
+    keys = {key: value for key, value in md.config_to_hf(cfg).items() if key in md.HF_KEYS.values()}
+    torch.manual_seed(0)
+    hub = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**keys))
+    for x in hub.parameters():
+        torch.nn.init.normal_(x, 0.0 if x.ndim > 1 else 0.5, 0.5)
+    hub.save_pretrained(tmp_path / "hub")
+    model = {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(60)}, "unk_token": "w0"}
+    end = {"id": 2, "content": "w2", "special": True}
+    end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    split = {"type": "Whitespace"}
+    tokenizer = {"version": "1.0", "added_tokens": [end], "pre_tokenizer": split, "model": model}
+    runs.write(tmp_path / "hub" / "tokenizer.json", tokenizer)
+    convert_weights.main(convert_weights.Config(str(tmp_path / "hub"), str(tmp_path / "dream"), to="dream"))
+    prompt = [5, 6, 7]
+    settings = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": 2, "pad_token_id": 2}
+    want = hub.generate(torch.tensor([prompt]), **settings)[0].tolist()
+    assert len({*want}) > 4
+    for flags in ({"block_length": 1}, {"draft": 4}, {"draft": 4, "draft_steps": 2}):
+        settings = {"max_new": 24, "temperature": 0.0, "devices": 1, "json": True}
+        dream = generate.DreamFlags(**flags)
+        capsys.readouterr()
+        generate.main(generate.Config("dream", str(tmp_path / "dream"), prompt="w5 w6 w7", dream=dream, **settings))
+        text = json.loads(capsys.readouterr().out)["text"]
+        assert text.replace("w", " w").split() == [f"w{i}" for i in want if i != 2], flags
 
 
 @pytest.mark.parametrize("tie", [False, True])

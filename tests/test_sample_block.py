@@ -3,9 +3,11 @@
 import dataclasses
 
 import jax
+import numpy as np
 import pytest
 from flax import nnx
 
+import diffusion
 import model_dream as md
 import sample_block
 
@@ -66,3 +68,20 @@ def test_what_does_not_fit_is_one_line(model):
     whole = nnx.merge(md.graph_of(dataclasses.replace(CFG, block_length=0), md.Run()), nnx.state(model))
     with pytest.raises(ValueError, match="the model has no blocks"):
         sample_block.generate(whole, [[5]], 4)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("exact_matmuls")
+def test_the_keys_of_finished_tokens_stay_causal_with_the_shift(model):
+    """The first token of a block is what a causal pass over the whole text says, with its probability."""
+    causal = nnx.merge(md.graph_of(dataclasses.replace(model.cfg, causal=True), md.Run()), nnx.state(model))
+    prompt = [5, 6, 7]
+    (row,), stats = sample_block.generate(causal, [prompt], 24, sample_block.Sampling(4, steps=2))
+    token_BL = np.array([row])
+    place = diffusion.Place(np.ones_like(token_BL), np.arange(len(row))[None])
+    logits_LV = np.array(causal.logits(causal.hidden(token_BL, place=place)[0])[0])
+    logits_LV[:, causal.cfg.mask_id] = -np.inf
+    first = np.arange(len(prompt), len(row), 4)
+    assert logits_LV[first - 1].argmax(-1).tolist() == token_BL[0, first].tolist()
+    prob_N = np.asarray(jax.nn.softmax(logits_LV[first - 1]))[np.arange(len(first)), token_BL[0, first]]
+    np.testing.assert_allclose(stats["probability"][0, first], prob_N, rtol=1e-4)

@@ -34,6 +34,7 @@ from test_model_dream import dense, quantised
 
 import checkpoints
 import data_prep
+import diffusion
 import generate
 import model_dream as md
 import runs
@@ -268,10 +269,14 @@ def test_settings_of_blocks_that_do_not_go_together_are_one_line():
         ({"block_length": 4}, {"schedule": "cosine"}, "blocks go with the linear --schedule"),
         ({"block_length": 4}, {"anneal_steps": 9}, "without --anneal_steps"),
         ({"block_length": 4, "rates": (0.9, 0.1)}, {}, "the lower first"),
+        ({"context": "causal"}, {}, "need --block_length"),
+        ({"block_length": 4, "ar_weight": 1.0}, {}, "goes with --context=causal"),
     ):
         cfg = train_dream.Config(blocks=train_dream.Blocks(**blocks), **changes)
         with pytest.raises(ValueError, match=part):
             train_dream.with_blocks(cfg, DREAM)
+    cfg = train_dream.Config(blocks=train_dream.Blocks(4, context="causal"))
+    assert train_dream.with_blocks(cfg, DREAM) == dataclasses.replace(DREAM, block_length=4, causal=True)
     cfg = train_dream.Config(anneal_steps=9)  # from an autoregressive model to two-way attention
     assert train_dream.with_blocks(cfg, dataclasses.replace(DREAM, block_length=1)) == DREAM
 
@@ -330,6 +335,65 @@ def test_the_loss_of_blocks_is_in_the_mean_their_exact_bound_whatever_the_estima
     # Unweighted in the warm-up, where hardly a token is masked.
     for more in ({}, {"complement": True}):
         assert mean(rate_warmup=10, **more)[0] < 0.1 * exact
+
+
+@pytest.mark.slow
+def test_a_causal_context_has_the_loss_of_blocks_behind_clean_text_and_that_of_the_text():
+    """Against a pass for each block: the clean tokens before it, causal, and the block noised, both ways."""
+    cfg, rng, L = dataclasses.replace(TINY, block_length=4, causal=True), np.random.default_rng(0), 16
+    segment_BL = np.array([[1] * 9 + [2] * 5 + [0] * 2, [1] * 16])
+    position_BL = np.array([[*range(9), *range(5), 0, 0], [*range(16)]])
+    token_BL, u_BL, offset_B1 = rng.integers(4, 64, (2, L)), rng.random((2, L)), np.array([[3], [1]])
+    counted_BL = (segment_BL > 0) & (position_BL > 0)
+    model = nnx.merge(md.graph_of(cfg, md.Run()), random_params(cfg, 0.4))
+    mask_BL = counted_BL & (u_BL < 0.5)
+
+    @jax.jit
+    def log_p(model, token_L, block_L, document_L):
+        place = diffusion.Place(document_L[None], block_L[None])
+        logits_LV = model.logits(model.hidden(token_L[None], jnp.arange(L)[None], place=place)[0])[0]
+        return jax.nn.log_softmax(logits_LV.at[:, cfg.mask_id].set(-jnp.inf))
+
+    def of_text(token_N, block_N):
+        """log p [N, V] of a text of N tokens, padded to the length of all."""
+        pad = (0, L - len(token_N))
+        return np.asarray(log_p(model, np.pad(token_N, pad), np.pad(block_N, pad), np.pad(np.ones_like(token_N), pad)))
+
+    nats = ar_nats = 0.0
+    for row, segment in ((0, 1), (0, 2), (1, 1)):
+        here = np.flatnonzero(segment_BL[row] == segment)
+        token_N, masked_N = token_BL[row, here], mask_BL[row, here]
+        causal = of_text(token_N, np.arange(len(here)))
+        ar_nats -= sum(causal[p - 1, token_N[p]] for p in range(1, len(here)))
+        block_N = (np.arange(len(here)) + offset_B1[row]) // 4
+        for block in np.unique(block_N):
+            begin, end = np.flatnonzero(block_N == block)[[0, -1]] + [0, 1]
+            noised_N = np.where(masked_N & (block_N == block), cfg.mask_id, token_N)[:end]
+            found = of_text(noised_N, np.minimum(np.arange(end), begin))
+            for p in np.flatnonzero(masked_N[:end] & (block_N[:end] == block)):
+                nats -= 2 * (causal if p == begin else found)[p - 1, token_N[p]]
+
+    def noise(part_BL, eps):
+        assert len(np.unique(np.asarray(part_BL)[0, :9])) == 3  # 1, 4 and 4 tokens
+        return jnp.full((2, L), 0.5), jnp.asarray(u_BL)
+
+    def loss(weight):
+        blocks, given = (
+            train_dream.Blocks(rates=(0.0, 1.0), ar_weight=weight),
+            (token_BL, segment_BL, position_BL, counted_BL),
+        )
+        return float(train_dream.block_nats(blocks, model, 0, *map(jnp.asarray, given), noise, jnp.asarray(offset_B1)))
+
+    assert loss(0.0) == pytest.approx(nats, rel=1e-5)
+    assert loss(0.3) - loss(0.0) == pytest.approx(0.3 * ar_nats, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_autoregressive_loss_of_a_causal_context_is_that_of_the_objective():
+    params, batch = random_params(TINY), random_batch(2, 16, fixed=2)
+    settings = {"block_length": 4, "context": "causal"}
+    with_it, without = (loss_in_blocks(params, batch, **settings, ar_weight=weight) for weight in (1.0, 0.0))
+    assert with_it - without == pytest.approx(loss_in_blocks(params, batch, objective="ar"), rel=1e-4)
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,121 @@
+"""Drafts and their proof: the text with --draft=N is the text token by token, and a step writes several tokens.
+
+    python bench/drafts.py --ckpt=out/causal --files world/composed.jsonl world/phrased.jsonl --each=1   # minutes
+
+Each prompt goes through --each of the combinations of temperature, top-p, N, passes for the drafts and batch, in turn.
+Its text is compared with that of one token at a time, which the same key gives in a batch of 50. A margin is how far a
+token's logit, with noise, lies above the second: another order of float32 sums may turn one below --tie. Writes
+bench/results/drafts.md.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from record import RESULTS, cpu_name
+
+import checkpoints
+import diffusion
+import model_dream
+import runs
+import sample_draft
+import sample_dream
+
+WAYS = ((0.0, 1.0), (0.7, 1.0), (1.0, 1.0), (1.0, 0.9))  # temperature and top-p
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    ckpt: str = "out/causal"  # folder of a model with causal context
+    files: tuple[str, ...] = ()  # JSON lines with "prompt"
+    prompts: runs.Count = 2000  # the first of them
+    each: runs.Count = 64  # combinations that a prompt goes through
+    drafts: tuple[int, ...] = (2, 4, 8, 16)  # N
+    draft_steps: tuple[int, ...] = (1, 2)  # passes for the drafts
+    batches: tuple[int, ...] = (1, 7)  # rows of a batch
+    max_new: runs.Count = 96  # tokens of a text
+    tie: float = 1e-4  # margin of a near-tie
+
+
+@functools.partial(jax.jit, static_argnames="rule")
+def margins(model, token_BL, banned_V, key_B, rule):
+    """How far the best token behind each one is ahead of the second [B, L - 1], both with their noise."""
+    slot_BL = jnp.broadcast_to(jnp.arange(token_BL.shape[1]), token_BL.shape)
+    hidden_BLD, _ = model.hidden(token_BL, place=diffusion.Place(jnp.ones_like(token_BL), slot_BL))
+    score_BLV = jnp.where(banned_V, -jnp.inf, model.logits(hidden_BLD[:, :-1]))
+    if rule.temperature:
+
+        def noise(key, slot):
+            key = jax.random.fold_in(jax.random.wrap_key_data(key), slot)
+            return -jnp.log(-jnp.log(jax.random.uniform(key, banned_V.shape, minval=jnp.finfo(jnp.float32).tiny)))
+
+        score_BLV = diffusion.filter_logits(score_BLV, rule.temperature, 0, rule.top_p, rule="dream")
+        score_BLV += jax.vmap(jax.vmap(noise, (None, 0)))(key_B, slot_BL[:, 1:])
+    return -jnp.diff(jax.lax.top_k(score_BLV, 2)[0])[..., 0]
+
+
+def write(cfg, model, prompts, numbers, rule, size):
+    """{number of a prompt: (new tokens, their margins, steps)}, `size` rows at a time."""
+    found, width, banned_V = {}, max(map(len, prompts)) + cfg.max_new, np.arange(model.cfg.vocab) >= rule.vocab
+    banned_V[model.cfg.mask_id] = True
+    for i in range(0, len(numbers), size):
+        chosen = np.resize(numbers[i : i + size], size)  # the last batch is filled up with prompts that come again
+        key_B = sample_dream.folded_in(jax.random.key(0), chosen)
+        rows, stats = sample_draft.generate(model, [prompts[n] for n in chosen], cfg.max_new, rule, key_B, (width,))
+        token_BL = np.array([np.pad(row, (0, width - len(row))) for row in rows])
+        margin_BL = token_BL[:, 1:] if rule.draft else np.asarray(margins(model, token_BL, banned_V, key_B, rule))
+        for n, row, when_L, margin_L in zip(chosen, rows, stats["when"], margin_BL, strict=True):
+            begin, new = len(prompts[n]), int((when_L > 0).sum())
+            found[int(n)] = row[begin:][:new], margin_L[begin - 1 :][:new], int(when_L.max())
+    return found
+
+
+def main(cfg):
+    jax.config.update("jax_default_matmul_precision", "highest")
+    model, _ = checkpoints.load(model_dream, cfg.ckpt, dtype="float32")
+    tokenizer, began = runs.read_tokenizer(cfg.ckpt), time.process_time()
+    lines = [json.loads(line) for name in cfg.files for line in runs.as_path(name).read_text().splitlines()]
+    prompts = [tokenizer.encode(line["prompt"], add_special_tokens=False).ids for line in lines[: cfg.prompts]]
+    ways = [*itertools.product(WAYS, cfg.drafts, cfg.draft_steps, cfg.batches)]
+    each, given, rates = min(cfg.each, len(ways)), {way: [] for way in ways}, collections.defaultdict(list)
+    for n, k in itertools.product(range(len(prompts)), range(each)):
+        given[ways[(n * each + k) % len(ways)]].append(n)
+    out = [f"{len(prompts):,} prompts, each through {each} of {len(ways)} combinations; near-tie: {cfg.tie:g}.", ""]
+    out += ["| temperature, top-p | texts | not equal | tokens | near-ties | smallest margin |", "|---" * 6 + "|"]
+    for way in WAYS:
+        mine, unequal = {how: numbers for how, numbers in given.items() if how[0] == way}, []
+        rule = sample_draft.Sampling(0, 1, *way, vocab=tokenizer.get_vocab_size(), eos_ids=(model.cfg.eos_id,))
+        want = write(cfg, model, prompts, sorted({n for some in mine.values() for n in some}), rule, 50)
+        for (_, draft, steps, size), numbers in mine.items():
+            how = dataclasses.replace(rule, draft=draft, draft_steps=steps)
+            for n, (row, _, took) in write(cfg, model, prompts, numbers, how, size).items():
+                rates[draft, steps].append((len(row) - 1) / max(took - 1, 1))  # the first comes with the prompt
+                first = next((m for a, b, m in zip(row, *want[n][:2], strict=False) if a != b), None)
+                unequal += [first] if row != want[n][0] else []
+        margin_N = np.concatenate([margin_N for _, margin_N, _ in want.values()])
+        out += [f"| {way} | {sum(map(len, mine.values())):,} | {len(unequal)} {unequal or ''} | {margin_N.size:,} "]
+        out[-1] += f"| {(margin_N < cfg.tie).sum()} | {margin_N.min():.2g} |"
+        print(out[-1], flush=True)
+    out += ["", "| N | passes for the drafts | tokens a step | tokens a pass | texts |", "|---" * 5 + "|"]
+    for (draft, steps), found in sorted(rates.items()):
+        mean, error = np.mean(found), 2 * np.std(found, ddof=1) / len(found) ** 0.5
+        out.append(f"| {draft} | {steps} | {mean:.2f} ± {error:.2f} | {mean / (1 + steps):.2f} | {len(found)} |")
+    out += ["", "Means and two standard errors over texts of all temperatures, behind the first token.", ""]
+    out += [f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`", ""]
+    out += [f"{cpu_name()}, one core, {time.process_time() - began:.0f} processor seconds, compiling included."]
+    (RESULTS / "drafts.md").write_text("\n".join(out) + "\n")
+
+
+if __name__ == "__main__":
+    runs.command(main, Config, __doc__)
