@@ -4,8 +4,7 @@
 
 Each prompt goes through --each of the combinations of temperature, top-p, N, passes for the drafts and batch, in turn.
 Its text is compared with that of one token at a time, which the same key gives in a batch of 50. A margin is how far a
-token's logit, with noise, lies above the second: another order of float32 sums may turn one below --tie. Writes
-bench/results/drafts.md.
+token's logit with noise lies above the second: float32 may turn one below --tie. Writes bench/results/drafts.md.
 """
 
 import collections

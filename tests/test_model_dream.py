@@ -213,7 +213,10 @@ def test_wrong_configs_are_refused_and_unknown_keys_ignored(tmp_path):
     assert md.config_from_hf(tmp_path) == TINY
     path.write_text(json.dumps({k: v for k, v in good.items() if k not in ("head_dim", "bos_token_id")}))
     assert md.config_from_hf(tmp_path) == dataclasses.replace(TINY, bos_id=TINY.eos_id)
-    grows = dataclasses.replace(TINY, expand_id=46, block_length=8, causal=True)
+    causal = dataclasses.replace(TINY, block_length=8, causal=True)
+    path.write_text(json.dumps(md.config_to_hf(causal)))
+    assert md.config_from_hf(tmp_path) == causal
+    grows = dataclasses.replace(TINY, expand_id=46)
     path.write_text(json.dumps(md.config_to_hf(grows)))
     assert md.config_from_hf(tmp_path) == grows
     sampling = tmp_path / "generation_config.json"

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from test_sample_draft import model_of
 
 import diffusion
 import model_dream as md
@@ -72,10 +73,9 @@ def test_what_does_not_fit_is_one_line(model):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("exact_matmuls")
-def test_the_keys_of_finished_tokens_stay_causal_with_the_shift(model):
+def test_the_keys_of_finished_tokens_stay_causal_with_the_shift():
     """The first token of a block is what a causal pass over the whole text says, with its probability."""
-    causal = nnx.merge(md.graph_of(dataclasses.replace(model.cfg, causal=True), md.Run()), nnx.state(model))
-    prompt = [5, 6, 7]
+    causal, prompt = model_of(True), [5, 6, 7]
     (row,), stats = sample_block.generate(causal, [prompt], 24, sample_block.Sampling(4, steps=2))
     token_BL = np.array([row])
     place = diffusion.Place(np.ones_like(token_BL), np.arange(len(row))[None])
