@@ -471,7 +471,7 @@ def drift_of(params, cfg, stats, see_BL, C):
         model, steps = model_of(params, cfg), int(step_BC.max()) + 1
         return grpo_ruler.replayed(model, *views, TINY.mask_id, steps, temperature=1.4, vocab=50)
 
-    step_BC, drawn_BC, logp_BC = (np.asarray(x_BL)[:, -C:] for x_BL in stats["record"])
+    step_BC, drawn_BC, logp_BC = (np.asarray(x_BL)[:, -C:] for x_BL in stats["record"][:3])
     log_BC = np.asarray(replayed(stats["record"].token_BL, see_BL, step_BC)) - logp_BC
     return grpo_ruler.drift(log_BC, drawn_BC != TINY.mask_id)
 
@@ -504,7 +504,7 @@ def test_what_is_written_in_blocks_is_what_is_scored():
     assert abs(figures["drift_ratio_max"] - 1) < 1e-3
     assert figures["drift_k3"] < 1e-6
     np.testing.assert_array_equal(token_BL[:, :-C], canvas_BL[:, :-C])
-    step_BC, drawn_BC, _ = (x_BL[:, -C:] for x_BL in stats["record"])
+    step_BC, drawn_BC, _ = (x_BL[:, -C:] for x_BL in stats["record"][:3])
     assert (token_BL != TINY.mask_id).all()
     assert (step_BC >= 0).all()
     assert (drawn_BC == TINY.mask_id).any()  # behind the end of a text
