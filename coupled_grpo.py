@@ -435,7 +435,7 @@ class Trainer:
             rows = self.rollout(prompts, task_B, key).rows
             rewards = functools.partial(sandbox.score, rows, self.rewards, **sandbox_options(cfg))
             reward_B = grpo.by_host_0(rewards, (len(rows), len(self.rewards)))[:, 0]
-            split_B = np.array([row.get("split", "heldout") for row in rows])
+            split_B = np.array([row.get("split", Path(prompts.path).stem) for row in rows])
             for split in dict.fromkeys(split_B.tolist()):
                 of_split_B = reward_B[split_B == split]
                 figures[f"{split}_reward"] = float(np.nanmean(of_split_B))
@@ -500,7 +500,7 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
         if not cfg.ckpt:
             world, cfg = run.out / "world", dataclasses.replace(cfg, ckpt=str(Path(__file__).parent / "weights/dream"))
             runs.script("tinypython.py", f"--out={world}", *WORLD)
-            heldout = str(world / "composed.jsonl"), str(world / "phrased.jsonl")
+            heldout = cfg.heldout or (str(world / "composed.jsonl"), str(world / "phrased.jsonl"))
             cfg = dataclasses.replace(cfg, prompts=str(world / "constants.jsonl"), heldout=heldout)
 
         # From here on this process holds the devices, which share weights and rows.

@@ -51,7 +51,7 @@ def settings_of(cfg, rule, flags):
     """A sample_dream.Sampling as one of drafts. ValueError for another model, or settings that mean nothing here."""
     if not cfg.autoregressive:
         raise ValueError(UNFIT)
-    foreign = "steps alg_temp threshold entropy_bound cache fast_dllm eos_penalty guidance sub_block".split()
+    foreign = "steps alg_temp threshold entropy_bound cache fast_dllm eos_penalty late_eos guidance sub_block".split()
     foreign = [name for name in foreign if getattr(rule, name)] + ["block_length"] * (rule.block_length > 1)
     if foreign or (rule.alg, rule.schedule) != ("entropy", "dream"):
         raise ValueError(f"drafts and single tokens go without {', '.join(foreign or ['sampler or schedule'])}")

@@ -192,7 +192,11 @@ class Blocks:
     """Rows of a Dream of blocks: a step fills a block of each, behind an exact cache. Rows join between two blocks."""
 
     def __init__(self, family, width, order):
-        self.family, self.width, self.order, self.rows = family, width, order, [None] * family.rows
+        self.family, self.width, self.order, self.rows, self.state = family, width, order, [None] * family.rows, None
+
+    def begin(self):
+        """Make room for the cache; not before a row joins, as the device may have none left."""
+        family, width, order = self.family, self.width, self.order
         cfg, bound = family.model.cfg, {} if order == "steps" else {order: 1.0}
         ends = cfg.eos_id, *sorted(family.ends - {cfg.eos_id})
         block = {"block_length": cfg.block_length, "likeliest": LIKELIEST}
@@ -210,6 +214,8 @@ class Blocks:
 
     def join(self, i, row):
         """Put a row into the batch, with the keys and values of all its blocks that are finished."""
+        if self.state is None:
+            self.begin()
         given, state, cfg = self.given, self.state, self.family.model.cfg
         length, first = len(row.ids), row.ids.index(None)
         state.token_BL[i] = cfg.pad_id

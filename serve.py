@@ -161,8 +161,8 @@ def rows_of(ask, path, model, wake):
     if "messages" in FORMS[path]:
         canvases = [[*canvas.encode_messages(model.tokenizer, model.wrap, ask.get("messages")), None]]
     elif "ids" in ask:
-        canvases = [ask["ids"]]
-        if not all(token is None or (type(token) is int and 0 <= token < model.vocab) for token in ask["ids"]):
+        canvases = [ids := ask["ids"]]
+        if None not in ids or not all(x is None or (type(x) is int and 0 <= x < model.vocab) for x in ids):
             raise Refusal(400, "ids has to hold token ids, and null where the model writes", "ids")
     else:
         prompts = ask.get("prompt", "")

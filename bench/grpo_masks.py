@@ -2,9 +2,10 @@
 
     python bench/grpo_masks.py    # after the demo, which has the tasks written
 
-Scores right answers of the demo's held-out tasks many times, each time under fresh masks: three forward passes either
-way. Both estimate the same mean; their variances differ. These are of a token's score and of the sum over a completion,
-averaged over tokens and completions. The gradient's variance is another one: most of it comes from the completions.
+Scores the first --length tokens of solutions of the demo's training tasks many times, each time under fresh masks:
+three forward passes either way. Both estimate the same mean; their variances differ. These are of a token's score and
+of the sum over a completion, averaged over tokens and completions. The gradient's variance is another one: most of it
+comes from the completions.
 Writes an entry of cpu.json under bench/results/.
 """
 

@@ -494,9 +494,10 @@ def test_a_rollout_drifts_from_the_model_that_is_scored_by_its_cache_alone(cache
 
 
 @pytest.mark.slow
-def test_what_is_written_in_blocks_is_what_is_scored():
+@pytest.mark.parametrize("form", [{}, {"causal": True}, {"causal": True, "shift": False}], ids=str)
+def test_what_is_written_in_blocks_is_what_is_scored(form):
     """As above, behind an exact cache; and prompts that end within a block."""
-    cfg, C = dataclasses.replace(TINY, layers=2, block_length=4), 10
+    cfg, C = dataclasses.replace(TINY, layers=2, block_length=4, **form), 10
     params, rule = tiny(cfg, 0.4), sample_block.Sampling(**WARM, record=True)
     canvas_BL, see_BL = sample_dream.canvas([[5, 6, 7], [8, 9, 10, 11, 12]] * 4, C, TINY)
     token_BL, stats = sample_block.fill(model_of(params, cfg), canvas_BL, see_BL, rule, jax.random.key(0))
@@ -509,7 +510,7 @@ def test_what_is_written_in_blocks_is_what_is_scored():
     assert (step_BC >= 0).all()
     assert (drawn_BC == TINY.mask_id).any()  # behind the end of a text
     written_BC = (step_BC == 0)[::2]  # rows of one prompt: where is written does not depend on what is drawn
-    assert (written_BC == written_BC[0]).all()
+    assert cfg.causal or (written_BC == written_BC[0]).all()  # a causal model draws a block's first token before
     assert len(set(drawn_BC[::2][:, written_BC[0]].ravel().tolist())) > 1
 
 
@@ -1026,7 +1027,7 @@ def demo(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_demo_evaluates_on_operations_and_phrasings_that_training_lacks(demo):
-    """What is gained is in bench/results/README.md: twelve paired seeds, since one seed's noise is as large."""
+    """One seed says nothing of the gain: bench/grpo_run.py has twelve."""
     scored = [row for row in read_lines(demo / "log.jsonl") if "composed_reward" in row]
     assert [row["round"] for row in scored] == [0, 8, 16]
     assert min(row[f"{split}_reward"] for row in scored for split in ("composed", "phrased")) > 0.3
