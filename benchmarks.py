@@ -64,7 +64,7 @@ class DreamFlags:
     alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin", "p2"] = "entropy"  # order of unmasking
     steps: Natural = 0  # denoising steps; 0: one per token, or as --threshold allows
     eos_penalty: NonNegative = 0.0  # makes an early end of the text less likely, see sample_dream.py
-    late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # EOS: last in the order | never drawn, as LLaDA
+    late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # of EOS, as LLaDA: last | never drawn
     hole: Count = 8  # humaneval_infilling: masks that a hole has at first, of a model that grows and shrinks holes
     regrow: Natural | None = None  # DreamOn's loop: masks that a hole may grow by; unset: as the protocol does
     alg_temp: NonNegative = 0.0  # temperature of the choice of positions; 0 takes those of highest confidence

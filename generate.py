@@ -83,7 +83,7 @@ class DreamFlags:
     fast_dllm: bool = False  # blocks with a cache exactly as Fast-dLLM fills them
     guidance: NonNegative = 0.0  # classifier-free guidance by the prompt, LLaDA's cfg_scale; twice the time
     eos_penalty: NonNegative = 0.0  # makes an early end of the text less likely; Dream-Coder's demos use 3
-    late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # EOS: last in the order | never drawn, as LLaDA
+    late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # of EOS, as LLaDA: last | never drawn
     batch_size: Count = 8  # texts that are filled together
     infill: bool = True  # [MASK:n] in a prompt is n tokens to fill, [MASK] a hole; --no-infill: both are text
     hole: Count = 8  # masks that [MASK] has at first, of a model that grows and shrinks holes

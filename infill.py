@@ -262,8 +262,8 @@ def grow(read, before, after, rule, key=None, size=START, most=LENGTHS[-1], regr
     """The ids between two lists of ids, as a Dream with cfg.expand_id fills and counts them from `size` masks on.
 
     Each pass writes the mask of highest confidence, by the order, temperature and filters of the rule: a token; or
-    cfg.expand_id, two masks, while there are less than `most` tokens; or EOS, which deletes the mask, and with it all
-    that are SURE. One token stays. A hole that has shrunk grows no more.
+    cfg.expand_id, two masks, while there are fewer than `most` tokens; or EOS, which deletes the mask, and with it all
+    that are SURE. The last mask is not deleted. A hole that has shrunk grows no more.
 
     With regrow it is DreamOn's loop: growing and shrinking may take turns until so many masks were added, in four to
     eight times as many passes for texts no better (bench/LOG.md), and the hole may become empty. With to_right, as in

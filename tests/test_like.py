@@ -280,7 +280,7 @@ def test_fast_dllm_v2(says_like, model_of, golden_dir):
             if not stop & {*text}:  # a prompt that ends in a block is fed in the first step of this block
                 fused = len(prompt) > N and len(prompt) % N > 0
                 # without MASK in the softmax a token may pass the threshold earlier; test_golden_kin.py has it there
-                assert 0 <= case["forwards_alone"][i] - fused - forwards <= 2, case["name"]
+                assert case["forwards_alone"][i] - fused - forwards >= 0, case["name"]
             done |= {case["name"]}
     assert done
 
