@@ -104,8 +104,8 @@ class Config:
 
 PRESETS = {
     "demo": {
-        "rounds": 16, "tasks": 8, "group": 8, "iterations": 2, "max_prompt": 96, "max_new": 64, "top_p": 1.0,
-        "block_length": 0, "lr": 3e-5, "rewards": ("code",), "reward_weights": (1.0,), "eval_every": 8,
+        "rounds": 10, "tasks": 8, "group": 8, "iterations": 2, "max_prompt": 96, "max_new": 64, "top_p": 1.0,
+        "block_length": 0, "lr": 3e-5, "rewards": ("code",), "reward_weights": (1.0,), "eval_every": 5,
     },
     "7b": {
         "rounds": 0, "tasks": 8, "group": 10, "iterations": 2, "max_prompt": 200, "max_new": 256, "top_p": 0.95,

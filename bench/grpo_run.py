@@ -80,8 +80,8 @@ class Config:
     seeds: tuple[int, ...] = (0, 1, 2)  # of tasks and completions
     # how completions are scored, or for the last two how they are generated; a run of each kind and seed
     kinds: tuple[typing.Literal[*KINDS], ...] = ("coupled",)
-    rounds: int = 16  # of each run
-    eval_every: int = 8  # rounds between evaluations
+    rounds: int = 10  # of each run
+    eval_every: int = 5  # rounds between evaluations
     eval_samples: int = 2  # completions of each held-out task
     file: str = "cpu"  # bench/results/<file>.json
 
