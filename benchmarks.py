@@ -64,9 +64,9 @@ class DreamFlags:
     alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin", "p2"] = "entropy"  # order of unmasking
     steps: Natural = 0  # denoising steps; 0: one per token, or as --threshold allows
     eos_penalty: NonNegative = 0.0  # makes an early end of the text less likely, see sample_dream.py
-    late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # of EOS, as LLaDA: last | never drawn
-    hole: Count = 8  # humaneval_infilling: masks that a hole has at first, of a model that grows and shrinks holes
-    regrow: Natural | None = None  # DreamOn's loop: masks that a hole may grow by; unset: as the protocol does
+    late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # LLaDA: EOS has confidence 0 | is never drawn
+    hole: Count = 8  # humaneval_infilling: initial number of masks, for a model that expands and deletes masks
+    regrow: Natural | None = None  # expansion budget of DreamOn's own loop; unset: the protocol's
     alg_temp: NonNegative = 0.0  # temperature of the choice of positions; 0 takes those of highest confidence
     top_k: Natural | None = None  # sample from the k likeliest tokens, 0: from all; unset: as the protocol does
     fast_dllm: bool = False  # blocks and cache exactly as Fast-dLLM has them
@@ -82,7 +82,7 @@ class SandboxFlags:
     runner: typing.Literal["local", "e2b"] = "local"  # this machine, or the service E2B
     e2b_router_url: str = ""  # host:port of an Open-R1 router that holds the E2B key; with --runner=e2b
     workers: typing.Annotated[int, (0, 1024)] = 0  # programs that run at a time; 0: one per CPU
-    timeout_s: Positive | None = None  # of processor per sample, +, LiveCodeBench: per call; unset: the protocol's
+    timeout_s: Positive | None = None  # CPU s per sample, per call in +, LiveCodeBench; unset: the protocol's
     threads: bool = False  # let samples start threads
     allow_unsafe: bool = False  # run programs even where the machine offers no safe sandbox
 

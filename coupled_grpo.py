@@ -614,6 +614,8 @@ def resolve(cfg):
         found = {path.stem: str(path) for path in folder.glob("*.jsonl") if path.stat().st_size}
         heldout = cfg.heldout or tuple(found[name] for name in ("heldout", "humaneval") if name in found)
         cfg = dataclasses.replace(cfg, prompts=str(folder / "train.jsonl"), heldout=heldout)
+    if len({Path(path).stem for path in cfg.heldout}) < len(cfg.heldout):
+        raise ValueError(f"--heldout={' '.join(cfg.heldout)}: the log has one column for files of one name")
     return cfg
 
 

@@ -121,10 +121,10 @@ class TinyStories(Documents):
 class Pairs(Shards):
     """Pairs of prompt and response, for Dream, which learns the responses alone."""
 
-    source: tyro.conf.Positional[str]  # file of lines {"prompt": TEXT, "response": TEXT}
+    source: tyro.conf.Positional[str]  # file of shuffled lines {"prompt": TEXT, "response": TEXT}
     out: str = "data/pairs"  # folder to write
     vocab_size: VocabSize = 8192  # size of the tokenizer that is trained; at least 261: 256 bytes, 5 special tokens
-    eos_to: Count = 1  # EOS fills a response to a multiple of this many tokens; before a suffix, by a random number
+    eos_to: Count = 1  # EOS pads a response to a multiple of this; before a suffix, by a random number below it
     edit_rate: Share = 0.0  # fraction of responses with a suffix that train expansion, and fraction that train deletion
     chat: bool = False  # write pairs as turns of a chat, by the template beside --tokenizer
 

@@ -71,26 +71,26 @@ class DreamFlags:
     like: typing.Literal[("", *LIKE)] = ""  # the flags of this model's own demo; a flag given beside it wins
     steps: Natural = 0  # denoising steps, for a Dream of blocks those of a block; 0: one for each token
     block_length: Natural = 0  # fill blocks of this length from left to right; 0 takes the whole canvas
-    sub_block: Natural = 0  # fill parts of this length of a block in turn, its first token at once, as Fast-dLLM v2
+    sub_block: Natural = 0  # fill a block in sub-blocks of this length, left to right: Fast-dLLM v2's small_block_size
     sampler: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin", "p2"] = "entropy"  # order of positions
     schedule: typing.Literal["dream", "even"] = "dream"  # tokens of each step: Dream's | equally many, as LLaDA's
     alg_temp: NonNegative = 0.0  # temperature of the choice of positions; 0 fills those of highest confidence
     threshold: Share = 0.0  # fill every token of at least this probability in a step; 0 goes by --steps
     entropy_bound: NonNegative = 0.0  # fill tokens of lowest entropy, up to this sum in nats a step; 0 goes by --steps
-    draft: Natural = 0  # causal context: draft so many tokens, verify them in one pass; the text token by token
+    draft: Natural = 0  # self-speculation: tokens drafted at a time, verified in one pass; 0: none. Same text
     draft_steps: Count = 1  # passes that fill the drafts
     cache: typing.Literal["", "prefix", "dual"] = ""  # with blocks: keep keys and values while a block is filled
     fast_dllm: bool = False  # blocks with a cache exactly as Fast-dLLM fills them
     guidance: NonNegative = 0.0  # classifier-free guidance by the prompt, LLaDA's cfg_scale; twice the time
     eos_penalty: NonNegative = 0.0  # makes an early end of the text less likely; Dream-Coder's demos use 3
-    late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # of EOS, as LLaDA: last | never drawn
+    late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # LLaDA: EOS has confidence 0 | is never drawn
     batch_size: Count = 8  # texts that are filled together
     infill: bool = True  # [MASK:n] in a prompt is n tokens to fill, [MASK] a hole; --no-infill: both are text
-    hole: Count = 8  # masks that [MASK] has at first, of a model that grows and shrinks holes
-    regrow: Natural | None = None  # DreamOn's loop: masks that [MASK] may grow by; unset: none once it shrank
+    hole: Count = 8  # initial number of masks of [MASK], for a model that expands and deletes masks (DreamOn)
+    regrow: Natural | None = None  # expansion budget of DreamOn's own loop; unset: our loop, no budget
     chat: typing.Literal["auto", "on", "off"] = "auto"  # chat template; auto: if the model's name says instruct
     system: str = ""  # system turn of the chat template, \n for a new line
-    bos: bool = False  # begin plain text with <|beginoftext|>, as evaluations of Dream-Base do; DreamOn: and end it
+    bos: bool = False  # begin plain text with <|beginoftext|>, as Dream-Base's evaluation; DreamOn: end it with EOS
     valid: typing.Literal["", "python"] = ""  # constrain the text to a valid prefix of a Python program
     int8: bool = False  # matrices in 8 bits, half the memory of bfloat16
     int4: bool = False  # matrices of the layers in 4 bits, a third of the memory of bfloat16
@@ -348,7 +348,7 @@ class Dream:
         if flags.like not in ("", *fitting):
             raise ValueError(f"--like={flags.like}: {folder} is a {dream.family}; say --like={' or '.join(fitting)}")
         if flags.regrow is not None and dream.expand_id < 0:
-            raise ValueError("--regrow is for a model that grows and shrinks holes, such as DreamOn; leave it out")
+            raise ValueError("--regrow is for a model that expands and deletes masks, such as DreamOn; leave it out")
         # What ends a text: the model's own ids, and tokens that end a turn of a conversation.
         ends = map(tokenizer.token_to_id, ("<|endoftext|>", *canvas.TURN_ENDS, "<|dlm_pad|>"))
         ends = dict.fromkeys((dream.eos_id, dream.pad_id, *(i for i in ends if i not in (None, dream.expand_id))))

@@ -269,6 +269,9 @@ def grow(read, before, after, rule, key=None, size=START, most=LENGTHS[-1], regr
     eight times as many passes for texts no better (bench/LOG.md), and the hole may become empty. With to_right, as in
     DreamOn's evaluation, EOS deletes the masks behind it, too.
     """
+    foreign = "guidance eos_penalty late_eos alg_temp threshold entropy_bound block_length".split()
+    if foreign := [name for name in foreign if getattr(rule, name)]:
+        raise ValueError(f"a hole that grows is filled without {', '.join(foreign)}; leave it out or say [MASK:12]")
     cfg, mask, own = read.model.cfg, read.mask, regrow is None
     most = min(most, cfg.positions - len(before) - len(after))
     width = sample_dream.canvas_width(len(before) + most + len(after), cfg.positions)

@@ -33,7 +33,7 @@ class Sampling:
     """How a block is filled: by a schedule of `steps`, a threshold that may fill more, or an entropy bound."""
 
     block_length: int = 0  # 0: the model's
-    sub_block: int = 0  # fill parts of this length of a block in turn, its first token in the first step: Fast-dLLM v2
+    sub_block: int = 0  # fill a block in sub-blocks of this length, left to right, its first token first: Fast-dLLM v2
     steps: int = 0  # denoising steps of a block; 0: one for each token
     schedule: typing.Literal["block", "even", "sdar"] = "block"  # see diffusion.step_counts; sdar: even of whole blocks
     threshold: float = 0.0  # fill all positions of more than this probability, as many as the schedule says at least

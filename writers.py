@@ -80,8 +80,11 @@ def dream_writer(cfg, record, run, step):
     # MASK is among the ends of "ours"; the sampler fills it.
     ends = {tokenizer.token_to_id(name) for name in record.ends} | ({model.cfg.eos_id} if record.ends else set())
     ends = tuple(sorted(ends - {None, model.cfg.mask_id}))
-    if cfg.dream.eos_penalty and not ends:
-        raise ValueError("--eos_penalty is for protocols in which <|endoftext|> ends a text; this one reads on behind")
+    if (cfg.dream.eos_penalty or cfg.dream.late_eos) and not ends:
+        flag = "--eos_penalty" if cfg.dream.eos_penalty else "--late_eos"
+        raise ValueError(f"{flag} is for protocols in which <|endoftext|> ends a text; this one reads on behind")
+    if cfg.dream.regrow is not None and model.cfg.expand_id < 0:
+        raise ValueError("--regrow is for a model that expands and deletes masks, such as DreamOn; leave it out")
     others = "chat", "bos", "int8", "int4", "hole", "regrow"
     flags = {name: value for name, value in dataclasses.asdict(cfg.dream).items() if name not in others}
     flags |= {"temperature": cfg.temperature, "top_p": cfg.top_p, "top_k": record.top_k}

@@ -141,6 +141,25 @@ def encode(model, text):
     return model.tokenizer.encode(text, add_special_tokens=False).ids
 
 
+def texts_that_join(model, folder, how, size, joins, capsys):
+    """Rows of three prompts that join at these steps: each is what it is alone, the first what generate.py writes."""
+    prompts = "def area", "x = ", "import os, sys"
+
+    def rows():
+        return [sample_rows.Row([*encode(model, x), *[None] * size], ASK | how, i) for i, x in enumerate(prompts)]
+
+    first, *_ = together = rows()
+    for written, alone in zip(fill(model, together, joins), rows(), strict=True):
+        assert fill(model, [alone], (0,)) == [written]
+    settings = {"prompt": prompts[0], "max_new": size, "seed": 5, "json": True, "temperature": 0.7, "top_p": 0.9}
+    settings |= {name: how[name] for name in ("temperature", "top_p") if name in how}
+    flags = generate.DreamFlags(**{name: value for name, value in how.items() if name not in settings})
+    generate.main(generate.Config("dream", str(folder), dream=flags, devices=1, **settings))
+    text = model.tokenizer.decode([first.written[slot][0] for slot in first.completion(model.ends)[0]])
+    assert json.loads(capsys.readouterr().out)["completion"] == text
+    return together
+
+
 @pytest.mark.parametrize(
     "how",
     [
@@ -153,22 +172,7 @@ def encode(model, text):
     ids=str,
 )
 def test_a_row_that_joins_a_running_batch_becomes_what_it_is_alone_and_what_generate_writes(dream, folder, capsys, how):
-    def rows():
-        prompts = "def area", "x = ", "import os, sys"
-        return [sample_rows.Row([*encode(dream, text), *[None] * 12], ASK | how, i) for i, text in enumerate(prompts)]
-
-    together = fill(dream, rows(), (0, 3, 4))
-    for i, written in enumerate(together):
-        assert fill(dream, [rows()[i]], (0,)) == [written]
-    flags = {name: value for name, value in how.items() if name not in ("temperature", "top_p")}
-    settings = {"prompt": "def area", "max_new": 12, "seed": 5, "json": True, "temperature": 0.7, "top_p": 0.9}
-    settings |= {name: how[name] for name in ("temperature", "top_p") if name in how}
-    flags = generate.DreamFlags(**flags)
-    generate.main(generate.Config("dream", str(folder), dream=flags, devices=1, **settings))
-    (row,) = rows()[:1]
-    row.written = together[0]
-    text = dream.tokenizer.decode([row.written[slot][0] for slot in row.completion(dream.ends)[0]])
-    assert json.loads(capsys.readouterr().out)["completion"] == text
+    texts_that_join(dream, folder, how, 12, (0, 3, 4), capsys)
 
 
 @pytest.mark.slow
@@ -177,22 +181,20 @@ def test_a_row_that_joins_a_running_batch_becomes_what_it_is_alone_and_what_gene
 )
 def test_a_row_of_blocks_that_joins_becomes_what_it_is_alone_and_what_generate_writes(blocks, capsys, how):
     model, folder = blocks
+    for i, row in enumerate(texts_that_join(model, folder, how, 21, (0, 1, 3), capsys)):
+        alone = sample_rows.Row(row.ids, row.ask, i)
+        fill(model, [alone], (0,))
+        assert (alone.passes, len(alone.steps)) == (row.passes, len(row.steps))  # not of the batch
 
-    def rows():
-        texts = "def area", "x = ", "import os, sys"
-        return [sample_rows.Row([*encode(model, text), *[None] * 21], ASK | how, i) for i, text in enumerate(texts)]
 
-    together = fill(model, rows(), (0, 1, 3))
-    for i, written in enumerate(together):
-        assert fill(model, [rows()[i]], (0,)) == [written]
-    settings = {"prompt": "def area", "max_new": 21, "seed": 5, "json": True} | {"temperature": 0.7, "top_p": 0.9}
-    settings |= {name: how[name] for name in ("temperature", "top_p") if name in how}
-    flags = generate.DreamFlags(**{name: x for name, x in how.items() if name not in settings})
-    generate.main(generate.Config("dream", folder, dream=flags, devices=1, **settings))
-    (row,) = rows()[:1]
-    row.written = together[0]
-    text = model.tokenizer.decode([row.written[slot][0] for slot in row.completion(model.ends)[0]])
-    assert json.loads(capsys.readouterr().out)["completion"] == text
+@pytest.mark.slow
+def test_a_server_of_blocks_warms_up_before_its_first_request(blocks):
+    model, _ = blocks
+    model.batches.clear()
+    sample_rows.Loop(model, 4, warm=True)
+    before = [fn._cache_size() for fn in (sample_rows.sample_block.fill_block, sample_rows.prefill_blocks)]
+    fill(model, [sample_rows.Row([*encode(model, "x = "), *[None] * 9], ASK | {"threshold": 0.3})], (0,))
+    assert [fn._cache_size() for fn in (sample_rows.sample_block.fill_block, sample_rows.prefill_blocks)] == before
 
 
 @pytest.mark.slow
