@@ -456,7 +456,7 @@ def score(cfg, graph, params, heldout, size, mesh, tokenizer, draws=4):
     if not (count := min(cfg.eval_rows, heldout.total)):
         return {}
     sums, rows_at = [], jax.NamedSharding(mesh, md.PS(None, md.BATCH))
-    bytes_V = jnp.asarray(token_bytes(tokenizer, params["embed_tokens"].shape[0]))
+    bytes_V = jnp.asarray(token_bytes(tokenizer, nnx.merge(graph, params).cfg.vocab))
     with jax.set_mesh(mesh):
         for i, ids in enumerate(heldout.padded(count, size)):
             batch = dict(zip(COLUMNS, checkpoints.on_mesh(heldout, ids, rows_at), strict=False))
