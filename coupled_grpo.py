@@ -7,7 +7,8 @@
     python coupled_grpo.py --preset=7b --ckpt=out/diffucoder --prompts=data/acecode --lora_rank=16   # on one TPU
 
 Reads a Dream (a folder of convert_weights.py, or a run of train_dream.py) and tasks (JSON lines, see rl_tasks.py).
-Without --ckpt it takes weights/dream, and has tinypython.py write the tasks. Writes --out: config.json, log.jsonl,
+Without --ckpt weights/dream learns tasks of tinypython.py, `constants`, and is evaluated on `composed`, operations that
+never occur together in training, and on `phrased`, docstrings of other phrasings. Writes --out: config.json, log.jsonl,
 rounds.jsonl (each completion with its rewards), checkpoints/<round>/, the tokenizer; with LoRA at the end also the
 adapters in peft's form, and merged/, a whole model. Several hosts train all weights, one also LoRA.
 
@@ -24,9 +25,6 @@ behind its exact cache and is scored block by block, at twice the cost; in as ma
 (--threshold=0 --block_length=0), most of all compute; ours use cached blocks and a threshold. It cuts long prompts, we
 leave them out. It computes the KL divergence of groups of equal rewards, we leave them out of the update. It rewards
 text behind <|im_end|>, and counts a failed sandbox as a wrong answer. Its masks repeat after about a hundred draws.
-
-The demo's tasks are TinyPython's split `constants`. It evaluates on `composed`, operations that never occur together in
-training, and on `phrased`, docstrings with phrasings that never occur.
 
 Letters: B sequences, L columns of a canvas, C of them its completion, R rows of a micro-batch, F reward functions.
 """

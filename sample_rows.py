@@ -252,8 +252,7 @@ class Blocks:
         written_BL, (ids_BLN, logp_BLN) = masked_BL & (new.token_BL != cfg.mask_id), new.record.likely
         arrays = new.token_BL, new.record.logp_BL, ids_BLN, np.maximum(logp_BLN, -9999)  # JSON has no infinity
         for i, row in enumerate(self.rows):
-            ended = new.record.step_BL[i][written_BL[i]].max(initial=-1)  # the step that filled this row's block
-            for step in range(int(old.step), ended + 1) if row else ():
+            for step in range(int(old.step), 1 + new.record.step_BL[i][written_BL[i]].max(initial=-1)) if row else ():
                 slots = np.flatnonzero(written_BL[i] & (new.record.step_BL[i] == step))
                 found = zip(*(x_BL[i, slots].tolist() for x_BL in arrays), strict=True)
                 row.write(dict(zip(slots.tolist(), found, strict=True)))

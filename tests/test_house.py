@@ -15,7 +15,7 @@ CODE = {path.stem: ast.parse(path.read_text()) for path in sorted(ROOT.glob("*.p
 CEILINGS = {  # script: files that it carries, with itself, and lines of all of them. They only ever fall
     "benchmarks": (7, 4194),
     "convert_weights": (7, 4385),
-    "coupled_grpo": (11, 6208),
+    "coupled_grpo": (11, 6206),
     "data_prep": (4, 1874),
     "diff_attention": (1, 655),
     "diffusion": (1, 531),
@@ -31,8 +31,8 @@ CEILINGS = {  # script: files that it carries, with itself, and lines of all of 
     "train_dream": (8, 4238),
     "train_gpu": (5, 2203),
     "train_tpu": (7, 3692),
-    "sample_rows": (11, 5815),
-    "serve": (12, 6195),
+    "sample_rows": (11, 5814),
+    "serve": (12, 6194),
 }
 LEAF = {"benchmarks", "problems", "protocols", "writers"}  # one program in four files
 TRAINERS = ("train_tpu", "train_dream", "train_gpu", "coupled_grpo")
