@@ -77,7 +77,7 @@ class DreamFlags:
     alg_temp: NonNegative = 0.0  # temperature of the choice of positions; 0 fills those of highest confidence
     threshold: Share = 0.0  # fill every token of at least this probability in a step; 0 goes by --steps
     entropy_bound: NonNegative = 0.0  # fill tokens of lowest entropy, up to this sum in nats a step; 0 goes by --steps
-    draft: Natural = 0  # self-speculation: tokens drafted at a time, verified in one pass; 0: none. Same text
+    draft: Natural = 0  # causal context: tokens drafted at a time and verified in one pass; the text stays the same
     draft_steps: Count = 1  # passes that fill the drafts
     cache: typing.Literal["", "prefix", "dual"] = ""  # with blocks: keep keys and values while a block is filled
     fast_dllm: bool = False  # blocks with a cache exactly as Fast-dLLM fills them
