@@ -525,7 +525,7 @@ class Run:
 
     dtype: typing.Any = jnp.float32  # of activations and of weights inside matmuls
     block: int = 256  # queries per block of the attention
-    head_positions: int = 64  # masked positions per row whose logits (600 KB each at 7b) the sampler holds at a time
+    head_positions: int = 0  # masked positions per row whose logits the sampler holds at a time; 0: 64, on a CPU 16
     remat: typing.Literal["none", "qkvo", "full"] = "none"  # what the backward pass recomputes, see REMAT
     loss_tokens: int = 2048  # tokens whose logits the loss holds at a time
     platform: str = ""  # target of the compiler, see platform_of; "" is JAX's own

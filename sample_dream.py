@@ -231,7 +231,7 @@ class Sampler:
 
         # The head is the widest matrix, so it runs for the wanted positions alone, C of each row at a time. slot_BL
         # holds these from the left, then L, which is dropped.
-        C = min(model.run.head_positions, rule.block_length or L, L)
+        C = min(model.run.head_positions or (16 if model.run.on_cpu else 64), rule.block_length or L, L)
         order_BL = jnp.where(wanted_BL, jnp.cumsum(wanted_BL, -1) - 1, L + C)
         slot_BL = jnp.full((B, L + -L % C), L).at[row_B1, order_BL].set(jnp.arange(L), mode="drop")
 
