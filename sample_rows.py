@@ -37,7 +37,7 @@ import runs
 import sample_block
 import sample_dream
 
-WIDTHS = 128, 512, 2048  # slots of a canvas or a cache, as far as the model reaches
+WIDTHS = 96, 192, 384, 768, 1536, 2048  # slots of a canvas or a cache, as far as the model reaches
 LIKELIEST = canvas.LIKELIEST
 
 
@@ -61,9 +61,8 @@ class Row:
     @functools.cached_property
     def holes(self):
         """The number of its runs of masks."""
-        return sum(
-            token is None and before is not None for before, token in zip([0, *self.ids], self.ids, strict=False)
-        )
+        pairs = zip([0, *self.ids], self.ids, strict=False)
+        return sum(token is None and before is not None for before, token in pairs)
 
     def write(self, tokens, passes=1):
         self.written |= tokens
@@ -114,8 +113,11 @@ class Family:
         """ValueError for what the model cannot write."""
 
     def batch_of(self, row):
-        width = next(width for width in self.widths if width >= len(row.ids) + self.extra)
-        return self.batch(width, next((order for order in self.ORDERS[1:] if row.ask.get(order)), self.ORDERS[0]))
+        """The batch that a row joins: one that runs and has a place, which costs no time; else that of its width."""
+        order = next((order for order in self.ORDERS[1:] if row.ask.get(order)), self.ORDERS[0])
+        fitting = [(width, order) for width in self.widths if width >= len(row.ids) + self.extra]
+        running = (key for key in fitting if key in self.batches and None in self.batches[key].rows)
+        return self.batch(*next(running, fitting[0]))
 
 
 # ---- Dream: canvases of one width, a denoising step at a time ------------------------------------------------------
@@ -306,12 +308,8 @@ class Caches:
     def join(self, i, row):
         """Prefill the prompt of a row, but for its last token, which a step reads."""
         prompt = self.family.in_order(row.ids)
-        self.token_BM[i], self.length_B[i], self.key_B[i] = (
-            0,
-            len(prompt),
-            key_of(row.ask["seed"] % (1 << 31), row.number),
-        )
-        self.token_BM[i, : len(prompt)] = prompt
+        self.length_B[i], self.key_B[i] = len(prompt), key_of(row.ask["seed"] % (1 << 31), row.number)
+        self.token_BM[i] = [*prompt, *[0] * (self.width - len(prompt))]
         self.prefill(i)
 
     def prefill(self, i):
@@ -395,6 +393,7 @@ class Loop(threading.Thread):
         with inference.mesh_context(model.mesh):
             for width, order in itertools.product(model.widths, model.ORDERS if warm else ()):
                 model.batch(width, order).warm()
+                model.batches.clear()
 
     def submit(self, rows):
         """Queue rows. OverflowError if the queue is too short for them."""
@@ -414,7 +413,7 @@ class Loop(threading.Thread):
         with inference.mesh_context(self.model.mesh):
             while not self.closing:
                 with self.changed:
-                    self.changed.wait_for(lambda: self.waiting or self.closing or self.running())
+                    self.changed.wait_for(lambda: self.running() or self.waiting or self.closing)
                     waiting = [row for row in self.waiting if not row.gone]
                     self.waiting.clear()
                 late = [row for row in waiting if not self.admitted(row)]
@@ -424,10 +423,11 @@ class Loop(threading.Thread):
                     self.attempt(batch, batch.step)
 
     def running(self):
-        """The batches that have rows, when those that have ended or whose reader has gone have left."""
+        """The batches that have rows, when those that have ended or whose reader has gone have left; others go."""
         for batch in self.model.batches.values():
             batch.rows = [None if row and (row.gone or row.ended) else row for row in batch.rows]
-        return [batch for batch in self.model.batches.values() if any(batch.rows)]
+        self.model.batches = {key: batch for key, batch in self.model.batches.items() if any(batch.rows)}
+        return [*self.model.batches.values()]
 
     def admitted(self, row):
         """Whether a waiting row found a place in its batch."""
