@@ -300,8 +300,7 @@ class Caches:
     """Rows that are continued together, without drafts: at temperature 0 the same texts as with them."""
 
     def __init__(self, family, width, order):
-        self.family, self.width, self.order, self.rows = family, width, order, [None] * family.rows
-        self.cache = None
+        self.family, self.width, self.order, self.rows, self.cache = family, width, order, [None] * family.rows, None
         self.token_BM, self.length_B = np.zeros((family.rows, width), np.int32), np.ones(family.rows, np.int32)
         self.key_B = np.zeros((family.rows, 2), np.uint32)
 
@@ -313,8 +312,9 @@ class Caches:
         self.prefill(i)
 
     def prefill(self, i):
-        cache = self.cache or self.family.model.new_cache(len(self.rows), self.width)
-        self.cache = prefill(self.family.model, cache, i, self.token_BM[i])
+        model = self.family.model
+        cache = self.cache or sample_dream.beside(model, model.new_cache(len(self.rows), self.width))
+        self.cache = prefill(model, cache, i, self.token_BM[i])
 
     def warm(self):
         self.prefill(0)
@@ -408,6 +408,7 @@ class Loop(threading.Thread):
             self.closing = True
             self.changed.notify()
         self.join(5)
+        return not self.is_alive()
 
     def run(self):
         with inference.mesh_context(self.model.mesh):
@@ -432,8 +433,7 @@ class Loop(threading.Thread):
     def admitted(self, row):
         """Whether a waiting row found a place in its batch."""
         batch = self.model.batch_of(row)
-        free = None in batch.rows
-        if free:
+        if free := None in batch.rows:
             i, row.begun = batch.rows.index(None), time.perf_counter()
             batch.rows[i] = row
             self.attempt(batch, functools.partial(batch.join, i, row))

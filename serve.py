@@ -78,7 +78,8 @@ def main(cfg):
         signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it once more when it has finished
         how = {"log_level": "warning", "timeout_graceful_shutdown": cfg.grace, "lifespan": "off"}
         uvicorn.Server(uvicorn.Config(app(loop, Path(folder).resolve().name, cfg), **how)).run(sockets=[listener])
-        loop.close()
+        if not loop.close():  # it compiles, which nothing can end, and to leave as Python does would abort
+            os._exit(0)
 
 
 # ---- what a request asks -------------------------------------------------------------------------------------------
@@ -90,9 +91,8 @@ NUMBERS = {  # lowest and highest; a field whose limits are of type int is one
     "logprobs": TOP, "top_logprobs": TOP, "seed": SEEDS, "random_seed": SEEDS, "temperature": (0.0, 2.0),
     "top_p": (0.0, 1.0), "threshold": (0.0, 1.0), "entropy_bound": (0.0, 1e6),
 }
-TYPES = {
-    "stream": bool, "stream_options": dict, "messages": list, "ids": list, "suffix": str, "model": str, "user": str,
-}
+TYPES = dict.fromkeys(("model", "user", "suffix"), str) | dict.fromkeys(("messages", "ids"), list)
+TYPES |= {"stream": bool, "stream_options": dict}
 # fmt: on
 COMMON = {"model", "user", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "stream"}
 FORMS = {  # the fields of each path, beside COMMON and those of the model

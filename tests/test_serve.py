@@ -198,6 +198,15 @@ def test_a_server_of_blocks_warms_up_before_its_first_request(blocks):
 
 
 @pytest.mark.slow
+def test_a_server_of_pythoncoder_warms_up_before_its_first_request(coder):
+    coder.batches.clear()
+    sample_rows.Loop(coder, 4, warm=True)
+    before = [fn._cache_size() for fn in (sample_rows.prefill, sample_rows.advance)]
+    fill(coder, [sample_rows.Row([*encode(coder, "x = "), *[None] * 9], ASK) for _ in range(2)], (0, 2))
+    assert [fn._cache_size() for fn in (sample_rows.prefill, sample_rows.advance)] == before
+
+
+@pytest.mark.slow
 def test_a_server_of_blocks_streams_block_by_block_and_refuses_what_stands_behind_a_hole(blocks):
     with served(blocks[0]) as (url, _):
         body = {"prompt": "def area", "max_tokens": 13, "temperature": 0.8, "seed": 3, "logprobs": 2, "threshold": 0.2}
