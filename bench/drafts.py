@@ -1,10 +1,14 @@
 """Drafts and their proof: the text with --draft=N is the text token by token, and a step writes several tokens.
 
     python bench/drafts.py --ckpt=out/causal --files world/composed.jsonl world/phrased.jsonl --each=1   # minutes
+    python bench/drafts.py --coder=weights/pythoncoder --files world/composed.jsonl --prompts=100    # a minute
 
 Each prompt goes through --each of the combinations of temperature, top-p, N, passes for the drafts and batch, in turn.
 Its text is compared with that of one token at a time, which the same key gives in a batch of 50. A margin is how far a
 token's logit with noise lies above the second: float32 may turn one below --tie. Writes bench/results/drafts.md.
+
+With --coder: what PythonCoder's rule, equal noise for a draft and its judge, costs in accepted drafts beside
+Leviathan's, which accepts the most that any rule can (arXiv:2211.17192). Only prints.
 """
 
 import collections
@@ -27,6 +31,7 @@ from record import RESULTS, cpu_name
 import checkpoints
 import diffusion
 import model_dream
+import model_pythoncoder as pc
 import runs
 import sample_draft
 import sample_dream
@@ -37,6 +42,7 @@ WAYS = ((0.0, 1.0), (0.7, 1.0), (1.0, 1.0), (1.0, 0.9))  # temperature and top-p
 @dataclasses.dataclass(frozen=True)
 class Config:
     ckpt: str = "out/causal"  # folder of a model with causal context
+    coder: str = ""  # folder of a PythonCoder, to compare two rules of acceptance instead
     files: tuple[str, ...] = ()  # JSON lines with "prompt"
     prompts: runs.Count = 2000  # the first of them
     each: runs.Count = 64  # combinations that a prompt goes through
@@ -80,11 +86,61 @@ def write(cfg, model, prompts, numbers, rule, size):
     return found
 
 
+def verify(p_BV, q_BV, draft_B, u_B, key, rule):
+    """(token_B, accepted_B): the draft with probability min(1, p/q), else a draw from max(p - q, 0) normalised.
+
+    If draft_B was drawn from q, the token is distributed as p. u_B is uniform in [0, 1). Ref: arXiv:2211.17192, alg. 1.
+    """
+    p_B, q_B = (jnp.take_along_axis(x, draft_B[:, None], 1)[:, 0] for x in (p_BV, q_BV))
+    accepted_B = u_B * q_B < p_B
+    residual_BV = jnp.maximum(p_BV - q_BV, 0)
+    return jnp.where(accepted_B, draft_B, pc.draw(residual_BV, key, jnp.arange(len(p_BV)), rule)), accepted_B
+
+
+@functools.partial(jax.jit, static_argnames="rule")
+def accepted(model, token_1L, key, rule):
+    """[L - 2, 2]: whether a draft of each token from the third on is accepted, by min(1, p/q) and by equal noise."""
+    (_, L), (k_draft, k_accept, k_residual, k_noise) = token_1L.shape, jax.random.split(key, 4)
+    hidden_1LD, _ = model.step(model.new_cache(1, L), token_1L, jnp.arange(L)[None])
+    p_NV = pc.probabilities(model.logits(hidden_1LD)[0, 1:-1], rule)
+    q_NV = pc.probabilities(model.draft(hidden_1LD[:, :-2], token_1L[:, 1:-1])[0], rule)
+    slot_N = jnp.arange(L - 2)
+    draft_N, u_N = pc.draw(q_NV, k_draft, slot_N, rule), jax.random.uniform(k_accept, slot_N.shape)
+    by_ratio_N = verify(p_NV, q_NV, draft_N, u_N, k_residual, rule)[1]
+    return jnp.stack((by_ratio_N, pc.draw(p_NV, k_noise, slot_N, rule) == pc.draw(q_NV, k_noise, slot_N, rule)), 1)
+
+
+def compare_rules(cfg, prompts):
+    """Print the shares of drafts that both rules accept, over 64 draws at each position of generated texts."""
+    model, _ = checkpoints.load(pc, cfg.coder, dtype="float32")
+    tokenizer = runs.read_tokenizer(cfg.coder)
+    ids = {"vocab": tokenizer.get_vocab_size(), "eos": tokenizer.token_to_id("<|endoftext|>")}
+    prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in prompts]
+    for temperature, top_p in (*WAYS[1:], (0.6, 0.95)):
+        rule, shares = pc.Sampling(temperature, 0, top_p, **ids), []
+        texts, stats = pc.generate(model, prompts, cfg.max_new, rule, jax.random.key(0))
+        longest = max(len(prompt) + len(text) for prompt, text in zip(prompts, texts, strict=True))
+        for n, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+            row, key_64 = np.zeros((1, longest), np.int32), jax.random.split(jax.random.key(n), 64)
+            row[0, : len(prompt) + len(text)] = prompt + text
+            of_text = jnp.stack([accepted(model, row, key, rule) for key in key_64])
+            shares.append(of_text[:, len(prompt) - 1 : len(prompt) + len(text) - 2].reshape(-1, 2))
+        by_ratio, by_noise = (float(share) for share in jnp.concatenate(shares).mean(0))
+        made = stats["tokens"] / stats["forwards"]
+        print(
+            f"temperature {temperature}, top-p {top_p}: {by_ratio:.4f} by min(1, p/q), {by_noise:.4f} by equal noise, ",
+            end="",
+        )
+        print(f"{by_noise / by_ratio:.4f} of it; {made:.2f} tokens a pass")
+
+
 def main(cfg):
     jax.config.update("jax_default_matmul_precision", "highest")
+    lines = [json.loads(line) for name in cfg.files for line in runs.as_path(name).read_text().splitlines()]
+    if cfg.coder:
+        return compare_rules(cfg, [line["prompt"] for line in lines[: cfg.prompts]])
     model, _ = checkpoints.load(model_dream, cfg.ckpt, dtype="float32")
     tokenizer, began = runs.read_tokenizer(cfg.ckpt), time.process_time()
-    lines = [json.loads(line) for name in cfg.files for line in runs.as_path(name).read_text().splitlines()]
     prompts = [tokenizer.encode(line["prompt"], add_special_tokens=False).ids for line in lines[: cfg.prompts]]
     ways = [*itertools.product(WAYS, cfg.drafts, cfg.draft_steps, cfg.batches)]
     each, given, rates = min(cfg.each, len(ways)), {way: [] for way in ways}, collections.defaultdict(list)

@@ -7,17 +7,23 @@ pass_at_k in test_benchmarks.py, truncate in test_generate.py.
 import dataclasses
 import functools
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import ROOT
 from flax import nnx
 from test_model_pythoncoder import stack_layers
 
 import checkpoints
 import model_pythoncoder as pc
 from diff_attention import lambda_value
+
+sys.path.insert(0, str(ROOT / "bench"))
+
+import drafts as bench_drafts
 
 pytestmark = [pytest.mark.golden, pytest.mark.usefixtures("exact_matmuls")]
 
@@ -207,7 +213,7 @@ def test_greedy_text_with_and_without_the_draft_head(golden_dir, speculate, monk
 
 def test_acceptance_rule_and_residual(golden_dir):
     rules = json.loads((golden_dir("pythoncoder") / "spec_decode.json").read_text())["rules"]
-    probabilities, verify = (jax.jit(f, static_argnames="rule") for f in (pc.probabilities, pc.verify))
+    probabilities, verify = (jax.jit(f, static_argnames="rule") for f in (pc.probabilities, bench_drafts.verify))
     for case in rules:
         rule = pc.Sampling(temperature=case["temperature"], top_p=case["top_p"])
         p_V, q_V = (probabilities(jnp.asarray(case[f"{k}_logits"]), rule=rule) for k in ("target", "draft"))

@@ -228,26 +228,40 @@ def test_bfloat16_computation_is_near_float32():
     assert main[0] == pytest.approx(main[1], rel=5e-3)
 
 
+@pytest.mark.parametrize("how", [(0.0, 0, 1.0), (0.7, 0, 0.9), (1.0, 6, 0.95), (1.3, 0, 1.0)], ids=str)
+def test_a_text_is_the_same_with_and_without_drafts_and_alone(how):
+    model, prompts = build(dataclasses.replace(TINY, vocab=16)), [[1, 5, 2], [7], [3, 3, 9, 4, 1]] * 7
+    (texts, plain), (drafted, stats) = (
+        pc.generate(model, prompts, 20, pc.Sampling(*how, eos=0, speculate=speculate), jax.random.key(7))
+        for speculate in (False, True)
+    )
+    assert drafted == texts
+    assert stats["tokens"] == plain["tokens"] == plain["forwards"] <= stats["forwards"] + stats["accepted"]
+    rule = pc.Sampling(*how, eos=0)
+    assert pc.generate(model, prompts[:2], 20, rule, jax.random.key(7), chunk=3)[0] == texts[:2]
+    if how[0]:
+        assert stats["forwards"] < plain["forwards"]
+        assert pc.generate(model, prompts, 20, rule, jax.random.key(8))[0] != texts
+
+
 @pytest.mark.slow
-def test_speculative_and_plain_sampling_draw_from_the_same_distribution():
-    cfg = dataclasses.replace(TINY, vocab=8)
-    model, n = build(cfg), 3000
-    rule = {s: pc.Sampling(temperature=0.9, top_k=6, top_p=0.95, speculate=s) for s in (False, True)}
-    texts, accepted = {}, 0
-    for speculate in rule:
-        texts[speculate], stats = pc.generate(model, [[1, 5, 2]] * n, 4, rule[speculate], jax.random.key(7))
-        accepted += stats["accepted"]
-    assert accepted > n / 4  # else nothing was tested
-    for window in (slice(0, 3), slice(1, 4), slice(2, 4)):  # joint distributions, not only each token's
-        counts = []
-        for speculate in rule:
-            codes = [sum(t * 8**i for i, t in enumerate(text[window])) for text in texts[speculate]]
-            counts.append(np.bincount(codes, minlength=8**3))
-        common = sum(counts) >= 20
-        pooled = [np.append(c[common], c[~common].sum()) for c in counts]
-        chi2, dof = ((pooled[0] - pooled[1]) ** 2 / np.maximum(sum(pooled), 1)).sum(), common.sum()
-        assert dof > 10
-        assert chi2 < dof + 5 * np.sqrt(2 * dof), (window, chi2, dof)
+def test_texts_are_distributed_as_the_model_says():
+    model, n, rule = build(dataclasses.replace(TINY, vocab=8)), 3000, pc.Sampling(0.9, 6, 0.95)
+    texts, stats = pc.generate(model, [[1, 5, 2]] * n, 3, rule, jax.random.key(7))
+    assert stats["accepted"] > n / 4  # else nothing was tested
+    index = np.stack(np.meshgrid(*[np.arange(8)] * 2, indexing="ij"), -1).reshape(-1, 2)
+    prompts = np.array([[1, 5, 2, *two] for two in index])
+    hidden, _ = model.step(model.new_cache(64, 5), prompts, jnp.broadcast_to(jnp.arange(5), (64, 5)))
+    p = np.asarray(pc.probabilities(model.logits(hidden)[:, 2:], rule))  # of the three new tokens
+    chance = (p[:, 0][np.arange(64), index[:, 0]] * p[:, 1][np.arange(64), index[:, 1]])[:, None] * p[:, 2]
+    want = n * chance.reshape(-1)
+    found = np.bincount([a * 64 + b * 8 + c for a, b, c in texts], minlength=512)
+    assert found[want == 0].sum() == 0
+    common = want >= 10
+    pooled = [np.append(x[common], x[~common].sum()) for x in (found, want)]
+    chi2, dof = ((pooled[0] - pooled[1]) ** 2 / pooled[1]).sum(), common.sum()
+    assert dof > 10
+    assert chi2 < dof + 5 * np.sqrt(2 * dof), (chi2, dof)
 
 
 def test_top_k_top_p_and_banned_ids_shape_the_distribution():
