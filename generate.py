@@ -15,9 +15,9 @@
 
 Reads the folder of a run, or one of convert_weights.py; where there is no run, the small PythonCoder of weights/.
 PythonCoder decodes with a static KV cache in one compiled loop, and its MTP head drafts every second token: the text is
-the same as without (temperature 0), or drawn from the same distribution. Dream fills a canvas of masks; [MASK:n] in a
-prompt is n tokens to fill, and nothing is appended to such a prompt. [MASK] is a hole of unknown length, and
---valid=python keeps the text valid Python; see infill.py. MDLM has its own program, inference_jetson.py.
+the same as without. Dream fills a canvas of masks; [MASK:n] in a prompt is n tokens to fill, and nothing is appended to
+such a prompt. [MASK] is a hole of unknown length, and --valid=python keeps the text valid Python; see infill.py. MDLM
+has its own program, inference_jetson.py.
 
 Read from the top: main; complete() of PythonCoder or Dream, which encodes prompts and calls the sampler; show.
 """

@@ -641,7 +641,7 @@ def draw(p_BV, key, position_B, rule):
 
     It is the argmax of log p plus Gumbel noise, a function of key, row and position alone. A draft has the noise of the
     token that judges it and is accepted where they are equal: a text is the same with and without drafts. That accepts
-    0.1 % fewer than min(1, p/q) does (bench/LOG.md). Ref: arXiv:2408.07978.
+    0.2 % fewer at most than min(1, p/q) does (bench/LOG.md). Ref: arXiv:2408.07978.
     """
     if rule.temperature == 0:
         return jnp.argmax(p_BV, -1).astype(jnp.int32)

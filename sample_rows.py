@@ -297,7 +297,7 @@ class Dream(Family):
 
 
 class Caches:
-    """Rows that are continued together, without drafts: at temperature 0 the same texts as with them."""
+    """Rows that are continued together, without drafts: the same texts as with them."""
 
     def __init__(self, family, width, order):
         self.family, self.width, self.order, self.rows, self.cache = family, width, order, [None] * family.rows, None

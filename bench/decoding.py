@@ -204,7 +204,9 @@ def main(cfg):
     plot(rows, RESULTS / f"{name}.png")
     lines = [*table(rows), ""]
     lines.append(f"{cfg.tasks} tasks of TinyPython's split composed, temperature 0; ± two standard errors over tasks.")
-    lines.append(f"The fewest passes of a Dream's rule that passes as many as its schedule (within {cfg.margin}): {best}.")
+    lines.append(
+        f"The fewest passes of a Dream's rule that passes as many as its schedule (within {cfg.margin}): {best}."
+    )
     lines += ["", f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"]
     (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
     record(

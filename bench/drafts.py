@@ -98,16 +98,21 @@ def verify(p_BV, q_BV, draft_B, u_B, key, rule):
 
 
 @functools.partial(jax.jit, static_argnames="rule")
-def accepted(model, token_1L, key, rule):
-    """[L - 2, 2]: whether a draft of each token from the third on is accepted, by min(1, p/q) and by equal noise."""
-    (_, L), (k_draft, k_accept, k_residual, k_noise) = token_1L.shape, jax.random.split(key, 4)
+def accepted(model, token_1L, key_K, rule):
+    """[K, L - 2, 2]: whether a draft of each token from the third on is accepted, by min(1, p/q) and by equal noise."""
+    L = token_1L.shape[1]
     hidden_1LD, _ = model.step(model.new_cache(1, L), token_1L, jnp.arange(L)[None])
     p_NV = pc.probabilities(model.logits(hidden_1LD)[0, 1:-1], rule)
     q_NV = pc.probabilities(model.draft(hidden_1LD[:, :-2], token_1L[:, 1:-1])[0], rule)
-    slot_N = jnp.arange(L - 2)
-    draft_N, u_N = pc.draw(q_NV, k_draft, slot_N, rule), jax.random.uniform(k_accept, slot_N.shape)
-    by_ratio_N = verify(p_NV, q_NV, draft_N, u_N, k_residual, rule)[1]
-    return jnp.stack((by_ratio_N, pc.draw(p_NV, k_noise, slot_N, rule) == pc.draw(q_NV, k_noise, slot_N, rule)), 1)
+
+    def of(key):
+        draft, accept, residual, noise = jax.random.split(key, 4)
+        slot_N = jnp.arange(L - 2)
+        draft_N, u_N = pc.draw(q_NV, draft, slot_N, rule), jax.random.uniform(accept, slot_N.shape)
+        equal_N = pc.draw(p_NV, noise, slot_N, rule) == pc.draw(q_NV, noise, slot_N, rule)
+        return jnp.stack((verify(p_NV, q_NV, draft_N, u_N, residual, rule)[1], equal_N), 1)
+
+    return jax.lax.map(of, key_K)
 
 
 def compare_rules(cfg, prompts):
@@ -121,11 +126,11 @@ def compare_rules(cfg, prompts):
         texts, stats = pc.generate(model, prompts, cfg.max_new, rule, jax.random.key(0))
         longest = max(len(prompt) + len(text) for prompt, text in zip(prompts, texts, strict=True))
         for n, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-            row, key_64 = np.zeros((1, longest), np.int32), jax.random.split(jax.random.key(n), 64)
+            row, key_K = np.zeros((1, longest), np.int32), jax.random.split(jax.random.key(n), 64)
             row[0, : len(prompt) + len(text)] = prompt + text
-            of_text = jnp.stack([accepted(model, row, key, rule) for key in key_64])
+            of_text = np.asarray(accepted(model, row, key_K, rule))
             shares.append(of_text[:, len(prompt) - 1 : len(prompt) + len(text) - 2].reshape(-1, 2))
-        by_ratio, by_noise = (float(share) for share in jnp.concatenate(shares).mean(0))
+        by_ratio, by_noise = (float(share) for share in np.concatenate(shares).mean(0))
         made = stats["tokens"] / stats["forwards"]
         print(
             f"temperature {temperature}, top-p {top_p}: {by_ratio:.4f} by min(1, p/q), {by_noise:.4f} by equal noise, ",

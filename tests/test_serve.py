@@ -222,7 +222,7 @@ def test_a_server_of_blocks_streams_block_by_block_and_refuses_what_stands_behin
 
 
 @pytest.mark.slow
-def test_rows_of_pythoncoder_come_and_go_and_are_greedily_what_generate_writes(coder):
+def test_rows_of_pythoncoder_come_and_go_and_are_what_generate_writes_with_drafts(coder):
     def rows(**how):
         prompts = PROMPT, "import os\n", "def f(x):\n    return"
         return [sample_rows.Row([*encode(coder, text), *[None] * 20], ASK | how, i) for i, text in enumerate(prompts)]
@@ -230,9 +230,11 @@ def test_rows_of_pythoncoder_come_and_go_and_are_greedily_what_generate_writes(c
     together = fill(coder, rows(), (0, 3, 4))
     for i, written in enumerate(together):
         assert fill(coder, [rows()[i]], (0,)) == [written]
-    rule = pc.Sampling(vocab=coder.vocab, no_repeat_ngram=6, speculate=False)
-    plain, _ = pc.generate(coder.model, [encode(coder, PROMPT)], 20, rule, jax.random.key(0))
-    assert [token for token, *_ in fill(coder, rows(temperature=0.0), (0, 1, 2))[0].values()] == plain[0]
+    key = jax.random.split(jax.random.key(ASK["seed"]))[1]  # that of generate.py
+    for temperature, written in ((ASK["temperature"], together), (0.0, fill(coder, rows(temperature=0.0), (0, 1, 2)))):
+        rule = pc.Sampling(temperature, 0, ASK["top_p"], coder.vocab, no_repeat_ngram=6)
+        (text,), _ = pc.generate(coder.model, [encode(coder, PROMPT)], 20, rule, key)
+        assert [token for token, *_ in written[0].values()] == text
 
 
 def test_three_programs_fill_all_canvases_of_a_width(dream):
