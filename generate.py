@@ -15,9 +15,8 @@
 
 Reads the folder of a run, or one of convert_weights.py; where there is no run, the small PythonCoder of weights/.
 PythonCoder decodes with a static KV cache in one compiled loop, and its MTP head drafts every second token: the text is
-the same as without. Dream fills a canvas of masks; [MASK:n] in a prompt is n tokens to fill, and nothing is appended to
-such a prompt. [MASK] is a hole of unknown length, and --valid=python keeps the text valid Python; see infill.py. MDLM
-has its own program, inference_jetson.py.
+the same as without. Dream fills a canvas of masks; [MASK:n] in a prompt is n tokens to fill, and nothing is appended;
+[MASK] is a hole of unknown length, and --valid=python keeps the text valid Python, see infill.py.
 
 Read from the top: main; complete() of PythonCoder or Dream, which encodes prompts and calls the sampler; show.
 """
@@ -106,7 +105,7 @@ class Config:
     file: str = ""  # JSON lines with "prompt" and perhaps "suffix", generated as a batch; - reads standard input
     n: Count = 1  # completions of each prompt
     check: bool = False  # run the prompt's >>> examples in sandbox.py on its completions; print the first that passes
-    max_new: Count | None = None  # tokens at most; default 128, 256 for Dream
+    max_new: Count | None = None  # tokens at most; default 128, 256 for Dream, or fewer by its generation_config.json
     temperature: NonNegative | None = None  # 0 takes the argmax; default 0.6, 0.2 for Dream
     top_k: Natural = 0  # draw from the k likeliest tokens; 0 draws from all
     top_p: TopP | None = None  # draw from the smallest set of this probability; default 0.95
@@ -181,6 +180,9 @@ def resolve(cfg):
     defaults = {name: value for name, value in DEFAULTS[cfg.model].items() if getattr(cfg, name) in ("", None)}
     if "ckpt" in defaults and not cfg.step:
         defaults["ckpt"] = inference.default_folder(defaults["ckpt"], cfg.model)
+    own = runs.as_path(defaults.get("ckpt", cfg.ckpt)) / "generation_config.json"
+    if "max_new" in defaults and own.is_file():
+        defaults["max_new"] = min(defaults["max_new"], runs.read_json(own).get("max_new_tokens") or 1 << 30)
     cfg = dataclasses.replace(cfg, **defaults)
     if cfg.prompt and cfg.file:
         raise ValueError("give --prompt or --file, not both")
@@ -371,9 +373,8 @@ class Dream:
                 print(f"--block_length={length}: trained with {dream.block_length}", file=sys.stderr)
 
         self.read = infill.Reader(self.model, tokenizer)
-        self.key, self.compile_s = jax.random.key(cfg.seed), 0.0
+        self.key, self.compile_s, self.turns = jax.random.key(cfg.seed), 0.0, []  # turns: (prompt, answer) so far
         jax.monitoring.register_event_duration_secs_listener(self.on_event)
-        self.turns = []  # (prompt, answer) so far
         begin, ask, how = self.conversation(folder, tokenizer, canvas.chat_template(folder))
         self.texts = canvas.Texts(tokenizer, dream.mask_id, ends, dream.positions, begin, ask, flags.chat == "on")
         weights = f"int{bits} and {self.model.run.dtype}" if bits else self.model.run.dtype
@@ -412,9 +413,8 @@ class Dream:
         import sample_dream
 
         cfg, texts = self.cfg, self.texts
-        canvases = []
-        for request in requests:
-            canvases += [texts.canvas(*request, cfg.max_new, cfg.dream.infill, self.measure)] * cfg.n
+        how = cfg.max_new, cfg.dream.infill, self.measure
+        canvases = [blank for request in requests for blank in [texts.canvas(*request, *how)] * cfg.n]
         # Each canvas width is a program to compile: all batches share at most three, and have as many rows. The sampler
         # puts texts of about one length together. Holes whose tokens were counted have a rule of their own, see fill().
         of_a_rule = [[*group] for _, group in itertools.groupby(canvases, lambda blank: blank.counted)]
