@@ -1,6 +1,6 @@
 """Holes of unknown length in TinyPython's functions: what infill.py makes of them, and whether the tests pass.
 
-    python bench/holes.py                                       # an hour of one core; goes on where it stopped
+    python bench/holes.py                                       # two hours of a core; goes on where it stopped
     python bench/holes.py --holes=8 --out=out/try --file=try    # a first look
 
 The model is weights/dream, the tasks are those of the split `composed`: operations that never occur together in
@@ -100,6 +100,10 @@ def main(cfg):
     tasks = [json.loads(line) for line in (out / "world/composed.jsonl").read_text().splitlines()]
     lines = ["| masks | --valid | exact | pass | parse | tokens | forward passes | seconds | of them mending |"]
     lines.append("|---" * 9 + "|")
+    error = 100 / cfg.holes**0.5  # two standard errors of a share of a half
+    about = ["", f"{cfg.holes} holes of the split composed; two standard errors of a share are at most {error:.1f} %."]
+    about += [f"{cpu_name()}; compiling is in no second.", ""]
+    about += [f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"]
     grows = model_dream.read_config(cfg.ckpt).expand_id >= 0
     for masks in ("as many", 4, 16, 64, "likeliest", *(f"from {n}" for n in (4, 16, 64) if grows)):
         for valid in (False, True):
@@ -113,11 +117,7 @@ def main(cfg):
             work = f"{mean['masks']:.1f} | {mean['forwards']:.1f} | {spent}"
             lines.append(f"| {masks} | {'python' if valid else ''} | {shares} | {work} |")
             print(lines[-1], flush=True)
-    error = 100 / cfg.holes**0.5  # two standard errors of a share of a half
-    lines += ["", f"{cfg.holes} holes of the split composed; two standard errors of a share are at most {error:.1f} %."]
-    lines += [f"{cpu_name()}; compiling is in no second.", ""]
-    lines += [f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"]
-    (RESULTS / f"{cfg.file}.md").write_text("\n".join(lines) + "\n")
+            (RESULTS / f"{cfg.file}.md").write_text("\n".join(lines + about) + "\n")
 
 
 if __name__ == "__main__":

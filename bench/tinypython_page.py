@@ -96,7 +96,13 @@ def cell(out, family, shape, minutes):
     run, causal = folder / "run", steps // 5
     if family == "dream":
         seconds = spent(family, shape, settings_of(family, data, folder / "causal", causal) | {"objective": "ar"})
-        flags = {"init": str(folder / "causal"), "anneal_steps": steps // 16, "optimizer": "muon", "lr": 1.2e-3}
+        flags = {
+            "model": "",
+            "init": str(folder / "causal"),
+            "anneal_steps": steps // 16,
+            "optimizer": "muon",
+            "lr": 1.2e-3,
+        }
         seconds += spent(family, shape, settings_of(family, data, run, steps - causal) | flags)
     else:
         seconds = spent(family, shape, settings_of(family, data, run, steps))

@@ -252,7 +252,9 @@ def test_a_head_or_a_docstring_ends_its_line(given, prompt):
     assert generate.resolve(generate.Config(prompt=given, raw=True)).prompt == given
 
 
-@pytest.mark.parametrize("own, given, expected", [(None, None, 256), (64, None, 64), (2048, None, 256), (64, 100, 100)])
+@pytest.mark.parametrize(
+    ("own", "given", "expected"), [(None, None, 256), (64, None, 64), (2048, None, 256), (64, 100, 100)]
+)
 def test_a_model_says_how_many_tokens_it_writes_by_default(tmp_path, own, given, expected):
     (tmp_path / "generation_config.json").write_text(json.dumps({"max_new_tokens": own}))
     assert generate.resolve(generate.Config("dream", str(tmp_path), max_new=given)).max_new == expected
