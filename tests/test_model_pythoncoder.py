@@ -228,7 +228,14 @@ def test_bfloat16_computation_is_near_float32():
     assert main[0] == pytest.approx(main[1], rel=5e-3)
 
 
-@pytest.mark.parametrize("how", [(0.0, 0, 1.0), (0.7, 0, 0.9), (1.0, 6, 0.95), (1.3, 0, 1.0)], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [
+        (1.0, 6, 0.95),
+        *(pytest.param(how, marks=pytest.mark.slow) for how in ((0.0, 0, 1.0), (0.7, 0, 0.9), (1.3, 0, 1.0))),
+    ],
+    ids=str,
+)
 def test_a_text_is_the_same_with_and_without_drafts_and_alone(how):
     model, prompts = build(dataclasses.replace(TINY, vocab=16)), [[1, 5, 2], [7], [3, 3, 9, 4, 1]] * 7
     (texts, plain), (drafted, stats) = (

@@ -248,7 +248,7 @@ def test_three_programs_fill_all_canvases_of_a_width(dream):
 
 def test_a_text_joins_a_wider_batch_that_runs_if_it_has_a_place_and_becomes_what_it_is_alone(dream):
     def row(masks):
-        return sample_rows.Row([*encode(dream, "x = "), *[None] * masks], ASK)
+        return sample_rows.Row([*encode(dream, "x = "), *[None] * masks], ASK | {"steps": 6})
 
     def tokens(written):
         return {slot: token for slot, (token, *_) in written.items()}
