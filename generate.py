@@ -173,16 +173,16 @@ def resolve(cfg):
     ValueError for settings that would be ignored, or would fail when all is generated.
     """
     other, flags = ("dream", cfg.dream) if cfg.model == "pythoncoder" else ("pythoncoder", cfg.pythoncoder)
-    foreign = [name for name, value in vars(flags).items() if value != getattr(type(flags), name)]
-    if foreign:
+    if foreign := [name for name, value in vars(flags).items() if value != getattr(type(flags), name)]:
         raise ValueError(f"--{', --'.join(foreign)} is for --model={other}")
 
     defaults = {name: value for name, value in DEFAULTS[cfg.model].items() if getattr(cfg, name) in ("", None)}
     if "ckpt" in defaults and not cfg.step:
         defaults["ckpt"] = inference.default_folder(defaults["ckpt"], cfg.model)
     own = runs.as_path(defaults.get("ckpt", cfg.ckpt)) / "generation_config.json"
-    if "max_new" in defaults and own.is_file():
-        defaults["max_new"] = min(defaults["max_new"], runs.read_json(own).get("max_new_tokens") or 1 << 30)
+    count = runs.read_json(own).get("max_new_tokens") if own.is_file() else None
+    if "max_new" in defaults and isinstance(count, int) and count > 0:
+        defaults["max_new"] = min(defaults["max_new"], count)
     cfg = dataclasses.replace(cfg, **defaults)
     if cfg.prompt and cfg.file:
         raise ValueError("give --prompt or --file, not both")

@@ -639,9 +639,9 @@ def without_repeats(logits_BV, token_BM, length_B, n):
 def draw(p_BV, key, position_B, rule):
     """The token of each row at its position from unnormalised probabilities; the argmax at temperature 0.
 
-    It is the argmax of log p plus Gumbel noise, a function of key, row and position alone. A draft has the noise of the
-    token that judges it and is accepted where they are equal: a text is the same with and without drafts. That accepts
-    0.2 % fewer at most than min(1, p/q) does (bench/LOG.md). Ref: arXiv:2408.07978.
+    It is the argmax of log p plus Gumbel noise, which depends on key, row and position alone. A draft is accepted where
+    it is the token that the model draws with the same noise, so drafts do not change a text. At most 0.2 % fewer are
+    accepted than by min(1, p/q) (bench/LOG.md). Ref: arXiv:2408.07978.
     """
     if rule.temperature == 0:
         return jnp.argmax(p_BV, -1).astype(jnp.int32)
@@ -656,8 +656,7 @@ def start(model, prompt_BL, length_B, limit_B, key, slots, rule):
 
     Its cache and texts token_BM have `slots` > limit_B slots. A row ends at limit_B tokens or after rule.eos.
     """
-    B, L = prompt_BL.shape
-    row_B = jnp.arange(B)
+    (B, L), row_B = prompt_BL.shape, jnp.arange(len(prompt_BL))
     hidden_BLD, cache = model.step(model.new_cache(B, slots), prompt_BL, jnp.broadcast_to(jnp.arange(L), (B, L)))
     hidden_B1D = hidden_BLD[row_B, length_B - 1][:, None]  # of each prompt's last token
     logits_BV = without_repeats(model.logits(hidden_B1D)[:, 0], prompt_BL, length_B, rule.no_repeat_ngram)

@@ -61,8 +61,7 @@ class Row:
     @functools.cached_property
     def holes(self):
         """The number of its runs of masks."""
-        pairs = zip([0, *self.ids], self.ids, strict=False)
-        return sum(token is None and before is not None for before, token in pairs)
+        return sum(masked for masked, _ in itertools.groupby(token is None for token in self.ids))
 
     def write(self, tokens, passes=1):
         self.written |= tokens
@@ -112,12 +111,15 @@ class Family:
     def check(self, ids, ask):
         """ValueError for what the model cannot write."""
 
+    def width_of(self, row):
+        return next(width for width in self.widths if width >= len(row.ids) + self.extra)
+
     def batch_of(self, row):
-        """The batch that a row joins: one that runs and has a place, which costs no time; else that of its width."""
-        order = next((order for order in self.ORDERS[1:] if row.ask.get(order)), self.ORDERS[0])
-        fitting = [(width, order) for width in self.widths if width >= len(row.ids) + self.extra]
-        running = (key for key in fitting if key in self.batches and None in self.batches[key].rows)
-        return self.batch(*next(running, fitting[0]))
+        """The narrowest batch with a free place in which a text needs its width; else one of the row's width."""
+        own = self.width_of(row), next((order for order in self.ORDERS[1:] if row.ask.get(order)), self.ORDERS[0])
+        free = [batch for (_, order), batch in self.batches.items() if order == own[1] and None in batch.rows]
+        wide = (x.width for x in free if own[0] <= x.width and x.width in map(self.width_of, filter(None, x.rows)))
+        return self.batch(min(wide, default=own[0]), own[1])
 
 
 # ---- Dream: canvases of one width, a denoising step at a time ------------------------------------------------------
@@ -218,14 +220,13 @@ class Blocks:
         """Put a row into the batch, with the keys and values of all its blocks that are finished."""
         if self.state is None:
             self.begin()
-        given, state, cfg = self.given, self.state, self.family.model.cfg
-        length, first = len(row.ids), row.ids.index(None)
+        given, state, cfg, length = self.given, self.state, self.family.model.cfg, len(row.ids)
         state.token_BL[i] = cfg.pad_id
         state.token_BL[i, :length] = [cfg.mask_id if token is None else token for token in row.ids]
         given.see_BL[i] = np.arange(given.see_BL.shape[1]) < length
         given.made_BL[i] = given.see_BL[i] & (state.token_BL[i] == cfg.mask_id)
         state.record.step_BL[i], given.key_B[i] = -1, key_of(row.ask["seed"] % (1 << 31), row.number)
-        given.first_B[i] = first if cfg.causal else first // cfg.block_length * cfg.block_length
+        given.first_B[i] = row.ids.index(None) // (size := 1 if cfg.causal else cfg.block_length) * size
         inputs = state.token_BL[i], given.see_BL[i], given.block_BL[i]
         self.state = state._replace(cache=prefill_blocks(self.params, state.cache, i, *inputs, graph=self.graph))
 
@@ -424,7 +425,7 @@ class Loop(threading.Thread):
                     self.attempt(batch, batch.step)
 
     def running(self):
-        """The batches that have rows, when those that have ended or whose reader has gone have left; others go."""
+        """The batches that have rows, when those that have ended or whose reader has gone have left; the others go."""
         for batch in self.model.batches.values():
             batch.rows = [None if row and (row.gone or row.ended) else row for row in batch.rows]
         self.model.batches = {key: batch for key, batch in self.model.batches.items() if any(batch.rows)}

@@ -10,7 +10,7 @@ or 64 that grow and shrink.
 Each is filled as generate.py fills it, without and with --valid=python, at temperature 0. No EOS is written where the
 length is right or found; of 4, 16 and 64 masks it ends the hole. Counted are holes filled with what was there,
 functions that pass the task's tests, functions that parse, forward passes over a canvas, and seconds, compiling in
-none. Writes holes.md under bench/results/.
+none. Writes holes.md under bench/results/ after each row.
 """
 
 import dataclasses

@@ -253,7 +253,8 @@ def test_a_head_or_a_docstring_ends_its_line(given, prompt):
 
 
 @pytest.mark.parametrize(
-    ("own", "given", "expected"), [(None, None, 256), (64, None, 64), (2048, None, 256), (64, 100, 100)]
+    ("own", "given", "expected"),
+    [(None, None, 256), (64, None, 64), (2048, None, 256), (64, 100, 100), ("64", None, 256), (-1, None, 256)],
 )
 def test_a_model_says_how_many_tokens_it_writes_by_default(tmp_path, own, given, expected):
     (tmp_path / "generation_config.json").write_text(json.dumps({"max_new_tokens": own}))

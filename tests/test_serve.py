@@ -260,6 +260,12 @@ def test_a_text_joins_a_wider_batch_that_runs_if_it_has_a_place_and_becomes_what
         dream.batches.clear()
         assert tokens(fill(dream, [row(12)], (0,))[0]) == tokens(short)
         assert [*dream.batches] == [(96, "steps")]
+    batch = dream.batch(160, "steps")
+    batch.rows = [row(120), row(12), None, None]
+    assert dream.batch_of(row(12)) is batch
+    batch.rows[0] = None  # a text that comes now would keep the wide batch alive
+    assert dream.batch_of(row(12)).width == 96
+    dream.batches.clear()
 
 
 def test_openais_client_completes_texts_with_a_suffix_stop_strings_log_probabilities_and_usage(coder_server):
