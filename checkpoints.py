@@ -11,6 +11,7 @@ A model family is a module, model_dream or model_pythoncoder, with read_config, 
 import contextlib
 import functools
 import hashlib
+import importlib
 import itertools
 import json
 import logging
@@ -26,11 +27,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import safetensors.numpy
 from flax import nnx, traverse_util
 from jax.experimental import multihost_utils
-from orbax.checkpoint import checkpoint_managers as kept
 
 import runs
 
@@ -112,7 +111,8 @@ class Checkpoints:
     """Orbax checkpoints <folder>/checkpoints/<step>/: the newest `keep`, and the one whose metric `best` is lowest."""
 
     def __init__(self, folder, keep=2, best=""):
-        quiet()
+        ocp = orbax()
+        kept, self.args = ocp.checkpoint_managers, ocp.args
         rules = [kept.LatestN(keep)]  # a step stays if any rule wants it
         if best:
             lowest = {"get_metric_fn": lambda metrics: metrics[best], "reverse": True, "n": 1}
@@ -140,11 +140,11 @@ class Checkpoints:
     def save(self, step, state, meta, metrics=None):
         """Start to save a dictionary of trees, with what meta holds as JSON; waits for the save before it."""
         # The checksums are of what is in memory now: restore() compares them with what the disk gives back.
-        items = {name: ocp.args.StandardSave(tree) for name, tree in state.items() if tree}
-        items["meta"] = ocp.args.JsonSave(meta | {"sums": bit_sums(state)})
+        items = {name: self.args.StandardSave(tree) for name, tree in state.items() if tree}
+        items["meta"] = self.args.JsonSave(meta | {"sums": bit_sums(state)})
         self.wait()
         with self.writing():
-            self.manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
+            self.manager.save(step, args=self.args.Composite(**items), metrics=metrics, force=True)
 
     def meta(self):
         """The JSON of the newest checkpoint."""
@@ -156,9 +156,9 @@ class Checkpoints:
         ValueError for one that is damaged, also where only a bit differs from what was saved.
         """
         step, sums = self.newest(), self.meta()["sums"]
-        items = {name: ocp.args.StandardRestore(tree) for name, tree in like.items() if tree}
+        items = {name: self.args.StandardRestore(tree) for name, tree in like.items() if tree}
         try:
-            state = {**like, **self.manager.restore(step, args=ocp.args.Composite(**items))}
+            state = {**like, **self.manager.restore(step, args=self.args.Composite(**items))}
             wrong = [name for name, value in bit_sums(state).items() if value != sums.get(name)]
         except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
             wrong = [runs.first_line(error)]
@@ -200,11 +200,12 @@ def absolute(folder):
     return path.absolute() if isinstance(path, Path) else path
 
 
-def quiet():
-    """Orbax raises an error here, and logs it as well, and so do its threads when they are ended."""
+def orbax():
+    """The library, half a second to import. It raises an error here, and logs none, nor do its threads when ended."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     threading.excepthook = sys.unraisablehook = lambda _: None
+    return importlib.import_module("orbax.checkpoint")
 
 
 def state_shapes(family, model, optimizer, mesh, dtype=jnp.bfloat16, lora_rank=0, bits=0):
@@ -272,7 +273,6 @@ def load(family, folder, step=0, dtype=None, run=None, mesh=None, bits=0):
     With a mesh each device reads its own part of every parameter. With bits (Dream), 8 or 4, matrices are quantised as
     they are read, and dtype is that of the rest. Raises ValueError or FileNotFoundError.
     """
-    quiet()
     folder = absolute(folder)
     path, meta, step = find_weights(folder, step)
     cfg = family.read_config(folder, meta)
@@ -316,7 +316,7 @@ def read_orbax(path, like, sums, convert):
 
     A layer at a time: the stored model is never whole in memory beside another form of it.
     """
-    params = {}
+    ocp, params = orbax(), {}
     for _, names in itertools.groupby(like, lambda name: name.rpartition(".")[0]):
         item = unflatten({name: like[name] for name in names})
         how = {"restore_args": ocp.checkpoint_utils.construct_restore_args(item), "partial_restore": True}
@@ -342,7 +342,7 @@ def save(family, folder, model, files=(), source=""):
     (dtype,) = {x.dtype.name for x in leaves}  # a checkpoint has one
     meta = {"dtype": dtype, "parameters": sum(x.size for x in leaves), "sums": bit_sums(params)}
     with runs.new_folder(folder) as partial:
-        with ocp.StandardCheckpointer() as checkpointer:
+        with orbax().StandardCheckpointer() as checkpointer:
             checkpointer.save(partial / "params", params)
         keys = family.config_to_hf(model.cfg, dtype) | ({"source": source} if source else {})
         runs.write(partial / "config.json", keys)

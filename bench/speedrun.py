@@ -134,11 +134,12 @@ def main(cfg):
 
     # train, within the budget
     trainer = {"stories": "train_gpu.py", "functions, dream": "train_dream.py"}.get(recipe, "train_tpu.py")
-    start, before = "--model=tiny" * (recipe == "functions, dream"), processor_seconds()
+    start, before = ["--model=tiny"] * (recipe == "functions, dream"), processor_seconds()
     if start and cfg.ar_steps:
-        start = f"--init={out}_causal"
+        start = [f"--init={out}_causal"]
         script(trainer, f"--data={data}", f"--out={out}_causal", f"--steps={cfg.ar_steps}", *shlex.split(CAUSAL))
-    script(trainer, f"--data={data}", f"--out={out}", *shlex.split(f"{start} {TRAIN[recipe]} {cfg.flags}"))
+    flags = shlex.split(f"{TRAIN[recipe]} {cfg.flags}")
+    script(trainer, f"--data={data}", f"--out={out}", *start, *flags)
     seconds = processor_seconds() - before
 
     # score the last checkpoint on all that was held out
