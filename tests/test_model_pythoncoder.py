@@ -105,6 +105,21 @@ def test_rejected_slots_are_forgotten_when_written_again():
     np.testing.assert_allclose(got, logits(model, token_BL)[:, 8:], atol=2e-5)
 
 
+def test_a_token_however_unlikely_has_a_finite_loss_and_gradient():
+    """The sums of cross_entropy are relative to the label's logit, which may be far below the others."""
+    label, mask = jnp.full((1, 1), 3), jnp.ones((1, 1))
+
+    def plain(logits):
+        lse = jax.nn.logsumexp(logits)
+        return lse - logits[0, 0, 3] + 1e-4 * lse**2
+
+    for gap in (0.0, 20.0, 70.0, 1000.0):  # of the others above the label
+        logits = jnp.full((1, 1, 5), gap).at[0, 0, 3].set(0.0)
+        ours = jax.value_and_grad(lambda logits: pc.cross_entropy(logits, jnp.eye(5), label, mask, 1e-4))(logits)
+        for got, want in zip(ours, jax.value_and_grad(plain)(jnp.minimum(logits, 75)), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
+
+
 def test_dropout_drops_its_rate_scales_the_rest_and_depends_on_seed_and_place():
     x, rate = jnp.ones((64, 128, 32)), 0.1
     a, b = (np.asarray(pc.dropout(x, jnp.arange(64), jnp.array([s, 7], jnp.uint32), rate)) for s in (1, 2))
