@@ -542,7 +542,9 @@ class Run:
 
 
 # What is kept for the backward pass: nothing, or the inputs and the output of attention.
-REMAT = {"full": None, "qkvo": jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attn")}
+KEPT = jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attn")
+# Of a layer: "none" traces it once for all.
+REMAT = {"none": jax.jit, "full": jax.checkpoint, "qkvo": functools.partial(jax.checkpoint, policy=KEPT)}
 EXACT_BLOCK = 4  # largest block that is scored by exact_nll, in up to 15 passes
 
 
@@ -657,16 +659,14 @@ class Dream(nnx.Module):
         rope = rope_of(self.cfg, position_BL)  # once for all layers
         key_place = key_place or place
 
-        def apply_layer(x_BLD, i):
-            return self.layers[str(i)](x_BLD, rope, see_BM, self.run, cache and cache[i], start, place, key_place)
+        @REMAT[self.run.remat]
+        def apply(layer, x_BLD, cache):
+            return layer(x_BLD, rope, see_BM, self.run, cache, start, place, key_place)
 
-        if self.run.remat != "none":
-            apply_layer = jax.checkpoint(apply_layer, policy=REMAT[self.run.remat], static_argnums=1)
-        x_BLD, new_cache = self.lookup(token_BL), []
+        x_BLD, cache = self.lookup(token_BL), list(cache or [None] * self.cfg.layers)
         for i in range(self.cfg.layers):
-            x_BLD, layer_cache = apply_layer(x_BLD, i)
-            new_cache.append(layer_cache)
-        return rms_norm(x_BLD, self.norm[...], self.cfg.eps), new_cache
+            x_BLD, cache[i] = apply(self.layers[str(i)], x_BLD, cache[i])
+        return rms_norm(x_BLD, self.norm[...], self.cfg.eps), cache
 
     def logits(self, hidden_BLD):
         """Float32 logits [B, L, V] of hidden states, not shifted: those at p predict the token at p + 1."""

@@ -435,14 +435,14 @@ class PythonCoder(nnx.Module):
 
     def step(self, cache, token_BL, index_BL):
         """Hidden states [B, L, D] of new tokens at slots (and positions) index_BL of a cache, and the new cache."""
-        graph, params = nnx.split(self.layers)
         x_BLD, rope = self.lookup(token_BL), self.rope(index_BL)
-        start_BL, new_cache = jnp.zeros_like(index_BL), []
-        for i in range(self.cfg.layers):  # a cache per layer: slicing a stacked one would copy it for every token
-            block = nnx.merge(graph, jax.tree.map(lambda a, i=i: a[i], params))
-            x_BLD, layer_cache = block(x_BLD, jnp.int32(i), rope, index_BL, start_BL, cache=cache[i])
-            new_cache.append(layer_cache)
-        return rms_norm(x_BLD, self.norm[...], self.cfg.eps), new_cache
+        start_BL, cache = jnp.zeros_like(index_BL), list(cache)
+        # traced once for all layers, with a cache for each: slicing a stacked one would copy it for every token
+        apply = jax.jit(lambda layer, x_BLD, i, cache: layer(x_BLD, i, rope, index_BL, start_BL, cache=cache))
+        for i in range(self.cfg.layers):
+            layer = jax.tree.map(lambda a, i=i: a[i], self.layers)
+            x_BLD, cache[i] = apply(layer, x_BLD, jnp.int32(i), cache[i])
+        return rms_norm(x_BLD, self.norm[...], self.cfg.eps), cache
 
     def draft(self, hidden_B1D, token_B1):
         """Logits [B, 1, V] of the token after token_B1, from the hidden state that predicted token_B1."""
