@@ -201,7 +201,7 @@ def absolute(folder):
 
 
 def orbax():
-    """The library, half a second to import. It raises an error here, and logs none, nor do its threads when ended."""
+    """The library orbax.checkpoint, whose import takes half a second. It raises errors here and logs none of them."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     threading.excepthook = sys.unraisablehook = lambda _: None

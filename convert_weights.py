@@ -611,7 +611,7 @@ def main(cfg):
         raise ValueError("--verify and --push compare bytes, which --dtype and --to change; convert --out with them")
     if cfg.block_length and not cfg.to:
         raise ValueError("--block_length goes with --to=dream")
-    checkpoints.orbax()  # logs nothing from here on
+    checkpoints.orbax()  # it logs no errors from here on
     started, folder, out, repository = time.time(), Path(cfg.source), Path(cfg.out), ""
     if not compare:
         refuse_existing(out)

@@ -541,10 +541,6 @@ class Run:
         return platform.startswith(("gpu 8.", "gpu 9.")) and jnp.dtype(self.dtype).itemsize == 2
 
 
-# What is kept for the backward pass: nothing, or the inputs and the output of attention.
-KEPT = jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attn")
-# Of a layer: "none" traces it once for all.
-REMAT = {"none": jax.jit, "full": jax.checkpoint, "qkvo": functools.partial(jax.checkpoint, policy=KEPT)}
 EXACT_BLOCK = 4  # largest block that is scored by exact_nll, in up to 15 passes
 
 
@@ -624,6 +620,13 @@ class Block(nnx.Module):
         return shard(x_BLD + project(hidden_BLF, "down", None, "tensor"), BATCH), new_cache
 
 
+# Calls of a layer by Run.remat, traced once for all layers. For the backward pass "full" keeps nothing, "qkvo" the
+# inputs and the output of attention.
+KEPT = jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attn")
+REMAT = {"none": jax.jit(Block.__call__, static_argnums=4), "full": jax.checkpoint(Block.__call__, static_argnums=4)}
+REMAT["qkvo"] = jax.checkpoint(Block.__call__, static_argnums=4, policy=KEPT)
+
+
 class Dream(nnx.Module):
     def __init__(self, cfg, rngs, run=None):
         def table(size):
@@ -656,16 +659,12 @@ class Dream(nnx.Module):
         B, L = token_BL.shape
         if position_BL is None:
             position_BL = jnp.broadcast_to(start + jnp.arange(L), (B, L))
-        rope = rope_of(self.cfg, position_BL)  # once for all layers
+        apply, rope = REMAT[self.run.remat], rope_of(self.cfg, position_BL)  # once for all layers
         key_place = key_place or place
-
-        @REMAT[self.run.remat]
-        def apply(layer, x_BLD, cache):
-            return layer(x_BLD, rope, see_BM, self.run, cache, start, place, key_place)
-
         x_BLD, cache = self.lookup(token_BL), list(cache or [None] * self.cfg.layers)
         for i in range(self.cfg.layers):
-            x_BLD, cache[i] = apply(self.layers[str(i)], x_BLD, cache[i])
+            inputs = x_BLD, rope, see_BM, self.run, cache[i], start, place, key_place
+            x_BLD, cache[i] = apply(self.layers[str(i)], *inputs)
         return rms_norm(x_BLD, self.norm[...], self.cfg.eps), cache
 
     def logits(self, hidden_BLD):

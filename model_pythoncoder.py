@@ -341,6 +341,9 @@ def _add_gradient(layer, cotangents):
 add_gradient.defvjp(lambda sums, params, layer: ((params, sums), layer), _add_gradient)
 
 
+call_layer = jax.jit(Block.__call__)  # without dropout; traced once for all layers
+
+
 class PythonCoder(nnx.Module):
     def __init__(self, cfg, rngs, run=None):
         self.cfg, self.run = cfg, run or Run()
@@ -437,11 +440,9 @@ class PythonCoder(nnx.Module):
         """Hidden states [B, L, D] of new tokens at slots (and positions) index_BL of a cache, and the new cache."""
         x_BLD, rope = self.lookup(token_BL), self.rope(index_BL)
         start_BL, cache = jnp.zeros_like(index_BL), list(cache)
-        # traced once for all layers, with a cache for each: slicing a stacked one would copy it for every token
-        apply = jax.jit(lambda layer, x_BLD, i, cache: layer(x_BLD, i, rope, index_BL, start_BL, cache=cache))
-        for i in range(self.cfg.layers):
+        for i in range(self.cfg.layers):  # a cache per layer: slicing a stacked one would copy it for every token
             layer = jax.tree.map(lambda a, i=i: a[i], self.layers)
-            x_BLD, cache[i] = apply(layer, x_BLD, jnp.int32(i), cache[i])
+            x_BLD, cache[i] = call_layer(layer, x_BLD, jnp.int32(i), rope, index_BL, start_BL, cache=cache[i])
         return rms_norm(x_BLD, self.norm[...], self.cfg.eps), cache
 
     def draft(self, hidden_B1D, token_B1):
