@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 import runs
 
 BUDGET_S = 2400
-# The best recipe so far: flags of data_prep.py and of the trainer. Those of functions have no row in the table yet.
+# The best recipe so far: flags of data_prep.py and of the trainer.
 DATA = {
     "stories": "--vocab_size=2048",
     "code": "--vocab_size=2048 --seq_len=512",
@@ -47,7 +47,7 @@ DATA = {
 TRAIN = {
     "stories": "--model=tiny --tie --batch_size=16 --steps=4500",
     "code": "--model=tiny --steps=3100",
-    "functions": "--model=tiny --steps=4000 --eval_every=1000 --eval_rows=64",
+    "functions": "--model=tiny --steps=3100 --eval_every=1000 --eval_rows=64",
     "functions, dream": "--micro_batch=4 --remat=none --optimizer=muon --lr=6e-4 --anneal_steps=200 --steps=2900",
 }
 CAUSAL = "--model=tiny --micro_batch=4 --remat=none --objective=ar"  # a Dream's first steps, from left to right
