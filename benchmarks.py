@@ -5,8 +5,7 @@
     python benchmarks.py --task=humaneval --model=dream --ckpt=out/diffucoder --chat --block_length=32 --cache=dual
     python benchmarks.py --task=humaneval --model=dream --ckpt=out/dream --protocol=dream_instruct    # as Dream's
     python benchmarks.py --task=humaneval_infilling --split=random-span --model=dream --ckpt=out/dream   # fills holes
-    python benchmarks.py --task=humaneval --samples=mine.jsonl  # scores programs from elsewhere
-    python benchmarks.py --task=mbpp+ --samples=mine.jsonl --watch
+    python benchmarks.py --task=humaneval --samples=mine.jsonl --watch    # scores programs from elsewhere
     python benchmarks.py --task=livecodebench --tasks_file=test6.jsonl --since=2025-01-01 --samples=mine.jsonl
 
 Reads a run folder of a trainer, a folder of convert_weights.py, or weights/. The official task files are downloaded
@@ -18,14 +17,11 @@ the length of the hole (infill.py), PythonCoder gets both texts in its fill-in-t
 
 --protocol=NAME asks, generates, cuts and scores as a public harness does; single flags override its settings. NAME is a
 record of protocols.py, such as dream_instruct or lm_eval/humaneval_instruct. config.json and summary.json hold the
-settings, the hash of the task file, a fingerprint of the model and the version of this scorer. bench/explain.py scores
-the texts of samples.jsonl under all protocols.
+settings, the hash of the task file, a fingerprint of the model and the version of this scorer.
 
 As in the official harnesses all asserts of a problem run in one process, and a main block does not run. The asserts are
 evaluated in another process, so that a sample cannot forge them (see sandbox.py). Limits are processor time. HumanEval+
 and MBPP+ follow EvalPlus' rules: pass@k needs all inputs, base pass@k the original ones. LiveCodeBench follows its own.
-
-A problem's way: problems.py -> prompt_ids -> writer of a model family -> candidate -> sandbox -> report.
 """
 
 import collections
@@ -65,8 +61,8 @@ class DreamFlags:
     steps: Natural = 0  # denoising steps; 0: one per token, or as --threshold allows
     eos_penalty: NonNegative = 0.0  # makes an early end of the text less likely, see sample_dream.py
     late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # LLaDA: EOS has confidence 0 | is never drawn
-    hole: Count = 8  # humaneval_infilling: initial number of masks, for a model that expands and deletes masks
-    regrow: Natural | None = None  # expansion budget of DreamOn's own loop; unset: the protocol's
+    hole: Natural = 0  # humaneval_infilling: masks of a hole, see generate.py; 0: by the model's config
+    repair: Natural = 0  # humaneval: rounds of repair of samples that fail the examples of the prompt, see repair.py
     alg_temp: NonNegative = 0.0  # temperature of the choice of positions; 0 takes those of highest confidence
     top_k: Natural | None = None  # sample from the k likeliest tokens, 0: from all; unset: as the protocol does
     fast_dllm: bool = False  # blocks and cache exactly as Fast-dLLM has them
@@ -176,6 +172,8 @@ def resolve(cfg):
             raise ValueError("--since and --until are days of LiveCodeBench, such as 2024-10-01")
     if cfg.model != "dream" and cfg.dream != DreamFlags():
         raise ValueError(f"{', '.join(f'--{f.name}' for f in dataclasses.fields(DreamFlags))} are for --model=dream")
+    if cfg.dream.repair and (not record.ours or cfg.dream.chat or cfg.task not in ("humaneval", "humaneval+")):
+        raise ValueError("--repair runs the examples of a prompt: --task=humaneval, --protocol=ours, without --chat")
     if not cfg.samples and max(cfg.k, default=1) > cfg.n:
         raise ValueError(f"pass@{max(cfg.k)} needs --n={max(cfg.k)} samples of each problem or more, not {cfg.n}")
     if not cfg.samples and cfg.n > 1 and cfg.temperature == 0:
@@ -320,6 +318,8 @@ def write_batch(cfg, record, writer, problems, prompts, batch, number):
         text = re.sub(r"(<\|endoftext\|>)+\Z", "<|endoftext|>", text)  # they fill the rest of a canvas
         row = {"completion": candidate(record, text, problems[key].asked), "fits": True, "written": text}
         rows.append(row if key in fitting else {"fits": False})
+    if cfg.dream.repair:
+        writer.repair(rows, [problems[key] for key in keys], number)
     return rows[: len(batch)]
 
 

@@ -2,14 +2,13 @@
 
     python generate.py --prompt='def f(n):\\n    \"\"\"Double n.\"\"\"'    # by out/train_tpu, or weights/pythoncoder
     python generate.py                                 # reads prompts from the terminal
-    python generate.py --prompt="import os" --temperature=0.8 --top_p=0.95 --n=4
     python generate.py --prompt="def area(r):\\n    " --suffix="\\n    return a"    # fill in the middle
     python generate.py --file=prompts.jsonl --json > completions.jsonl
     python generate.py --file=prompts.jsonl --n=20 --check    # of each the first that passes its >>> examples
     python generate.py --prompt="def area(r):\\n" --show_steps --html=steps.html    # accepted drafts, probabilities
     python generate.py --model=dream --ckpt=out/diffucoder --chat=on --prompt="Sort a list in Python." --show_steps
     python generate.py --model=dream --prompt="def area(r):\\n    [MASK]\\n    return a" --valid=python
-    python generate.py --model=dream --ckpt=out/diffucoder --chat=on --system="Answer in code."    # a conversation
+    python generate.py --model=dream --repair=4 --file=prompts.jsonl    # opens what fails its examples, fills it again
     python generate.py --like=llada --ckpt=out/llada --prompt="Sort a list in Python."    # as LLaDA's own demo does
     python generate.py --model=dream --ckpt=out/diffucoder --int8 --block_length=32 --cache=dual --threshold=0.9
 
@@ -17,8 +16,6 @@ Reads the folder of a run, or one of convert_weights.py; where there is no run, 
 PythonCoder decodes with a static KV cache in one compiled loop, and its MTP head drafts every second token: the text is
 the same as without. Dream fills a canvas of masks; [MASK:n] in a prompt is n tokens to fill, and nothing is appended;
 [MASK] is a hole of unknown length, and --valid=python keeps the text valid Python, see infill.py.
-
-Read from the top: main; complete() of PythonCoder or Dream, which encodes prompts and calls the sampler; show.
 """
 
 import argparse
@@ -85,7 +82,8 @@ class DreamFlags:
     late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # LLaDA: EOS has confidence 0 | is never drawn
     batch_size: Count = 8  # texts that are filled together
     infill: bool = True  # [MASK:n] in a prompt is n tokens to fill, [MASK] a hole; --no-infill: both are text
-    hole: Count = 8  # initial number of masks of [MASK], for a model that expands and deletes masks (DreamOn)
+    hole: Natural = 0  # masks of [MASK]: EOS ends it, or DreamOn expands and deletes them; 0: by the model's config
+    repair: Natural = 0  # rounds in which a text that fails its >>> examples is opened and filled again; with --check
     regrow: Natural | None = None  # expansion budget of DreamOn's own loop; unset: our loop, no budget
     chat: typing.Literal["auto", "on", "off"] = "auto"  # chat template; auto: if the model's name says instruct
     system: str = ""  # system turn of the chat template, \n for a new line
@@ -183,7 +181,7 @@ def resolve(cfg):
     count = runs.read_json(own).get("max_new_tokens") if own.is_file() else None
     if "max_new" in defaults and isinstance(count, int) and count > 0:
         defaults["max_new"] = min(defaults["max_new"], count)
-    cfg = dataclasses.replace(cfg, **defaults)
+    cfg = dataclasses.replace(cfg, check=cfg.check or cfg.dream.repair > 0, **defaults)
     if cfg.prompt and cfg.file:
         raise ValueError("give --prompt or --file, not both")
     if cfg.html and (Path(cfg.html).is_dir() or not Path(cfg.html).parent.is_dir()):
@@ -338,8 +336,8 @@ class Dream:
         settings = {name: getattr(flags, name) for name in [*own.split(), "eos_penalty", "late_eos"]}
         settings |= {"top_k": cfg.top_k, "history": self.watching, "likeliest": canvas.LIKELIEST if cfg.html else 0}
         rule = sample_dream.Sampling(flags.sampler, temperature=cfg.temperature, top_p=cfg.top_p, **settings)
-        if flags.valid and flags.chat == "on":
-            raise ValueError("--valid=python is for a Dream that writes code, without a chat template")
+        if (flags.valid or flags.repair) and flags.chat == "on":
+            raise ValueError("--valid=python and --repair are for a Dream that writes code, without a chat template")
         bits = inference.bits_of(flags)
         how = {"dtype": cfg.dtype, "devices": cfg.devices, "rows": flags.batch_size, "compile_cache": cfg.compile_cache}
         self.model, _, self.mesh = inference.load_for_inference(model_dream, folder, cfg.step, bits=bits, **how)
@@ -355,11 +353,13 @@ class Dream:
         ends = map(tokenizer.token_to_id, ("<|endoftext|>", *canvas.TURN_ENDS, "<|dlm_pad|>"))
         ends = dict.fromkeys((dream.eos_id, dream.pad_id, *(i for i in ends if i not in (None, dream.expand_id))))
         self.never_in_a_hole = dream.mask_id, dream.expand_id, *ends
+        self.grows = dream.expand_id >= 0
+        self.hole = flags.hole or (infill.START if self.grows else dream.hole_masks)  # 0: the likeliest length
         self.sampler = sample_dream
         self.rule = dataclasses.replace(rule, vocab=tokenizer.get_vocab_size(), eos_ids=tuple(ends))
         self.together = flags.batch_size * (1 if self.watching or dream.block_length else 8)  # texts of a batch
-        if dream.block_length and flags.valid:
-            raise ValueError("--valid=python is for a Dream without blocks")
+        if dream.block_length and (flags.valid or flags.repair):
+            raise ValueError("--valid=python and --repair are for a Dream that sees the whole canvas")
         if flags.draft or (dream.autoregressive and flags.block_length == 1):
             import sample_draft
 
@@ -393,7 +393,8 @@ class Dream:
         config = runs.read_json(folder / "config.json")
         name = config.get("source") or f"{folder.resolve().name} {config.get('_name_or_path', '')}"
         instruct = any(word in name.lower() for word in ("instruct", "chat", "cpgrpo"))
-        chats = wrap and (flags.chat == "on" or (flags.chat == "auto" and instruct and not flags.valid))
+        by_name = flags.chat == "auto" and instruct and not (flags.valid or flags.repair)
+        chats = wrap and (flags.chat == "on" or by_name)
         if flags.system and not chats:
             raise ValueError("--system goes before a conversation; say --chat=on")
         begin = [tokenizer.token_to_id("<|beginoftext|>")] if flags.bos else []
@@ -410,10 +411,13 @@ class Dream:
         The next call goes on with the conversation. Of a Dream of blocks a single text streams to the terminal.
         """
         import canvas
+        import repair
         import sample_dream
 
         cfg, texts = self.cfg, self.texts
         how = cfg.max_new, cfg.dream.infill, self.measure
+        if cfg.dream.repair and "[MASK" in str(requests):
+            raise ValueError("--repair opens what is generated behind a prompt; leave [MASK] out of it")
         canvases = [blank for request in requests for blank in [texts.canvas(*request, *how)] * cfg.n]
         # Each canvas width is a program to compile: all batches share at most three, and have as many rows. The sampler
         # puts texts of about one length together. Holes whose tokens were counted have a rule of their own, see fill().
@@ -450,27 +454,23 @@ class Dream:
         compiling = f"; compiling took {total['compile_s']:.1f} s more" if total["compile_s"] else ""
         print(f"{total['tokens']} tokens in {total['seconds']:.2f} s, {rate}{compiling}", file=sys.stderr)
         self.turns.append((requests[-1][0], completion))
-        return completions
+        return repair.repaired(self, completions) if cfg.dream.repair else completions
 
     def measure(self, before, following, sizes):
-        """[size] of the only hole: the first one of a Dream that grows holes, else that with the likeliest text."""
+        """[size] of the only hole: what it grows from, or its masks up to EOS, else that with the likeliest text."""
         import infill
 
         if self.model.cfg.block_length or sizes != [None] or following[-1:] in ([], [[]]):
             where = "the only hole of a text, has text behind it, and is for a Dream without blocks"
             raise ValueError(f"[MASK] without a number is {where}; say [MASK:12]")
-        if self.model.cfg.expand_id >= 0:  # fill() grows it
-            if self.watching:
-                raise ValueError("--show_steps and --html do not show how [MASK] grows; say [MASK:12]")
-            return [self.cfg.dream.hole]
-        rule = dataclasses.replace(self.rule, history=False, ban_ids=self.never_in_a_hole)
-        key = jax.random.fold_in(self.key, 1)
-
-        def fill(canvases):
-            return self.sampler.generate(self.model, canvases, 0, rule, key, rows=self.cfg.dream.batch_size)[0]
-
+        if self.grows and self.watching:
+            raise ValueError("--show_steps and --html do not show how [MASK] grows; say [MASK:12]")
+        if self.hole:
+            return [self.hole]
+        rule = dataclasses.replace(self.rule, ban_ids=self.never_in_a_hole)
+        how = rule, jax.random.fold_in(self.key, 1), self.cfg.dream.batch_size, bool(self.cfg.dream.valid)
         with inference.mesh_context(self.mesh):
-            size = infill.hole_length(self.read, before, *following, fill, bool(self.cfg.dream.valid))
+            size = infill.hole_length(self.read, before, *following, *how)
         print("[MASK] is 1 token here" if size == 1 else f"[MASK] is {size} tokens here", file=sys.stderr)
         return [size]
 
@@ -480,20 +480,18 @@ class Dream:
         import infill
 
         prompts, rule, flags, viewer = [blank.ids for blank in canvases], self.rule, self.cfg.dream, {}
-        if max(map(len, prompts)) > 2048:
-            print("more than 2,048 tokens: Dream was not trained on so long a text", file=sys.stderr)
         if self.cfg.show_steps:
             self.viewer = canvas.Viewer(self.texts, self.watched)
             viewer["watch"] = self.watch
         if self.streams and self.model.cfg.block_length:
             viewer["on_block"] = self.on_block
-        if canvases[0].counted:
+        if canvases[0].counted and (self.grows or not self.hole):  # else EOS ends it
             rule = dataclasses.replace(rule, ban_ids=self.never_in_a_hole)
         self.key, key = jax.random.split(self.key)
         self.compile_s, started = 0.0, time.perf_counter()
         with inference.mesh_context(self.mesh):
-            if canvases[0].counted and self.model.cfg.expand_id >= 0:
-                how = {"size": flags.hole, "most": self.cfg.max_new, "regrow": flags.regrow}
+            if canvases[0].counted and self.grows:
+                how = {"size": self.hole, "most": self.cfg.max_new, "regrow": flags.regrow}
                 end = [self.model.cfg.eos_id] if flags.bos else []
                 canvases, filled, stats = infill.grow_all(self.read, canvases, end, rule, key, **how)
             else:

@@ -2,7 +2,7 @@
 
     infill.can_go_on("def area(r):\\n    return (r *")      # True: more text makes a program of it
     read = infill.Reader(model, tokenizer)
-    size = infill.hole_length(read, before, after, fill)    # masks between two lists of ids; fill(canvases) fills them
+    size = infill.hole_length(read, before, after, rule, key)    # masks between two lists of ids
     hole = infill.grow(read, before, after, rule)    # ids between them, of a Dream that grows and shrinks holes
     ids, is_python = infill.mend(read, canvas, filled, ends)    # the filled canvas, made valid
 
@@ -232,15 +232,31 @@ def write_again(read, ids, span, fits, beams=0):
 # ---- how long a hole is ----------------------------------------------------------------------------------------------
 
 
-def hole_length(read, before, after, fill, valid=False):
-    """The number of masks, of LENGTHS, with the likeliest text between two lists of ids.
+def fill_holes(read, holes, rule, key, ends=(), rows=1):
+    """[(ids, forward passes)] of holes (ids before, number of masks, ids behind), by one of the ids `ends` cut short.
 
-    fill(canvases) fills them. With valid=True only texts that are Python count, if there are any.
+    So a hole of unknown length has many masks, if the Dream was trained so (data_prep.py pairs --eos_to).
+    """
+    cfg, banned = read.model.cfg, {*(rule.ban_ids or ()), read.mask, read.model.cfg.expand_id} - {*ends}
+    rule = dataclasses.replace(rule, ban_ids=tuple(sorted(banned)), history=False, likeliest=0)
+    canvases = [[*before, *[read.mask] * size, *behind] for before, size, behind in holes]
+    width = sample_dream.canvas_width(-(-max(map(len, canvases)) // 64) * 64, cfg.positions)
+    filled, stats = sample_dream.generate(read.model, canvases, 0, rule, key, widths=(width,), rows=rows)
+    kept = []
+    for ids, (before, size, _), passes in zip(filled, holes, stats["passes"].tolist(), strict=True):
+        hole = ids[len(before) : len(before) + size]
+        kept.append(([*itertools.takewhile(lambda i: i not in ends, hole)], passes))
+    return kept
+
+
+def hole_length(read, before, after, rule, key, rows=1, valid=False):
+    """The number of masks, of LENGTHS, with the likeliest text between two lists of ids, filled by a sampling rule.
+
+    With valid=True only texts that are Python count, if there are any.
     """
     most = read.model.cfg.positions - len(before) - len(after)
     lengths = [n for n in LENGTHS if n <= most]
-    filled = fill([[*before, *[read.mask] * n, *after] for n in lengths])
-    holes = [ids[len(before) : len(before) + n] for ids, n in zip(filled, lengths, strict=True)]
+    holes = [ids for ids, _ in fill_holes(read, [(before, n, after) for n in lengths], rule, key, rows=rows)]
     if valid:
         first, behind = map(read.tokenizer.decode, (before, after))
         texts = [read.tokenizer.decode(hole) for hole in holes]

@@ -55,10 +55,11 @@ class DreamConfig:
     pad_id: int = hf("pad_token_id", 151_643)
     bos_id: int = hf("bos_token_id", 151_643)
     eos_id: int = hf("eos_token_id", 151_643)
-    # Not of Dream. bd_size and expand_token_id are the keys of Fast-dLLM v2 and DreamOn, shift and causal_context ours.
+    # Not of Dream. bd_size and expand_token_id are the keys of Fast-dLLM v2 and DreamOn, the others ours.
     block_length: int = hf("bd_size", 0)  # block size: a token attends to its own and earlier blocks; 0: no blocks
     shift: bool = hf("shift", True)  # the logits at position p - 1 predict the token at p
     expand_id: int = hf("expand_token_id", -1)  # a mask that becomes this id splits in two, EOS deletes it; -1: off
+    hole_masks: int = hf("hole_masks", 0)  # masks of a hole of unknown length, which EOS ends; 0: was not trained so
     causal: bool = hf("causal_context", False)  # finished tokens attend causally, and the last predicts the next one
     rope: tuple = hf("rope_parameters", ())  # pairs of YaRN's settings and of the query scale, see rope_of
     family: str = "dream"  # key of FAMILIES
@@ -79,7 +80,7 @@ class DreamConfig:
 
 
 HF_KEYS = {f.name: f.metadata["hf"] for f in dataclasses.fields(DreamConfig) if f.metadata}
-EXTRAS = {"block_length", "shift", "expand_id", "causal", "rope"}  # in a config.json where they are not the default
+EXTRAS = {"block_length", "shift", "expand_id", "hole_masks", "causal", "rope"}  # in a config.json if not the default
 OPTIONAL = {"head_size", "tie", "bos_id", "pad_id"} | EXTRAS  # a config.json may leave these out
 
 

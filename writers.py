@@ -18,9 +18,11 @@ import inference
 import infill
 import model_dream
 import model_pythoncoder
+import repair
 import runs
 import sample_block
 import sample_dream
+import sandbox
 
 
 def find_model(cfg):
@@ -46,6 +48,7 @@ class Writer(typing.NamedTuple):
     write: typing.Callable
     hole: typing.Callable
     wrap: typing.Callable | None = None  # the model's chat template
+    repair: typing.Callable | None = None  # see repair.py; of rows of samples.jsonl, their problems, batch number
 
 
 def key_of(cfg, number):
@@ -83,9 +86,7 @@ def dream_writer(cfg, record, run, step):
     if (cfg.dream.eos_penalty or cfg.dream.late_eos) and not ends:
         flag = "--eos_penalty" if cfg.dream.eos_penalty else "--late_eos"
         raise ValueError(f"{flag} is for protocols in which <|endoftext|> ends a text; this one reads on behind")
-    if cfg.dream.regrow is not None and model.cfg.expand_id < 0:
-        raise ValueError("--regrow is for a model that expands and deletes masks, such as DreamOn; leave it out")
-    others = "chat", "bos", "int8", "int4", "hole", "regrow"
+    others = "chat", "bos", "int8", "int4", "hole", "repair"
     flags = {name: value for name, value in dataclasses.asdict(cfg.dream).items() if name not in others}
     flags |= {"temperature": cfg.temperature, "top_p": cfg.top_p, "top_k": record.top_k}
     flags["vocab"] = tokenizer.get_vocab_size()
@@ -98,25 +99,42 @@ def dream_writer(cfg, record, run, step):
         return [*begin, *before, model.cfg.mask_id, *behind, *([model.cfg.eos_id] if record.bos else [])]
 
     reader = infill.Reader(model, tokenizer)
-    in_a_hole = {"ban_ids": (model.cfg.mask_id, model.cfg.expand_id, *ends), "eos_ids": ()}
-    regrow = cfg.max_new if cfg.dream.regrow is None and record.bos else cfg.dream.regrow
-    growth = {"size": cfg.dream.hole, "most": cfg.max_new, "regrow": regrow, "to_right": record.bos}
+    growth = {"size": cfg.dream.hole or infill.START, "most": cfg.max_new}
+    growth |= {"regrow": cfg.max_new, "to_right": True} if record.bos else {}  # as DreamOn's evaluation
+    size, hole_ends = cfg.dream.hole or model.cfg.hole_masks, (*ends, model.cfg.eos_id)
+    if model.cfg.block_length and (cfg.dream.repair or record.data == ("infilling",)):
+        raise ValueError("holes, as of humaneval_infilling and --repair, are for a Dream that sees the whole canvas")
 
     def fill_hole(ids, key):
-        """What belongs in the place of the one MASK of a text, as many tokens as a Dream that grows holes says, else
-        as the likeliest text has.
+        """What belongs in the place of the one MASK of a text: as many tokens as the Dream itself says, else as the
+        likeliest text has.
         """
         at = ids.index(model.cfg.mask_id)
         before, behind = ids[:at], ids[at + 1 :]
         if model.cfg.expand_id >= 0:
             return infill.grow(reader, before, behind, rule, key, **growth)
+        if size:
+            return infill.fill_holes(reader, [(before, size, behind)], rule, key, hole_ends, cfg.batch_size)[0][0]
+        in_a_hole = dataclasses.replace(rule, ban_ids=ends, eos_ids=())
+        length = infill.hole_length(reader, before, behind, in_a_hole, key, cfg.batch_size)
+        return infill.fill_holes(reader, [(before, length, behind)], in_a_hole, key, rows=cfg.batch_size)[0][0]
 
-        def fill(canvases):
-            holes = dataclasses.replace(rule, **in_a_hole)
-            return sampler.generate(model, canvases, 0, holes, key, rows=cfg.batch_size)[0]
+    def judge(programs, tests):
+        results = sandbox.run_tests(programs, tests, **dataclasses.asdict(cfg.sandbox))
+        if failed := [result.error for result in results if result.rate is None]:
+            raise RuntimeError(f"the sandbox failed: {failed[0]}")
+        return [[*zip(map("pass".__eq__, result.verdicts), result.values, strict=True)] for result in results]
 
-        size = infill.hole_length(reader, before, behind, fill)
-        return fill([[*before, *[model.cfg.mask_id] * size, *behind]])[0][at : at + size]
+    def repair_rows(rows, problems, number):
+        """Repair completions in place that fail the examples of their prompts."""
+        pairs = [(row, problem) for row, problem in zip(rows, problems, strict=True) if row["fits"]]
+        drafts = [repair.Draft(problem.asked.prompt, row["completion"], problem.public) for row, problem in pairs]
+        fill = repair.filler(reader, rule, jax.random.fold_in(key_of(cfg, number), 1), size, hole_ends, cfg.batch_size)
+        with inference.mesh_context(mesh):
+            repair.repair(drafts, cfg.dream.repair, reader, fill, judge)
+        for (row, _), draft in zip(pairs, drafts, strict=True):
+            if draft.rounds:
+                row |= {"completion": draft.body, "written": draft.body, "rounds": len(draft.rounds)}
 
     def write(prompts, number, lengths, finished):
         if record.data == ("infilling",):
@@ -129,7 +147,7 @@ def dream_writer(cfg, record, run, step):
         new = [row[len(ids) :] for row, ids in zip(rows, prompts, strict=True)]
         return [ids[: next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))] for ids in new]
 
-    return Writer(tokenizer, positions, write, hole, canvas.chat_template(runs.as_path(run)))
+    return Writer(tokenizer, positions, write, hole, canvas.chat_template(runs.as_path(run)), repair_rows)
 
 
 WRITERS = {"pythoncoder": pythoncoder_writer, "dream": dream_writer}

@@ -1,0 +1,250 @@
+"""Repair a function that fails the examples of its docstring: open it where it is suspect, fill the hole, test again.
+
+    read = infill.Reader(model, tokenizer)
+    fill = repair.filler(read, rule, key, size=64, ends=ends)
+    drafts = [repair.Draft(prompt, body, examples)]    # the text behind the prompt; asserts
+    repair.repair(drafts, 4, read, fill, judge)    # four rounds: .body is the best text, .rounds what was tried
+
+generate.py and benchmarks.py do this with --repair=N. Each round opens one place of each draft that fails and fills it
+again. The new text is kept if it passes more examples. Hidden tests are never run.
+
+A draft is suspect at the line where an example raises, and at the tokens to which the model prefers another one. One
+forward pass over the text gives the probabilities of each token given all others, without a mask: a Dream predicts the
+token at p from the hidden state at p - 1, and was never trained to copy it. The hole begins with the likeliest other
+token there, so that it is never filled with what stood in it.
+
+Letters: B drafts, C tokens of a body.
+"""
+
+import ast
+import dataclasses
+import itertools
+import re
+import sys
+import typing
+
+import jax
+import numpy as np
+
+import canvas
+import inference
+import infill
+
+SLOTS = 64  # the tokens of the bodies are padded to a multiple of this, so that few shapes are compiled
+
+
+class Round(typing.NamedTuple):
+    before: str  # of the body
+    old: str  # text that was opened
+    new: str  # text that was generated in its place
+    behind: str  # of the body
+    passed: int = 0  # examples that pass with it
+
+
+@dataclasses.dataclass
+class Draft:
+    """A text behind a prompt, whose examples should pass."""
+
+    prompt: str
+    body: str  # what the model generated: the only part that is opened
+    examples: list[str]  # asserts
+    suffix: str = ""
+    passed: int = 0  # examples that pass
+    line: int | None = None  # of the body, from 0: where the first failing example raises; None: it does not raise
+    tried: set = dataclasses.field(default_factory=set)  # openings of this body
+    rounds: list[Round] = dataclasses.field(default_factory=list)
+    passes: int = 0  # forward passes that this draft took part in
+
+    def opened(self, start, end, first):
+        """The text before a hole, its old text, the text behind. The hole begins with the text `first`."""
+        return self.prompt + self.body[:start] + first, self.body[start:end], self.body[end:] + self.suffix
+
+
+def repair(drafts, rounds, read, fill, judge, openings=None):
+    """Repair drafts in place, in `rounds` rounds at most.
+
+    fill(holes) gives (new text, forward passes) of each hole (text before, old text, text behind). judge(programs,
+    tests) runs a list of asserts for each program and gives for each assert (whether it passes, what the call returned
+    or raised, as text). openings(draft, suspects) yields what to open in turn; default: the function of this name.
+    """
+    run_examples(drafts, judge)
+    for _ in range(rounds):
+        failing = [draft for draft in drafts if draft.passed < len(draft.examples) and draft.body.strip()]
+        chosen = []  # (draft, opening)
+        for draft, its_suspects in zip(failing, suspects(failing, read), strict=True):
+            draft.passes += 1
+            untried = (each for each in (openings or default_openings)(draft, its_suspects) if each not in draft.tried)
+            chosen += [(draft, opening) for opening in itertools.islice(untried, 1)]
+        if not chosen:
+            break
+        filled = fill([draft.opened(*opening) for draft, opening in chosen])
+        trials = []
+        for (draft, (start, end, first)), (new, passes) in zip(chosen, filled, strict=True):
+            draft.passes += passes
+            draft.tried.add((start, end, first))
+            before, old, behind = draft.body[:start], draft.body[start:end], draft.body[end:]
+            new = new.rstrip("\n") if behind.startswith("\n") else new
+            draft.rounds.append(Round(before, old, first + new, behind))
+            trials.append(dataclasses.replace(draft, body=before + first + new + behind, tried=set()))
+        run_examples(trials, judge)
+        for (draft, _), trial in zip(chosen, trials, strict=True):
+            draft.rounds[-1] = draft.rounds[-1]._replace(passed=trial.passed)
+            if trial.passed > draft.passed:
+                draft.body, draft.passed, draft.line, draft.tried = trial.body, trial.passed, trial.line, trial.tried
+
+
+# ---- the examples ----------------------------------------------------------------------------------------------------
+
+TRACE = """
+
+def _line_of(test):
+    import traceback
+    try:
+        exec(test, globals())
+    except BaseException as error:
+        stack = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in stack[1:] if frame.filename == stack[0].filename]
+        return lines[-1] if lines else None
+"""
+
+
+def run_examples(drafts, judge):
+    """Set `passed` and `line` of drafts. A draft that is no Python has its syntax error's line."""
+    programs = [draft.prompt + draft.body + draft.suffix for draft in drafts]
+    raising = []  # (draft, program, the first example that raises)
+    for draft, program, results in zip(drafts, programs, judge(programs, [d.examples for d in drafts]), strict=True):
+        draft.passed, draft.line = sum(passed for passed, _ in results), None
+        failed = [(test, got) for test, (passed, got) in zip(draft.examples, results, strict=True) if not passed]
+        try:
+            ast.parse(program)
+        except (SyntaxError, ValueError) as error:
+            set_line(draft, getattr(error, "lineno", None))
+        else:
+            raised = (test for test, got in failed if re.match(r"[A-Z]\w*: ", got or ""))
+            raising += [(draft, program, test) for test in itertools.islice(raised, 1)]
+    if raising:
+        tests = [[f"assert _line_of({test!r}) == None"] for *_, test in raising]
+        traced = judge([program + TRACE for _, program, _ in raising], tests)
+        for (draft, *_), ((_, got),) in zip(raising, traced, strict=True):
+            set_line(draft, int(got) if re.fullmatch(r"\d+", got or "") else None)
+
+
+def set_line(draft, number):
+    """Of the program's line, from 1, that of the body; None for a line that the model did not generate."""
+    line = (number or 0) - 1 - draft.prompt.count("\n")
+    draft.line = line if 0 <= line < len(draft.body.splitlines()) else None
+
+
+# ---- where a draft is opened -----------------------------------------------------------------------------------------
+
+
+def encode(read, text):
+    read.tokenizer.encode_special_tokens = True  # their names in a text stay text
+    return read.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def suspects(drafts, read):
+    """[(offset of a token in the body, text of the likeliest other token)] of each draft, by one forward pass.
+
+    In the order of log p(token) - log p(other), given all other tokens: what the model would change comes first.
+    """
+    parts = [[encode(read, text) for text in (draft.prompt, draft.body, draft.suffix)] for draft in drafts]
+    if not parts:
+        return []
+    longest, found = max(len(body) for _, body, _ in parts), []
+    C = longest + -longest % SLOTS
+    slots = [np.resize(np.arange(len(body)) + len(prompt), C) for prompt, body, _ in parts]
+    targets = [np.resize(body, C) for _, body, _ in parts]
+    told = read([[*prompt, *body, *suffix] for prompt, body, suffix in parts], slots, targets)
+    for (_, body, _), logp_C, likely_CN, id_CN in zip(parts, *told, strict=True):
+        starts, choices = [0, *itertools.accumulate(map(len, canvas.pieces(read.tokenizer, body)))], []
+        for i, token in enumerate(body):
+            for other, logp in zip(id_CN[i].tolist(), likely_CN[i].tolist(), strict=True):
+                text = canvas.pieces(read.tokenizer, [*body[max(0, i - 1) : i], other])[-1]
+                if other != token and text:  # an end token has no text
+                    choices.append((logp_C[i] - logp, starts[i], text))
+                    break
+        found.append([choice[1:] for choice in sorted(choices)])
+    return found
+
+
+def default_openings(draft, suspects):
+    """(start, end, text that the hole begins with) in the order in which a draft is opened.
+
+    First the line that raises. Then of each suspect token the rest of its line behind the other token, and the line.
+    """
+    lines = [found.span() for found in re.finditer(r".*\n|.+", draft.body)]
+    if draft.line is not None:
+        yield *lines[draft.line], ""
+    for offset, other in suspects:
+        start, end = next(line for line in lines if offset < line[1])
+        yield offset, start + len(draft.body[start:end].rstrip("\n")), other
+        yield start, end, ""
+
+
+# ---- how a hole is filled --------------------------------------------------------------------------------------------
+
+
+def filler(read, rule, key, size, ends, rows=1):
+    """A function that fills holes by a sampling rule: [(text before, old text, text behind)] -> [(new text, passes)].
+
+    A Dream with cfg.expand_id finds the length of a hole, see infill.grow. Another fills `size` masks, and one of the
+    ids `ends` ends the hole; with size 0 it fills as many masks as the old text has tokens.
+    """
+    cfg, calls = read.model.cfg, itertools.count()
+    rule = rule if size else dataclasses.replace(rule, ban_ids=tuple(ends))
+
+    def fill(holes):
+        key_of_call, filled = jax.random.fold_in(key, next(calls)), []
+        parts = [[encode(read, text) for text in hole] for hole in holes]
+        if cfg.expand_id < 0:
+            blanks = [(before, size or len(old), behind) for before, old, behind in parts]
+            filled = infill.fill_holes(read, blanks, rule, key_of_call, ends if size else (), rows)
+        for i, (before, old, behind) in enumerate(parts if cfg.expand_id >= 0 else ()):
+            first, how = read.passes, (rule, jax.random.fold_in(key_of_call, i), max(1, len(old)))
+            filled.append((infill.grow(read, before, behind, *how), read.passes - first))
+        return [(read.tokenizer.decode(ids), passes) for ids, passes in filled]
+
+    return fill
+
+
+# ---- the completions of generate.py ----------------------------------------------------------------------------------
+
+
+def judge(programs, tests):
+    """Run asserts by sandbox.py: of each (whether it passes, what the call returned or raised, as text)."""
+    said = [canvas.verdicts(*pair) for pair in zip(programs, [[("", "", t) for t in of] for of in tests], strict=True)]
+    return [[(line.startswith("pass"), "".join(re.findall(" gives (.*), not ", line))) for line in of] for of in said]
+
+
+def repaired(dream, completions):
+    """The completions (row, text) of generate.Dream; if none of a prompt passes its examples, the best is repaired."""
+    cfg, read, drafts = dream.cfg, dream.read, []
+    for row, text in completions:
+        body = row["completion"]
+        if not row["suffix"] and infill.parses(text):
+            body = canvas.definitions(row["prompt"], text)[len(row["prompt"]) :] + "\n"
+        examples = [test for *_, test in canvas.examples(row["prompt"])]
+        drafts.append(Draft(row["prompt"], body, examples, row["suffix"]))
+    run_examples(drafts, judge)
+    groups = [drafts[i : i + cfg.n] for i in range(0, len(drafts), cfg.n)]
+    best = [max(group, key=lambda draft: draft.passed) for group in groups]
+    key, rows = jax.random.fold_in(dream.key, 2), min(cfg.dream.batch_size, len(best))
+    fill = filler(read, dream.rule, key, 0 if dream.grows else dream.hole, tuple(dream.texts.ends), rows)
+    with inference.mesh_context(dream.mesh):
+        repair(best, cfg.dream.repair, read, fill, judge)
+    for i, draft in enumerate(drafts):
+        for number, (before, old, new, behind, passed) in enumerate(draft.rounds, 1):
+            said = f"{old.strip()!r} -> {new.strip()!r}: {passed} of {len(draft.examples)} examples pass"
+            print(f"repair {number}: {said}", file=sys.stderr)
+            if cfg.show_steps:
+                print(
+                    draft.prompt
+                    + before
+                    + canvas.coloured(new, canvas.SHADES[9] if sys.stdout.isatty() else 0)
+                    + behind
+                )
+        if draft.rounds:
+            about = {"completion": draft.body, "repair": [each._asdict() for each in draft.rounds]}
+            completions[i] = completions[i][0] | about, draft.prompt + draft.body + draft.suffix
+    return completions

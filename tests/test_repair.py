@@ -1,0 +1,188 @@
+"""Repair: where a draft is opened, by which examples it is judged, and that the best text stays. With weights/dream."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT, run, says
+
+import canvas
+import checkpoints
+import infill
+import model_dream
+import repair
+import runs
+import sample_dream
+
+DREAM = ROOT / "weights" / "dream"
+PROMPT = 'def total(xs):\n    """Return the sum of xs.\n\n    >>> total([1, 2])\n    3\n    """\n'
+
+
+@pytest.fixture(scope="module")
+def read():
+    return infill.Reader(checkpoints.load(model_dream, DREAM)[0], runs.read_tokenizer(DREAM))
+
+
+@pytest.mark.parametrize(
+    ("body", "examples", "passed", "line"),
+    [
+        ("    return sum(xs)\n", ["assert total([1, 2]) == 3"], 1, None),
+        ("    return max(xs)\n", ["assert total([1, 2]) == 3", "assert total([5]) == 5"], 1, None),
+        ("    x = 0\n    return y\n", ["assert total([1, 2]) == 3"], 0, 1),
+        ("    x = 0\n    return total(1, 2, 3)\n", ["assert total([1, 2]) == 3"], 0, 1),
+        ("    def f():\n        return 1 / 0\n    return f()\n", ["assert total([1, 2]) == 3"], 0, 1),  # the innermost
+        ("    x = 0\n    return x +\n", ["assert total([1, 2]) == 3"], 0, 1),
+        ("    return [][0]\n", ["if 1:\n x = 1\n assert total([x, 2]) == 3"], 0, 0),
+        ("    return xs\n", ["assert total([1, 2].total) == 3"], 0, None),  # the example raises, not the program
+    ],
+)
+def test_the_line_of_a_draft_is_where_its_first_failing_example_raises(body, examples, passed, line):
+    draft = repair.Draft(PROMPT, body, examples)
+    repair.run_examples([draft], repair.judge)
+    assert (draft.passed, draft.line) == (passed, line)
+
+
+def test_suspects_are_ordered_by_what_the_model_prefers(read):
+    """Against the logits of the whole text, one text at a time."""
+    tokenizer, model = read.tokenizer, read.model
+    bodies = "    return max(xs)\n", "    result = 0\n    for x in xs:\n        result += x\n    return result\n"
+    drafts = [repair.Draft(PROMPT, body, [], suffix) for body, suffix in zip(bodies, ("", "\n\nx = 1\n"), strict=True)]
+    for draft, found in zip(drafts, repair.suspects(drafts, read), strict=True):
+        prompt, body, behind = (tokenizer.encode(text).ids for text in (draft.prompt, draft.body, draft.suffix))
+        logits_LV = model.logits(model.hidden(jnp.array([prompt + body + behind]))[0])[0]
+        logits_LV = logits_LV.at[:, model.cfg.mask_id].set(-jnp.inf)[:, : tokenizer.get_vocab_size()]
+        logp_CV = np.asarray(jax.nn.log_softmax(logits_LV))[len(prompt) - 1 :][: len(body)]
+        margins = {}  # by offset in the body
+        for i, token in enumerate(body):
+            others = np.where(np.isin(np.arange(logp_CV.shape[1]), [token, model.cfg.eos_id]), -np.inf, logp_CV[i])
+            other = tokenizer.decode([others.argmax()])
+            margins[len(tokenizer.decode(body[:i]))] = logp_CV[i, token] - others.max(), other
+        assert {*found} == {(offset, other) for offset, (_, other) in margins.items()}
+        assert np.all(np.diff([margins[offset][0] for offset, _ in found]) > -0.02)  # other shapes, other rounding
+    # the wrong word is found, and the right one known
+    offset, other = repair.suspects(drafts[:1], read)[0][0]
+    assert bodies[0][offset:].startswith(" max")
+    assert other == " sum"
+
+
+def test_a_draft_is_opened_at_the_line_that_raises_then_behind_each_suspect_token_and_at_its_line():
+    draft = repair.Draft(PROMPT, "    x = 0\n    return x + xs", [])
+    suspects = [(20, " -"), (6, "+=")]
+    openings = [*repair.default_openings(draft, suspects)]
+    assert openings == [(20, 27, " -"), (10, 27, ""), (6, 9, "+="), (0, 10, "")]
+    draft.line = 1
+    assert [*repair.default_openings(draft, suspects)] == [(10, 27, ""), *openings]
+    assert draft.opened(6, 9, "+=") == (PROMPT + "    x +=", "= 0", "\n    return x + xs")
+
+
+def test_the_best_text_stays_and_no_place_is_opened_twice(read):
+    texts = iter(["    return 1\n", "return 3\n", "    return 4\n", "return 5\n", "6\n"])
+
+    def fill(holes):
+        return [(next(texts), 2) for _ in holes]
+
+    examples = ["assert total([1, 2]) == 3", "assert total([2, 2]) == 4", "assert total([]) == 0"]
+    draft = repair.Draft(PROMPT, "    return 2\n", examples)
+    places = [(0, 13, ""), (4, 13, ""), (11, 13, "")]
+    repair.repair([draft], 7, read, fill, repair.judge, openings=lambda draft, suspects: places)
+    # the second text passes an example, and is opened at the same places anew
+    assert (draft.body, draft.passed) == ("    return 3\n", 1)
+    assert [tried.passed for tried in draft.rounds] == [0, 1, 1, 0, 0]
+    assert [tried.old for tried in draft.rounds] == [
+        "    return 2\n",
+        "return 2\n",
+        "    return 3\n",
+        "return 3\n",
+        "3\n",
+    ]
+    assert draft.passes == 5 * 3 + 1  # five holes in two passes each, and six passes that looked for a place
+    # one that passes is left alone
+    right = repair.Draft(PROMPT, "    return sum(xs)\n", examples)
+    repair.repair([right], 7, read, fill, repair.judge)
+    assert (right.rounds, right.passes, right.passed) == ([], 0, 3)
+
+
+def test_a_planted_bug_is_found_and_mended(read):
+    end = read.model.cfg.eos_id
+    rule = sample_dream.Sampling(threshold=0.9, vocab=read.tokenizer.get_vocab_size(), eos_ids=(end,))
+    fill = repair.filler(read, rule, jax.random.key(0), 64, (end,))
+    draft = repair.Draft(PROMPT, "    return max(xs)\n", ["assert total([1, 2]) == 3"])
+    repair.repair([draft], 4, read, fill, repair.judge)
+    assert draft.body == "    return sum(xs)\n"
+    assert [(tried.old, tried.new) for tried in draft.rounds] == [(" max(xs)", " sum(xs)")]
+
+
+def test_a_hole_ends_with_an_end_token_or_has_as_many_tokens_as_before(read):
+    end = read.model.cfg.eos_id
+    rule = sample_dream.Sampling(threshold=0.9, vocab=read.tokenizer.get_vocab_size(), eos_ids=(end,))
+    before, behind = (read.tokenizer.encode(text).ids for text in (PROMPT + "    return", "\n"))
+    ((ids, passes),) = infill.fill_holes(read, [(before, 64, behind)], rule, jax.random.key(0), (end,))
+    assert read.tokenizer.decode(ids).rstrip("\n") == " sum(xs)"
+    assert 1 <= passes <= 64
+    fill = repair.filler(read, rule, jax.random.key(0), 0, (end,))
+    ((text, _),) = fill([(PROMPT + "    return", " max(xs)", "\n")])
+    assert len(read.tokenizer.encode(text).ids) == len(read.tokenizer.encode(" max(xs)").ids)
+
+
+def generate(*flags):
+    return run("generate.py", "--model=dream", f"--ckpt={DREAM}", "--temperature=0", "--threshold=0.9", *flags)
+
+
+def test_what_never_passes_is_shown_with_all_rounds(tmp_path):
+    prompt = 'def double(n):\n    """Return n times 2.\n\n    >>> double(2)\n    99\n    """\n'
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
+    done = generate(f"--file={tmp_path / 'in.jsonl'}", "--repair=3", "--json")
+    assert done.returncode == 1
+    row = json.loads(done.stdout.splitlines()[0])
+    assert len(row["repair"]) == 3
+    assert row["passed"] is False
+    assert row["examples"] == ["fail: double(2) gives 4, not 99"]
+    assert row["repair"][0]["old"] != row["repair"][0]["new"]
+    for number in (1, 2, 3):
+        assert f"repair {number}: " in done.stderr
+    shown = generate(f"--file={tmp_path / 'in.jsonl'}", "--repair=3", "--show_steps")
+    for tried in row["repair"]:
+        assert prompt + tried["before"] + tried["new"] + tried["behind"] in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (["--prompt=def f(n):\\n    return n\\n"], "there are none"),
+        (['--prompt=def f(n):\\n    """>>> f(1)\\n    2"""\\n    [MASK:3]\\n'], "leave [MASK] out"),
+        (['--prompt=def f(n):\\n    """>>> f(1)\\n    2"""\\n', "--chat=on"], "without a chat template"),
+        (['--prompt=def f(n):\\n    """>>> f(1\\n    2"""\\n'], "cannot read the >>> examples"),
+    ],
+)
+def test_what_cannot_be_repaired_is_refused_in_one_line(flags, part):
+    says(generate("--repair=2", *flags), part)
+
+
+def test_pythoncoder_has_no_repair():
+    says(run("generate.py", "--repair=2", "--prompt=x"), "--repair is for --model=dream")
+
+
+def test_benchmarks_repair_what_fails_the_examples_and_count_the_rounds(tmp_path):
+    rows = []
+    for number, result in enumerate(("99", "4")):
+        prompt = f'def double(n):\n    """Return n times 2.\n\n    >>> double(2)\n    {result}\n    """\n'
+        test = "def check(candidate):\n    assert candidate(3) == 6\n"
+        rows.append({"task_id": f"x/{number}", "prompt": prompt, "test": test, "entry_point": "double"})
+        rows[-1]["canonical_solution"] = "    return n * 2\n"
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = f"--tasks_file={tmp_path / 'tasks.jsonl'}", f"--out={tmp_path / 'out'}", "--max_new=64", "--batch_size=2"
+    models = "--model=dream", f"--ckpt={DREAM}", "--threshold=0.9"
+    done = run("benchmarks.py", "--task=humaneval", "--repair=3", *models, *flags)
+    assert done.returncode == 0, done.stderr
+    samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    assert {row["task_id"]: row.get("rounds") for row in samples} == {"x/0": 3, "x/1": None}
+    assert all(row["completion"] in row["solution"] for row in samples)
+    says(run("benchmarks.py", "--task=mbpp", "--repair=3", *models), "--repair runs the examples of a prompt")
+    says(run("benchmarks.py", "--task=humaneval", "--repair=3"), "are for --model=dream")
+
+
+def test_the_examples_are_those_of_canvas():
+    (example,) = canvas.examples(PROMPT)
+    assert repair.judge([PROMPT + "    return 2\n"], [[example[2]]]) == [[(False, "2")]]
