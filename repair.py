@@ -5,13 +5,13 @@
     drafts = [repair.Draft(prompt, body, examples)]    # the text behind the prompt; asserts
     repair.repair(drafts, 4, read, fill, judge)    # four rounds: .body is the best text, .rounds what was tried
 
-generate.py and benchmarks.py do this with --repair=N. Each round opens one place of each draft that fails and fills it
-again. The new text is kept if it passes more examples. Hidden tests are never run.
+generate.py and benchmarks.py do this with --repair=N, serve.py on its page. Each round opens one place of each draft
+that fails, and keeps the new text if it passes more examples. Hidden tests are never run.
 
 A draft is suspect at the line where an example raises, and at the tokens to which the model prefers another one. One
-forward pass over the text gives the probabilities of each token given all others, without a mask: a Dream predicts the
-token at p from the hidden state at p - 1, and was never trained to copy it. The hole begins with the likeliest other
-token there, so that it is never filled with what stood in it.
+forward pass without masks gives the probabilities of each token given all others: a Dream predicts the token at p from
+the hidden state at p - 1, and never learnt to copy it. (Models without this shift were not tried.) The hole begins with
+the likeliest other token there, so that it is not filled with what stood in it.
 
 Letters: B drafts, C tokens of a body.
 """
@@ -71,10 +71,10 @@ def repair(drafts, rounds, read, fill, judge, openings=None):
     for _ in range(rounds):
         failing = [draft for draft in drafts if draft.passed < len(draft.examples) and draft.body.strip()]
         chosen = []  # (draft, opening)
-        for draft, its_suspects in zip(failing, suspects(failing, read), strict=True):
+        for draft, its_suspects in zip(failing, suspects(failing, read) if failing else [], strict=True):
             draft.passes += 1
-            untried = (each for each in (openings or default_openings)(draft, its_suspects) if each not in draft.tried)
-            chosen += [(draft, opening) for opening in itertools.islice(untried, 1)]
+            found = (openings or default_openings)(draft, its_suspects)
+            chosen += [(draft, opening) for opening in found if opening not in draft.tried][:1]
         if not chosen:
             break
         filled = fill([draft.opened(*opening) for draft, opening in chosen])
@@ -96,7 +96,6 @@ def repair(drafts, rounds, read, fill, judge, openings=None):
 # ---- the examples ----------------------------------------------------------------------------------------------------
 
 TRACE = """
-
 def _line_of(test):
     import traceback
     try:
@@ -120,8 +119,7 @@ def run_examples(drafts, judge):
         except (SyntaxError, ValueError) as error:
             set_line(draft, getattr(error, "lineno", None))
         else:
-            raised = (test for test, got in failed if re.match(r"[A-Z]\w*: ", got or ""))
-            raising += [(draft, program, test) for test in itertools.islice(raised, 1)]
+            raising += [(draft, program, test) for test, got in failed if re.match(r"[A-Z]\w*: ", got or "")][:1]
     if raising:
         tests = [[f"assert _line_of({test!r}) == None"] for *_, test in raising]
         traced = judge([program + TRACE for _, program, _ in raising], tests)
@@ -138,21 +136,14 @@ def set_line(draft, number):
 # ---- where a draft is opened -----------------------------------------------------------------------------------------
 
 
-def encode(read, text):
-    read.tokenizer.encode_special_tokens = True  # their names in a text stay text
-    return read.tokenizer.encode(text, add_special_tokens=False).ids
-
-
 def suspects(drafts, read):
     """[(offset of a token in the body, text of the likeliest other token)] of each draft, by one forward pass.
 
     In the order of log p(token) - log p(other), given all other tokens: what the model would change comes first.
     """
-    parts = [[encode(read, text) for text in (draft.prompt, draft.body, draft.suffix)] for draft in drafts]
-    if not parts:
-        return []
-    longest, found = max(len(body) for _, body, _ in parts), []
-    C = longest + -longest % SLOTS
+    texts = [(draft.prompt, draft.body, draft.suffix) for draft in drafts]
+    parts, found = [[canvas.encode(read.tokenizer, text, "") for text in of] for of in texts], []
+    C = -(-max(len(body) for _, body, _ in parts) // SLOTS) * SLOTS
     slots = [np.resize(np.arange(len(body)) + len(prompt), C) for prompt, body, _ in parts]
     targets = [np.resize(body, C) for _, body, _ in parts]
     told = read([[*prompt, *body, *suffix] for prompt, body, suffix in parts], slots, targets)
@@ -194,21 +185,24 @@ def filler(read, rule, key, size, ends, rows=1):
     cfg, calls = read.model.cfg, itertools.count()
     rule = rule if size else dataclasses.replace(rule, ban_ids=tuple(ends))
 
+    def grow(before, old, behind, key):
+        first = read.passes
+        return infill.grow(read, before, behind, rule, key, max(1, len(old))), read.passes - first
+
     def fill(holes):
-        key_of_call, filled = jax.random.fold_in(key, next(calls)), []
-        parts = [[encode(read, text) for text in hole] for hole in holes]
-        if cfg.expand_id < 0:
+        key_of_call = jax.random.fold_in(key, next(calls))
+        parts = [[canvas.encode(read.tokenizer, text, "") for text in hole] for hole in holes]
+        if cfg.expand_id >= 0:
+            filled = [grow(*part, jax.random.fold_in(key_of_call, i)) for i, part in enumerate(parts)]
+        else:
             blanks = [(before, size or len(old), behind) for before, old, behind in parts]
             filled = infill.fill_holes(read, blanks, rule, key_of_call, ends if size else (), rows)
-        for i, (before, old, behind) in enumerate(parts if cfg.expand_id >= 0 else ()):
-            first, how = read.passes, (rule, jax.random.fold_in(key_of_call, i), max(1, len(old)))
-            filled.append((infill.grow(read, before, behind, *how), read.passes - first))
         return [(read.tokenizer.decode(ids), passes) for ids, passes in filled]
 
     return fill
 
 
-# ---- the completions of generate.py ----------------------------------------------------------------------------------
+# ---- for generate.py and serve.py ------------------------------------------------------------------------------------
 
 
 def judge(programs, tests):
@@ -217,9 +211,20 @@ def judge(programs, tests):
     return [[(line.startswith("pass"), "".join(re.findall(" gives (.*), not ", line))) for line in of] for of in said]
 
 
+def opened(model, prompt, text, number):
+    """Ids of a text that fails the examples of its prompt, None for masks: opening `number`, for sample_rows.Dream."""
+    read = infill.Reader(model.model, model.tokenizer)
+    draft = Draft(prompt, text.removeprefix(prompt), [test for *_, test in canvas.examples(prompt)])
+    run_examples([draft], judge)
+    openings = [*dict.fromkeys(default_openings(draft, suspects([draft], read)[0]))]
+    parts = draft.opened(*openings[number % len(openings)])
+    before, _, behind = (canvas.encode(read.tokenizer, part, "") for part in parts)
+    return [*before, *[None] * (read.model.cfg.hole_masks or infill.START), *behind]
+
+
 def repaired(dream, completions):
     """The completions (row, text) of generate.Dream; if none of a prompt passes its examples, the best is repaired."""
-    cfg, read, drafts = dream.cfg, dream.read, []
+    cfg, read, drafts, green = dream.cfg, dream.read, [], canvas.SHADES[9] if sys.stdout.isatty() else 0
     for row, text in completions:
         body = row["completion"]
         if not row["suffix"] and infill.parses(text):
@@ -238,13 +243,8 @@ def repaired(dream, completions):
             said = f"{old.strip()!r} -> {new.strip()!r}: {passed} of {len(draft.examples)} examples pass"
             print(f"repair {number}: {said}", file=sys.stderr)
             if cfg.show_steps:
-                print(
-                    draft.prompt
-                    + before
-                    + canvas.coloured(new, canvas.SHADES[9] if sys.stdout.isatty() else 0)
-                    + behind
-                )
+                print(draft.prompt + before + canvas.coloured(new, green) + behind)
         if draft.rounds:
-            about = {"completion": draft.body, "repair": [each._asdict() for each in draft.rounds]}
-            completions[i] = completions[i][0] | about, draft.prompt + draft.body + draft.suffix
+            row = completions[i][0] | {"completion": draft.body, "repair": [each._asdict() for each in draft.rounds]}
+            completions[i] = row, draft.prompt + draft.body + draft.suffix
     return completions

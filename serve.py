@@ -2,11 +2,9 @@
 
     python serve.py                                # weights/dream, or weights/pythoncoder; open the address it prints
     python serve.py --model=dream --ckpt=out/diffucoder --int8 --warm
-    curl 127.0.0.1:8000/v1/completions -d '{"prompt": "def area(r):\\n    ", "suffix": "\\n    return a"}'
 
 /v1/models, /v1/completions, /v1/chat/completions and Mistral's /v1/fim/completions take what OpenAI's clients send, for
-a Dream also steps, threshold, entropy_bound and block_length. /v1/canvas and /v1/check serve the page. Requests join a
-running batch, see sample_rows.py. SIGTERM refuses what comes and finishes what runs.
+a Dream also steps, threshold, entropy_bound and block_length. Requests join a running batch, see sample_rows.py.
 """
 
 import asyncio
@@ -82,8 +80,6 @@ def main(cfg):
             os._exit(0)
 
 
-# ---- what a request asks -------------------------------------------------------------------------------------------
-
 MOST, TOP, SEEDS = (1, sample_rows.WIDTHS[-1]), (0, sample_rows.LIKELIEST), (-(1 << 63), (1 << 63) - 1)
 # fmt: off
 NUMBERS = {  # lowest and highest; a field whose limits are of type int is one
@@ -158,6 +154,7 @@ def checked(fields, path, model, name):
 def rows_of(ask, path, model, wake):
     """The Rows of a request. Refusal or ValueError for what the model cannot take."""
     rows, size = [], ask.get("max_tokens", ask.get("max_completion_tokens"))
+    most, masks = model.positions - model.extra, getattr(model.model.cfg, "hole_masks", 0)
     if "messages" in FORMS[path]:
         canvases = [[*canvas.encode_messages(model.tokenizer, model.wrap, ask.get("messages")), None]]
     elif "ids" in ask:
@@ -169,16 +166,16 @@ def rows_of(ask, path, model, wake):
         prompts = prompts if isinstance(prompts, list) else [prompts]
         if not 1 <= len(prompts) <= 16 or not all(isinstance(prompt, str) for prompt in prompts):
             raise Refusal(400, "prompt has to be a text or a list of 1 to 16", "prompt")
-        texts = canvas.Texts(model.tokenizer, None, model.ends, model.positions - model.extra)
-        how = {"suffix": ask.get("suffix", ""), "infill": path == "/v1/canvas", "measure": lambda *_: [8]}
+        texts = canvas.Texts(model.tokenizer, None, model.ends, most)
+        how = {"suffix": ask.get("suffix", ""), "infill": path == "/v1/canvas", "measure": lambda *_: [masks or 8]}
         canvases = [texts.canvas(prompt, max_new=1, **how).ids for prompt in prompts]
     for ids in canvases:
-        room = model.positions - model.extra - len(ids)
+        room = most - len(ids)
         if "ids" not in ask and ids.count(None) == 1:
-            i, masks = ids.index(None), size or max(1, min(128, room + 1))
-            ids, room = [*ids[:i], *[None] * masks, *ids[i + 1 :]], room + 1 - masks
+            i, n = ids.index(None), size or max(1, min(masks or 128, room + 1))
+            ids, room = [*ids[:i], *[None] * n, *ids[i + 1 :]], room + 1 - n
         if room < 0:
-            message = f"{len(ids)} tokens do not fit the model's {model.positions - model.extra}"
+            message = f"{len(ids)} tokens do not fit the model's {most}"
             raise Refusal(400, message, "max_tokens", "context_length_exceeded")
         model.check(ids, ask)
         rows += [sample_rows.Row(ids, ask, number, wake=wake) for number in range(ask["n"])]
@@ -282,7 +279,6 @@ class Answer:
     async def steps(self):
         """Yields the canvas of the page's request, what each step writes, and which slots are left at the end."""
         (row,), decode, shown = self.rows, self.model.tokenizer.decode, 0
-
         yield {"canvas": [token if token is None else [token, decode([token])] for token in row.ids]}
         async for _ in self.follow():
             for slots in row.steps[shown:]:
@@ -351,13 +347,16 @@ def app(loop, name, cfg):
         return await answer.whole()
 
     async def check(request):
-        """The verdicts of the sandbox on the examples in a prompt."""
         let_in(request)
-        texts = [*map((await read(request)).get, ("prompt", "text"))]
+        *texts, opening = map((await read(request)).get, ("prompt", "text", "open"))  # open: where to repair the text
         if not all(isinstance(text, str) and len(text) < 1 << 13 for text in texts):
             raise Refusal(400, "give two texts, prompt and text, of at most 8 KB")
         try:
             async with testing:
+                if type(opening) is int and "steps" in model.settings:
+                    import repair
+
+                    return JSONResponse({"ids": await asyncio.to_thread(repair.opened, model, *texts, opening)})
                 return JSONResponse({"examples": await asyncio.to_thread(canvas.judged, *texts)})
         except (ValueError, RuntimeError, MemoryError) as error:  # no examples; too deep; no sandbox
             raise Refusal(400, str(error)) from None

@@ -25,6 +25,7 @@ import canvas
 import checkpoints
 import data_prep
 import generate
+import infill
 import model_dream as md
 import model_pythoncoder as pc
 import sample_dream
@@ -502,6 +503,16 @@ def test_the_page_gets_a_canvas_its_steps_and_the_verdicts_of_the_sandbox(dream_
     assert answer["examples"] == ["pass: count_long(['apple', 'sea']) gives 1"]
     assert httpx.post(coder_server[0] + "/v1/check", json=body | {"prompt": "x"}).status_code == 400
 
+    # where a text that fails is to be filled again: two openings of it
+    wrong, found = body | {"text": PROMPT + "    return len(words)\n"}, []
+    for number in (0, 1):
+        ids = httpx.post(dream_server[0] + "/v1/check", json=wrong | {"open": number}, timeout=60).json()["ids"]
+        assert ids.count(None) == infill.START
+        assert ids[: ids.index(None)] != ids
+        found.append(ids)
+    assert found[0] != found[1]
+    assert "ids" not in httpx.post(coder_server[0] + "/v1/check", json=wrong | {"open": 0}, timeout=60).json()
+
 
 # ---- as a user runs it ---------------------------------------------------------------------------------------------
 
@@ -722,6 +733,28 @@ def test_the_screenshot_of_the_readme():
         page.hover("#canvas span:nth-last-child(12)")
         page.screenshot(path=str(ROOT / "bench/results/serve.png"))
     assert (ROOT / "bench/results/serve.png").stat().st_size <= 100_000
+
+
+@pytest.mark.slow
+def test_a_text_that_fails_is_repaired_round_by_round():
+    prompt = 'def double(n):\n    """Return n times 2.\n\n    >>> double(2)\n    99\n    """\n'
+    model = sample_rows.Dream(str(ROOT / "weights/dream"), rows=4, **ONE)
+    with served(model, "dream") as (url, _), browser_at(url) as page:
+        page.wait_for_selector("#order:not([hidden])")
+        page.fill("#prompt", prompt)
+        page.fill("#temperature", "0")
+        page.click("#generate")
+        wait_for_the_end(page)
+        assert page.locator("#repair").is_hidden()
+        page.click("#check")
+        texts = []
+        for _ in range(3):
+            page.wait_for_selector("#verdicts .fail")
+            texts.append("".join(texts_of(page)))
+            page.click("#repair")
+            page.wait_for_selector("#verdicts:empty")
+        assert len({*texts}) > 1
+        assert all(text.startswith(prompt) for text in texts)
 
 
 @pytest.mark.slow
