@@ -237,12 +237,13 @@ def fill_holes(read, holes, rule, key, ends=(), rows=1):
 
     So a hole of unknown length has many masks, if the Dream was trained so (data_prep.py pairs --eos_to).
     """
-    cfg, banned = read.model.cfg, {*(rule.ban_ids or ()), read.mask, read.model.cfg.expand_id} - {*ends}
+    cfg = read.model.cfg
+    banned = {*(rule.ban_ids or ()), cfg.mask_id, cfg.expand_id} - {*ends}
     rule = dataclasses.replace(rule, ban_ids=tuple(sorted(banned)), history=False, likeliest=0)
     canvases = [[*before, *[read.mask] * size, *behind] for before, size, behind in holes]
     width = sample_dream.canvas_width(-(-max(map(len, canvases)) // 64) * 64, cfg.positions)
     filled, stats = sample_dream.generate(read.model, canvases, 0, rule, key, widths=(width,), rows=rows)
-    kept = []
+    read.passes, kept = read.passes + int(stats["passes"].sum()), []
     for ids, (before, size, _), passes in zip(filled, holes, stats["passes"].tolist(), strict=True):
         hole = ids[len(before) : len(before) + size]
         kept.append(([*itertools.takewhile(lambda i: i not in ends, hole)], passes))

@@ -74,7 +74,8 @@ def fill_holes(cfg, tasks, masks, valid):
         read, forwards, started = infill.Reader(model, tokenizer), 0, now()
         n = {"as many": len(hole)}.get(masks, masks)
         if masks == "likeliest":
-            n = infill.hole_length(read, before, behind, write, valid)
+            known = dataclasses.replace(rule, ban_ids=never)
+            n = infill.hole_length(read, before, behind, known, jax.random.key(0), 8, valid)
         elif "from" in str(masks):
             by_probability = dataclasses.replace(rule, alg="maskgit_plus")
             n = len(infill.grow(read, before, behind, by_probability, size=int(masks[5:])))
