@@ -8,7 +8,7 @@ line. The others are what weights/dream itself generates at temperature 0. All f
 attempt may read that example alone; hidden tests decide whether a function is mended, and count those that pass the
 example and fail the tests. Writes mending.md, mending.png and an entry of cpu.json under bench/results/.
 
-Every round opens one place and fills 64 masks, with the threshold 0.9. Against it: whole functions generated anew, by
+Every round opens one place and fills 64 masks, by an entropy bound of 0.1. Against it: whole functions generated anew, by
 weights/dream at temperature 0.8, or from left to right by weights/pythoncoder, the first at temperature 0.
 """
 
@@ -146,7 +146,7 @@ class Dream:
     def __init__(self, cfg):
         self.cfg, (self.model, _) = cfg, checkpoints.load(model_dream, cfg.dream)
         self.tokenizer, self.end = runs.read_tokenizer(cfg.dream), self.model.cfg.eos_id
-        self.rule = sample_dream.Sampling(threshold=0.9, vocab=self.tokenizer.get_vocab_size(), eos_ids=(self.end,))
+        self.rule = sample_dream.Sampling(entropy_bound=0.1, vocab=self.tokenizer.get_vocab_size(), eos_ids=(self.end,))
         self.read = infill.Reader(self.model, self.tokenizer)
 
     def repaired(self, rows, openings):
