@@ -173,24 +173,14 @@ def main(cfg):
     name = "least" if cfg.file == "cpu" else cfg.file
     figure.savefig(RESULTS / f"{name}.png", dpi=120)
     counts = ", ".join(f"{passes}: {found['least'].count(passes)}" for passes in sorted({*found["least"]}))
-    lines += [
-        "",
-        f"{n} texts of {min(lengths)} to {max(lengths)} tokens, EOS counted. By their least passes: {counts}.",
-    ]
+    lines += ["", f"{n} texts of {min(lengths)} to {max(lengths)} tokens, with EOS; by their least passes {counts}."]
     lines += ["", f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"]
     (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
     exact = [rule for rule in RULES if np.mean(found[rule]["same"]) >= 0.95]
     best = min(((float(np.mean(found[rule]["passes"])), rule) for rule in exact), default=(0.0, "none"))
     what = "least passes: fastest rule with at most 5 % other texts / exact search with 5 %"
-    record(
-        cfg.file,
-        what,
-        best[0] / least[0.05],
-        "ratio",
-        rule=best[1],
-        least=least,
-        token_by_token=float(np.mean(lengths)),
-    )
+    more = {"rule": best[1], "least": least, "token_by_token": float(np.mean(lengths))}
+    record(cfg.file, what, best[0] / least[0.05], "ratio", **more)
 
 
 if __name__ == "__main__":

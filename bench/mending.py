@@ -8,8 +8,8 @@ line. The others are what weights/dream itself generates at temperature 0. All f
 attempt may read that example alone; hidden tests decide whether a function is mended, and count those that pass the
 example and fail the tests. Writes mending.md, mending.png and an entry of cpu.json under bench/results/.
 
-Every round opens one place and fills 64 masks, by an entropy bound of 0.1. Against it: whole functions generated anew, by
-weights/dream at temperature 0.8, or from left to right by weights/pythoncoder, the first at temperature 0.
+Every round opens one place and fills 64 masks, by an entropy bound of 0.1. Against it: whole functions generated anew,
+by weights/dream at temperature 0.8, or from left to right by weights/pythoncoder, the first at temperature 0.
 """
 
 import ast
