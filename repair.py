@@ -162,15 +162,16 @@ def suspects(drafts, read):
 def default_openings(draft, suspects):
     """(start, end, text that the hole begins with) in the order in which a draft is opened.
 
-    First the line that raises. Then of each suspect token the rest of its line behind the other token, and the line.
+    First the line that raises. Then of three suspect tokens the rest of the line behind the other token, then the lines.
     """
     lines = [found.span() for found in re.finditer(r".*\n|.+", draft.body)]
     if draft.line is not None:
         yield *lines[draft.line], ""
-    for offset, other in suspects:
-        start, end = next(line for line in lines if offset < line[1])
-        yield offset, start + len(draft.body[start:end].rstrip("\n")), other
-        yield start, end, ""
+    for i in range(0, len(suspects), 3):
+        three = [(*suspect, *next(line for line in lines if suspect[0] < line[1])) for suspect in suspects[i : i + 3]]
+        for offset, other, start, end in three:
+            yield offset, start + len(draft.body[start:end].rstrip("\n")), other
+        yield from ((start, end, "") for _, _, start, end in three)
 
 
 # ---- how a hole is filled --------------------------------------------------------------------------------------------

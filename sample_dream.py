@@ -461,8 +461,8 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, watch=None, rows=0):
     rule.record also "record", a Record, and its "when" and "probability". All arrays are NumPy's.
 
     see_BL is False at padding, which stays as it is; so does every token that is not MASK. A step that cannot change
-    anything costs no forward pass. "windows" are the slots fed in each pass, "passes" [B] those that each row took part
-    in. "when" [B, L] is the step that wrote a token, from 1 on, 0 for those given, "probability" its probability then.
+    anything costs no forward pass. "windows" are the slots fed in each pass, "passes" [B] those until a row was full.
+    "when" [B, L] is the step that wrote a token, from 1 on, 0 for those given, "probability" its probability then.
     A model that predicts MASK leaves it, where ban_ids allows that.
 
     key is one for all rows, or [B] one for each; None is jax.random.key(0). `rows` of them are filled at a time, 0:
@@ -496,12 +496,12 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, watch=None, rows=0):
             block = given._replace(first=first, start=start, begun=state.step).of_rows(index)
             new = fill_block(params, beside(params, state.of_rows(index)), block, sampler=sampler, width=width)
             new = jax.tree.map(np.asarray, new)
-            passes = int(new.forwards - state.forwards)
+            passes, own_B = int(new.forwards - state.forwards), (new.step_B - state.step_B[index] + 1) * open_B[index]
             for all_rows, new_rows in zip(jax.tree.leaves(state), jax.tree.leaves(new), strict=True):
                 if new_rows.ndim:
                     all_rows[chosen] = new_rows[: len(chosen)]
             state = state._replace(step=new.step, forwards=new.forwards)
-            passes_B[chosen] += passes
+            passes_B[chosen] += np.minimum(passes, own_B)[: len(chosen)]
             windows += [L] + [width] * (passes - 1)  # the first pass of a block with a cache is over the canvas
 
     stats = {"forwards": int(state.forwards), "steps": int(state.step), "windows": windows, "passes": passes_B}

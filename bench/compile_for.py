@@ -6,6 +6,7 @@
     python bench/compile_for.py --largest train --device=rtx4090    # the largest micro-batch that fits, by bisection
     python bench/compile_for.py generate --device=rtx4090 --int8    # Dream's denoising steps; --only=cached is one
     python bench/compile_for.py generate --only=blocks              # those of a Dream of blocks, behind its exact cache
+    python bench/compile_for.py drafts --device=rtx4090             # a step of sample_draft.py
     python bench/compile_for.py generate --model=sdar_4b --int4 --device=rtx3060    # a kin of Dream's: see KIN
     python bench/compile_for.py dream --model=7b --lora_rank=16 --base_bits=4 --batch_size=1 --device=t4    # LoRA
     python bench/compile_for.py grpo --device=a100-80 --lora_rank=16    # the gradient of coupled_grpo.py on Dream 7B
@@ -69,6 +70,7 @@ import model_dream as md
 import model_pythoncoder as pc
 import runs
 import sample_block
+import sample_draft
 import sample_dream
 import train_dream
 import train_tpu
@@ -824,6 +826,68 @@ class Generate:
 
 
 @dataclasses.dataclass(frozen=True)
+class Drafts:
+    """A step of sample_draft.py on one chip: the pass that drafts and the pass that verifies, or token by token.
+
+    one_pass is TiDAR's form (arXiv:2511.08923): one pass verifies N drafts and makes the next ones for each number of
+    them that may be accepted, (N + 1)^2 slots. What it would cost: no such sampler is built.
+    """
+
+    device: Device = "v6e"  # what to compile for
+    model: str = "7b"  # key of CONFIGS in model_dream.py, or of KIN
+    int8: bool = False  # matrices in 8 bits, the rest in bfloat16
+    int4: bool = False  # matrices of the layers in 4 bits, embedding and head in 8, the rest in bfloat16
+    batch_size: int = 1  # texts that are generated together
+    length: int = 768  # tokens of a text
+    draft: int = 8  # tokens drafted at a time; 0: token by token
+    one_pass: bool = False  # verify and draft in one pass
+
+    def lowered(self):
+        like = Generate(self.device, self.model, self.int8, self.int4, self.batch_size)
+        model, mesh, B = dataclasses.replace(md.CONFIGS[self.model], causal=True), like.mesh(), self.batch_size
+        settings = {name: generate.DEFAULTS["dream"][name] for name in ("temperature", "top_p")}
+        graph, params = like.weights(mesh)
+        rule = sample_draft.Sampling(self.draft, **settings, eos_ids=(model.eos_id,))
+        sampler, window = sample_draft.Sampler(graph, rule), (self.draft + 1) ** 2
+        L = sample_dream.canvas_width(self.length + window, 1 << 30)
+
+        def array(dtype, *shape):
+            return jax.ShapeDtypeStruct(shape, dtype)
+
+        shape = B, model.kv_heads, L, model.head_size
+        cache = [(array(jnp.bfloat16, *shape), array(jnp.bfloat16, *shape)) for _ in range(model.layers)]
+        texts = array(jnp.int32, B, L), array(jnp.int32, B), array(jnp.int32, B, L), array(jnp.float32, B, L)
+        state = sample_draft.State(*texts, array(jnp.int32), cache)
+        counts = array(jnp.int32, B), array(jnp.int32, B), array(bool, model.vocab), array(jnp.uint32, B, 2)
+
+        def step(params, state, given):
+            model = nnx.merge(graph, params)
+            if not self.one_pass:
+                return sampler.step(model, state, given)
+            slot_BW = state.last_B[:, None] + jnp.arange(window)
+            read_BW = jnp.take_along_axis(state.token_BL, slot_BW, 1)
+            hidden_BWD, cache = sampler.read(model, read_BW, slot_BW, slot_BW, state.cache)
+            logits_of = slice(2 * self.draft + 1)  # of the drafts that are verified, and of those behind the last
+            token_BW, prob_BW = sampler.draw(model, hidden_BWD[:, logits_of], slot_BW[:, logits_of] + 1, given)
+            return sampler.write(state._replace(cache=cache), given, token_BW, prob_BW, jnp.ones(B, jnp.int32))
+
+        at = jax.NamedSharding(mesh, PS())
+        put = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at)  # noqa: E731
+        inputs = jax.tree.map(put, (params, state, sample_draft.Given(*counts)))
+        return jax.jit(step, donate_argnums=1).lower(*inputs)
+
+    def rows(self):
+        kind = f"int{bits}" if (bits := inference.bits_of(self)) else "bfloat16"
+        what = f"{self.draft} drafts" + (", one pass" if self.one_pass else "") if self.draft else "token by token"
+        row = report(f"dream {self.model} {kind}, {what}, {self.batch_size} texts", self.lowered(), self.device)
+        for accepted in (2, 4, 6, 8) if self.draft else (1,):
+            if accepted <= self.draft + 1 and "predicted_s" in row:
+                row[f"ms_per_token_{accepted}"] = 1e3 * row["predicted_s"] / accepted
+                print(f"  {accepted} tokens a step: {row[f'ms_per_token_{accepted}']:.2f} ms a token of each text")
+        return [row]
+
+
+@dataclasses.dataclass(frozen=True)
 class Grpo:
     """Loss and gradients of coupled_grpo.py's micro-step, and what lies in memory beside it: moments, reference."""
 
@@ -1130,7 +1194,7 @@ class Table:
 
 
 AsDream = typing.Annotated[TrainDream, tyro.conf.subcommand("dream")]
-Program = tyro.conf.OmitSubcommandPrefixes[Train | AsDream | Generate | Grpo | Head | Dump | Table]
+Program = tyro.conf.OmitSubcommandPrefixes[Train | AsDream | Generate | Drafts | Grpo | Head | Dump | Table]
 
 
 @dataclasses.dataclass(frozen=True)

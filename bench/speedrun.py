@@ -90,7 +90,8 @@ def scored(cfg, folder, data):
     if cfg.track == "functions":
         import benchmarks
 
-        tasks = {"task": "humaneval", "tasks_file": str(ROOT / cfg.out / "world/composed.jsonl"), "max_new": 128}
+        masks = 64 if cfg.family == "dream" else 128  # a Dream knows canvases of 64 masks
+        tasks = {"task": "humaneval", "tasks_file": str(ROOT / cfg.out / "world/composed.jsonl"), "max_new": masks}
         settings = {"model": cfg.family, "ckpt": folder, "out": f"{folder}/composed", "batch_size": 100}
         return {"pass@1": benchmarks.main(benchmarks.Config(**tasks, **settings))["pass@1"]}
     settings = {"eval_only": folder, "data": data, "eval_rows": 10**9}
