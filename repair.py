@@ -1,8 +1,7 @@
 """Repair a function that fails the examples of its docstring: open it where it is suspect, fill the hole, test again.
 
     read = infill.Reader(model, tokenizer)
-    fill = repair.filler(read, rule, key, size=64, ends=ends)
-    drafts = [repair.Draft(prompt, body, examples)]    # the text behind the prompt; asserts
+    fill, drafts = repair.filler(read, rule, key, size=64, ends=ends), [repair.Draft(prompt, body, examples)]
     repair.repair(drafts, 4, read, fill, judge)    # four rounds: .body is the best text, .rounds what was tried
 
 generate.py and benchmarks.py do this with --repair=N, serve.py on its page. Each round opens one place of each draft
@@ -162,7 +161,7 @@ def suspects(drafts, read):
 def default_openings(draft, suspects):
     """(start, end, text that the hole begins with) in the order in which a draft is opened.
 
-    First the line that raises. Then of three suspect tokens the rest of the line behind the other token, then the lines.
+    First the line that raises. Then of three suspect tokens the rest of the line behind the other one, then the lines.
     """
     lines = [found.span() for found in re.finditer(r".*\n|.+", draft.body)]
     if draft.line is not None:
