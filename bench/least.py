@@ -5,8 +5,9 @@
 
 The text of a task is what weights/dream generates token by token, at temperature 0: one token a pass, the most
 confident first. A pass may write any of the masks whose argmax is the text's token. The search tries all subsets in all
-orders (breadth first over sets of written tokens), so that no rule, whatever it knows, needs fewer passes. Tasks are
-those whose text is short enough for that. EOS and what follows it count as one token, right if all of it is EOS.
+orders (breadth first over sets of written tokens), so that no rule, whatever it knows, needs fewer passes. Tasks have
+one operation, and those are taken whose text is short enough. EOS and what follows it count as one token, right if all
+of it is EOS.
 
 A rule that does not know the text writes other texts: its error is the share of tasks whose text differs. An error is
 granted to the search, too: the tasks that need most passes are given up, in one pass. Writes least.md and least.png.
@@ -142,9 +143,9 @@ def granted(passes, error):
 def main(cfg):
     checkpoints.keep_compiled("~/.cache/unmask")
     out = Path(cfg.out)
-    settings = "--n=20000", f"--tasks={10 * cfg.tasks}", f"--out={out / 'world'}"
-    runs.script("tinypython.py", *settings, "--splits=composed", "--formats=pairs")
-    tasks = [json.loads(line) for line in (out / "world/composed.jsonl").read_text().splitlines()]
+    settings = "--n=20000", f"--tasks={5 * cfg.tasks}", "--levels", "1", f"--out={out / 'world'}"
+    runs.script("tinypython.py", *settings, "--splits=constants", "--formats=pairs")
+    tasks = [json.loads(line) for line in (out / "world/constants.jsonl").read_text().splitlines()]
     found = measure(cfg, out, tasks)
 
     import matplotlib
