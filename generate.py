@@ -359,7 +359,7 @@ class Dream:
         self.rule = dataclasses.replace(rule, vocab=tokenizer.get_vocab_size(), eos_ids=tuple(ends))
         self.together = flags.batch_size * (1 if self.watching or dream.block_length else 8)  # texts of a batch
         if dream.block_length and (flags.valid or flags.repair):
-            raise ValueError("--valid=python and --repair are for a Dream that sees the whole canvas")
+            raise ValueError("--valid=python and --repair are for a Dream without blocks")
         if flags.draft or (dream.autoregressive and flags.block_length == 1):
             import sample_draft
 

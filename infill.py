@@ -241,7 +241,8 @@ def fill_holes(read, holes, rule, key, ends=(), rows=1):
     banned = {*(rule.ban_ids or ()), cfg.mask_id, cfg.expand_id} - {*ends}
     rule = dataclasses.replace(rule, ban_ids=tuple(sorted(banned)), history=False, likeliest=0)
     canvases = [[*before, *[read.mask] * size, *behind] for before, size, behind in holes]
-    width = sample_dream.canvas_width(-(-max(map(len, canvases)) // 64) * 64, cfg.positions)
+    longest = max(map(len, canvases))
+    width = max(longest, min(-(-longest // 64) * 64, cfg.positions))  # few widths, a program each
     filled, stats = sample_dream.generate(read.model, canvases, 0, rule, key, widths=(width,), rows=rows)
     read.passes, kept = read.passes + int(stats["passes"].sum()), []
     for ids, (before, size, _), passes in zip(filled, holes, stats["passes"].tolist(), strict=True):
