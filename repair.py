@@ -7,7 +7,7 @@
 generate.py and benchmarks.py do this with --repair=N, serve.py on its page. Each round opens one place of each draft
 that fails, and keeps the new text if it passes more examples. Hidden tests are never run.
 
-A draft is suspect at the line where an example raises, and at the tokens to which the model prefers another one. One
+A draft is suspect at the tokens to which the model prefers another one, and at the line where an example raises. One
 forward pass without masks gives the probabilities of each token given all others: a Dream predicts the token at p from
 the hidden state at p - 1, and never learnt to copy it. (Models without this shift were not tried.) The hole begins with
 the likeliest other token there, so that it is not filled with what stood in it.
@@ -161,16 +161,15 @@ def suspects(drafts, read):
 def default_openings(draft, suspects):
     """(start, end, text that the hole begins with) in the order in which a draft is opened.
 
-    First the line that raises. Then of three suspect tokens the rest of the line behind the other one, then the lines.
+    Of three suspect tokens the rest of the line behind the other one, then the line that raises and the tokens' lines.
     """
     lines = [found.span() for found in re.finditer(r".*\n|.+", draft.body)]
-    if draft.line is not None:
-        yield *lines[draft.line], ""
+    raising = [] if draft.line is None else [lines[draft.line]]
     for i in range(0, len(suspects), 3):
         three = [(*suspect, *next(line for line in lines if suspect[0] < line[1])) for suspect in suspects[i : i + 3]]
         for offset, other, start, end in three:
             yield offset, start + len(draft.body[start:end].rstrip("\n")), other
-        yield from ((start, end, "") for _, _, start, end in three)
+        yield from ((*line, "") for line in [*raising, *(suspect[2:] for suspect in three)])
 
 
 # ---- how a hole is filled --------------------------------------------------------------------------------------------
