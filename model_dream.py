@@ -8,8 +8,7 @@ H query heads, J key/value heads, G = H / J, K head size, F feed-forward width, 
 
 A layer, with n = RMSNorm(x):  h = x + W_o attn(W_q n + b_q, W_k n + b_k, W_v n + b_v);  x' = h + W_down(
 silu(W_gate m) * W_up m), m = RMSNorm(h). Attention is bidirectional. The logits at position p - 1 predict the token at
-p, as in the autoregressive model that Dream was made from; position 0 uses its own. Where other models differ, a field
-of DreamConfig says so; FAMILIES are their forms on the Hub.
+p, as in the autoregressive model that Dream was made from; position 0 uses its own. DreamConfig has what differs.
 Refs: Dream, arXiv:2508.15487; DiffuCoder, arXiv:2506.20639; LLaDA, arXiv:2502.09992; SDAR, arXiv:2510.06303.
 """
 
