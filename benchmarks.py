@@ -61,7 +61,7 @@ class DreamFlags:
     steps: Natural = 0  # denoising steps; 0: one per token, or as --threshold allows
     eos_penalty: NonNegative = 0.0  # makes an early end of the text less likely, see sample_dream.py
     late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # LLaDA: EOS has confidence 0 | is never drawn
-    hole: Natural = 0  # humaneval_infilling: masks of a hole, see generate.py; 0: by the model's config
+    hole: Natural = 0  # humaneval_infilling: masks that a hole starts with, as in generate.py
     repair: Natural = 0  # humaneval: rounds of repair of samples that fail the examples of the prompt, see repair.py
     alg_temp: NonNegative = 0.0  # temperature of the choice of positions; 0 takes those of highest confidence
     top_k: Natural | None = None  # sample from the k likeliest tokens, 0: from all; unset: as the protocol does

@@ -82,8 +82,8 @@ class DreamFlags:
     late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # LLaDA: EOS has confidence 0 | is never drawn
     batch_size: Count = 8  # texts that are filled together
     infill: bool = True  # [MASK:n] in a prompt is n tokens to fill, [MASK] a hole; --no-infill: both are text
-    hole: Natural = 0  # masks of [MASK]: EOS ends it, or DreamOn expands and deletes them; 0: by the model's config
-    repair: Natural = 0  # rounds in which a text that fails its >>> examples is opened and filled again; with --check
+    hole: Natural = 0  # masks that [MASK] starts with, up to EOS; 0: by the model's config, else the likeliest length
+    repair: Natural = 0  # rounds of repair of a text that fails its >>> examples, see repair.py; implies --check
     regrow: Natural | None = None  # expansion budget of DreamOn's own loop; unset: our loop, no budget
     chat: typing.Literal["auto", "on", "off"] = "auto"  # chat template; auto: if the model's name says instruct
     system: str = ""  # system turn of the chat template, \n for a new line

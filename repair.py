@@ -11,8 +11,6 @@ A draft is suspect at the tokens to which the model prefers another one, and at 
 forward pass without masks gives the probabilities of each token given all others: a Dream predicts the token at p from
 the hidden state at p - 1, and never learnt to copy it. (Models without this shift were not tried.) The hole begins with
 the likeliest other token there, so that it is not filled with what stood in it.
-
-Letters: B drafts, C tokens of a body.
 """
 
 import ast
@@ -52,7 +50,7 @@ class Draft:
     line: int | None = None  # of the body, from 0: where the first failing example raises; None: it does not raise
     tried: set = dataclasses.field(default_factory=set)  # openings of this body
     rounds: list[Round] = dataclasses.field(default_factory=list)
-    passes: int = 0  # forward passes that this draft took part in
+    passes: int = 0  # forward passes until it was filled, and those that looked for suspects
 
     def opened(self, start, end, first):
         """The text before a hole, its old text, the text behind. The hole begins with the text `first`."""
@@ -64,7 +62,7 @@ def repair(drafts, rounds, read, fill, judge, openings=None):
 
     fill(holes) gives (new text, forward passes) of each hole (text before, old text, text behind). judge(programs,
     tests) runs a list of asserts for each program and gives for each assert (whether it passes, what the call returned
-    or raised, as text). openings(draft, suspects) yields what to open in turn; default: the function of this name.
+    or raised, as text). openings(draft, suspects) yields what to open in turn.
     """
     run_examples(drafts, judge)
     for _ in range(rounds):
@@ -142,7 +140,7 @@ def suspects(drafts, read):
     """
     texts = [(draft.prompt, draft.body, draft.suffix) for draft in drafts]
     parts, found = [[canvas.encode(read.tokenizer, text, "") for text in of] for of in texts], []
-    C = -(-max(len(body) for _, body, _ in parts) // SLOTS) * SLOTS
+    C = -(-max(len(body) for _, body, _ in parts) // SLOTS) * SLOTS  # tokens of a body; N are the likeliest others
     slots = [np.resize(np.arange(len(body)) + len(prompt), C) for prompt, body, _ in parts]
     targets = [np.resize(body, C) for _, body, _ in parts]
     told = read([[*prompt, *body, *suffix] for prompt, body, suffix in parts], slots, targets)
@@ -213,7 +211,9 @@ def judge(programs, tests):
 def opened(model, prompt, text, number):
     """Ids of a text that fails the examples of its prompt, None for masks: opening `number`, for sample_rows.Dream."""
     read = infill.Reader(model.model, model.tokenizer)
-    draft = Draft(prompt, text.removeprefix(prompt), [test for *_, test in canvas.examples(prompt)])
+    if not text.startswith(prompt) or not text[len(prompt) :].strip():
+        raise ValueError("there is no text behind this prompt to repair; generate it again")
+    draft = Draft(prompt, text[len(prompt) :], [test for *_, test in canvas.examples(prompt)])
     run_examples([draft], judge)
     openings = [*dict.fromkeys(default_openings(draft, suspects([draft], read)[0]))]
     parts = draft.opened(*openings[number % len(openings)])
@@ -230,7 +230,8 @@ def repaired(dream, completions):
             body = canvas.definitions(row["prompt"], text)[len(row["prompt"]) :] + "\n"
         examples = [test for *_, test in canvas.examples(row["prompt"])]
         drafts.append(Draft(row["prompt"], body, examples, row["suffix"]))
-    run_examples(drafts, judge)
+    if cfg.n > 1:
+        run_examples(drafts, judge)
     groups = [drafts[i : i + cfg.n] for i in range(0, len(drafts), cfg.n)]
     best = [max(group, key=lambda draft: draft.passed) for group in groups]
     key, rows = jax.random.fold_in(dream.key, 2), min(cfg.dream.batch_size, len(best))
