@@ -511,6 +511,9 @@ def test_the_page_gets_a_canvas_its_steps_and_the_verdicts_of_the_sandbox(dream_
         assert ids[: ids.index(None)] != ids
         found.append(ids)
     assert found[0] != found[1]
+    for text in (PROMPT, "x = 1\n"):  # nothing behind the prompt, another prompt
+        answer = httpx.post(dream_server[0] + "/v1/check", json=wrong | {"open": 0, "text": text}, timeout=60)
+        assert answer.status_code == 400
     assert "ids" not in httpx.post(coder_server[0] + "/v1/check", json=wrong | {"open": 0}, timeout=60).json()
 
 
