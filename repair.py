@@ -181,10 +181,11 @@ def filler(read, rule, key, size, ends, rows=1):
     """
     cfg, calls = read.model.cfg, itertools.count()
     rule = rule if size else dataclasses.replace(rule, ban_ids=tuple(ends))
+    by_token = dataclasses.replace(rule, threshold=0.0, entropy_bound=0.0, cache="", fast_dllm=False, block_length=0)
 
     def grow(before, old, behind, key):
         first = read.passes
-        return infill.grow(read, before, behind, rule, key, max(1, len(old))), read.passes - first
+        return infill.grow(read, before, behind, by_token, key, max(1, len(old))), read.passes - first
 
     def fill(holes):
         key_of_call = jax.random.fold_in(key, next(calls))
@@ -230,8 +231,7 @@ def repaired(dream, completions):
             body = canvas.definitions(row["prompt"], text)[len(row["prompt"]) :] + "\n"
         examples = [test for *_, test in canvas.examples(row["prompt"])]
         drafts.append(Draft(row["prompt"], body, examples, row["suffix"]))
-    if cfg.n > 1:
-        run_examples(drafts, judge)
+    run_examples(drafts if cfg.n > 1 else [], judge)
     groups = [drafts[i : i + cfg.n] for i in range(0, len(drafts), cfg.n)]
     best = [max(group, key=lambda draft: draft.passed) for group in groups]
     key, rows = jax.random.fold_in(dream.key, 2), min(cfg.dream.batch_size, len(best))

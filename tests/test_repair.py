@@ -1,5 +1,6 @@
 """Repair: where a draft is opened, by which examples it is judged, and that the best text stays. With weights/dream."""
 
+import dataclasses
 import json
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT, run, says
+from flax import nnx
 
 import canvas
 import checkpoints
@@ -158,6 +160,16 @@ def test_what_never_passes_is_shown_with_all_rounds(tmp_path):
 )
 def test_what_cannot_be_repaired_is_refused_in_one_line(flags, part):
     says(generate("--repair=2", *flags), part)
+
+
+def test_a_hole_that_grows_is_filled_token_by_token_whatever_the_rule(read):
+    cfg = dataclasses.replace(read.model.cfg, expand_id=1100)
+    grows = infill.Reader(nnx.merge(model_dream.graph_of(cfg, read.model.run), nnx.state(read.model)), read.tokenizer)
+    rule = sample_dream.Sampling(entropy_bound=0.1, vocab=read.tokenizer.get_vocab_size(), eos_ids=(cfg.eos_id,))
+    fill = repair.filler(grows, rule, jax.random.key(0), 0, (cfg.eos_id,))
+    ((text, passes),) = fill([(PROMPT + "    return", " max(xs)", "\n")])
+    assert text
+    assert passes >= 1
 
 
 def test_pythoncoder_has_no_repair():
