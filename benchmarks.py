@@ -34,11 +34,11 @@ import math
 import os
 import re
 import sys
-import time
 import typing
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 import problems as tasks
 import protocols
@@ -110,7 +110,7 @@ class Config:
     seed: Natural = 0  # random seed of generation
     compile_cache: str = "~/.cache/unmask"  # folder of compiled programs; "" compiles again
     json: bool = False  # print the report as one JSON line
-    watch: bool = False  # show pass@1 so far, its interval, programs per second and the time left
+    watch: bool = False  # show pass@1 so far and the time left without a terminal, too
     dream: DreamFlags = DreamFlags()
     sandbox: SandboxFlags = SandboxFlags()
 
@@ -443,7 +443,11 @@ class Scorer:
         self.several = any(number for _, number in samples)
         rows = read_own(path, "passed", self.protocol)
         self.done = {(tasks.key_of(row["task_id"]), row["sample"]) for row in rows}
-        self.progress = Progress(cfg.watch, len(samples), rows)
+        self.passed = collections.defaultdict(list)  # {task_id: [whether a sample passed]}
+        for row in rows:
+            self.passed[row["task_id"]].append(row["passed"])
+        shown = {"disable": False if cfg.watch else None, "mininterval": 0.1 if sys.stderr.isatty() else 10}
+        self.bar = tqdm(None, "scoring", len(samples), unit=" programs", initial=len(rows), **shown)
         self.expected = {}  # {key of a problem: expected results, or the reason why there are none}
         self.late = collections.defaultdict(list)  # {key of a problem: [(sample, its result)] over the first limit}
         self.unscored = []  # [((key, number), error)]
@@ -453,15 +457,15 @@ class Scorer:
         left = [sample for sample in self.samples if sample not in self.done]
         for first in range(0, len(left), 200):  # inputs and results of all problems would fill the memory
             batch = left[first : first + 200]
-            self.progress.end_line()
+            self.bar.clear()
             keys = {key for key, _ in batch}
             self.expected = tasks.expectations(self.cfg.task, self.problems, keys, self.expected, self.flags)
-            self.progress.started = self.progress.started or time.monotonic()
+            self.bar.unpause()  # expectations are not its time
             failed = [sample for sample in batch if isinstance(self.expected.get(sample[0]), str)]
             self.unscored += [(sample, self.expected[sample[0]]) for sample in failed]
             self.run([sample for sample in batch if sample not in failed], self.cfg.sandbox.timeout_s)
         self.run_late()
-        self.progress.end_line()
+        self.bar.close()
         return sorted(self.unscored)
 
     def run(self, samples, timeout_s):
@@ -515,43 +519,11 @@ class Scorer:
             row["public"] = result.verdicts[hidden : hidden + public].count("pass") / max(1, public)
             row["behaviour"] = next((v for v in result.values[hidden + public :] if isinstance(v, str)), "")
         append(self.path, [row])
-        self.progress.add(row)
-
-
-class Progress:
-    """Prints how many samples have results, every 200; with --watch pass@1 so far too, every 10 s or in one line."""
-
-    def __init__(self, watch, total, rows):
-        self.watch, self.total, self.terminal = watch, total, sys.stderr.isatty()
-        self.passed, self.before, self.done = collections.defaultdict(list), len(rows), len(rows)
-        self.started = self.shown = 0.0
-        for row in rows:
-            self.passed[row["task_id"]].append(row["passed"])
-
-    def add(self, row):
         self.passed[row["task_id"]].append(row["passed"])
-        self.done += 1
-        now = time.monotonic()
-        if self.watch and (now - self.shown > (0.2 if self.terminal else 10) or self.done == self.total):
-            self.shown = now
-            start, end = ("\r\033[K", "") if self.terminal else ("", "\n")
-            print(start + self.line(now), end=end, file=sys.stderr, flush=True)
-        elif not self.watch and (self.done % 200 == 0 or self.done == self.total):
-            print(f"{self.done:,} of {self.total:,} samples scored", file=sys.stderr, flush=True)
-
-    def line(self, now):
         rates = [sum(passed) / len(passed) for passed in self.passed.values()]
         score, low, high = (100 * x for x in (float(np.mean(rates)), *interval(rates)))
-        speed = (self.done - self.before) / max(1e-9, now - self.started)
-        left_s = (self.total - self.done) / speed
-        text = f"{self.done:,} of {self.total:,} samples, pass@1 {score:.1f} % ({low:.1f} to {high:.1f})"
-        return f"{text}, {speed:.1f} programs/s, {int(left_s) // 60}:{int(left_s) % 60:02d} left"
-
-    def end_line(self):
-        """The next print begins a new line."""
-        if self.watch and self.terminal and self.shown:
-            print(file=sys.stderr)
-        self.shown = 0.0
+        self.bar.set_postfix_str(f"pass@1 {score:.1f} % ({low:.1f} to {high:.1f})", refresh=False)
+        self.bar.update()
 
 
 # ---- scores --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import dataclasses
 import gzip
 import json
 import pickle
-import time
+import re
 import zlib
 
 import numpy as np
@@ -341,21 +341,8 @@ def test_lines_are_compared_as_livecodebench_compares_them():
 # ---- --watch
 
 
-def test_watch_shows_the_score_so_far_the_speed_and_the_time_left(tmp_path, capsys, monkeypatch):
+def test_watch_shows_the_score_so_far_the_speed_and_the_time_left(tmp_path, capsys):
     samples = [("HumanEval/0", "def half(x): return x / 3"), ("HumanEval/1", "def grow(x): return x")]
     score(tmp_path, "humaneval+", [HALF, CHANGE], samples, watch=True)
-    *_, last = capsys.readouterr().err.splitlines()
-    assert last.startswith("2 of 2 samples, pass@1 50.0 % (9.5 to 90.5), ")
-    assert last.endswith(" programs/s, 0:00 left")
-    # a terminal has one line
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    progress = benchmarks.Progress(True, 3, [{"task_id": 1, "passed": True}])
-    progress.started = time.monotonic() - 10
-    progress.add({"task_id": 1, "passed": False})
-    progress.shown = 0.0
-    progress.add({"task_id": 2, "passed": False})
-    progress.end_line()
-    assert capsys.readouterr().err == (
-        "\r\033[K2 of 3 samples, pass@1 50.0 % (5.5 to 94.5), 0.1 programs/s, 0:10 left"
-        "\r\033[K3 of 3 samples, pass@1 25.0 % (2.7 to 80.2), 0.2 programs/s, 0:00 left\n"
-    )
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.search(r"scoring: 100%.* 2/2 .*<00:00.* programs/s, pass@1 50.0 % \(9.5 to 90.5\)\]$", last)

@@ -1,4 +1,4 @@
-"""What the contests of bench/ compute themselves: the search of least.py, the bugs of mending.py, the passes of readings.py."""
+"""What contests of bench/ compute themselves: the search of least.py, bugs of mending.py, passes of readings.py."""
 
 import random
 import sys
