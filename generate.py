@@ -74,7 +74,9 @@ class DreamFlags:
     threshold: Share = 0.0  # fill every token of at least this probability in a step; 0 goes by --steps
     entropy_bound: NonNegative = 0.0  # fill tokens of lowest entropy, up to this sum in nats a step; 0 goes by --steps
     draft: Natural = 0  # causal context: tokens drafted at a time and verified in one pass; the text stays the same
-    draft_steps: Count = 1  # passes that fill the drafts
+    draft_steps: Natural = (
+        1  # passes that fill the drafts; 0: the pass that verifies the ones before; for a single text
+    )
     cache: typing.Literal["", "prefix", "dual"] = ""  # with blocks: keep keys and values while a block is filled
     fast_dllm: bool = False  # blocks with a cache exactly as Fast-dLLM fills them
     guidance: NonNegative = 0.0  # classifier-free guidance by the prompt, LLaDA's cfg_scale; twice the time
@@ -365,7 +367,7 @@ class Dream:
 
             if cfg.show_steps:
                 raise ValueError("--show_steps shows no drafts; leave it out")
-            self.sampler, self.rule = sample_draft, sample_draft.settings_of(dream, self.rule, flags)
+            self.sampler, self.rule = sample_draft, sample_draft.settings_of(self.rule, flags)
         elif dream.block_length:
             self.sampler, length = sample_block, flags.block_length or dream.block_length
             self.rule = sample_block.settings_of(dataclasses.replace(self.rule, block_length=length))

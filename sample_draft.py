@@ -6,15 +6,15 @@
 Where finished tokens attend causally, the model has two readings with the same keys: one token behind the other, and
 MASKs behind the last token that see each other. A step fills MASKs by the second reading (the drafts), then reads them
 by the first: that pass says for each slot what the model itself writes there, and its keys are final. Drafts stay as
-long as they are equal to that; behind them stands the model's own token. So a step writes one token at least, and
-draft + 1 at most.
+long as they are equal to that; behind them stands the model's own token. With draft_steps=0 that pass also fills MASKs
+behind each number of drafts that may stay, for the next step: a single pass, of drafts that do not know this token.
 
 A token is the argmax of its logits plus Gumbel noise, a function of the row's key and the slot alone: drafts and
 reading use the same noise. What is written is always the reading's token. So the text of a key is the same for every
 length of drafts, none among them, in every batch, at every temperature; in float32, but for near-ties.
 
-Letters: B rows, L slots, N drafts, W = N + 1 slots of a window, V vocabulary.
-Refs: Nemotron-Labs-Diffusion's linear self-speculation; drafter-invariant coupling, arXiv:2408.07978.
+Letters: B rows, L slots, N drafts, W slots of a pass, V vocabulary.
+Refs: Nemotron-Labs-Diffusion's linear self-speculation; coupling, arXiv:2408.07978; one pass: TiDAR, arXiv:2511.08923.
 """
 
 import dataclasses
@@ -31,7 +31,6 @@ import model_dream as md
 import sample_dream
 
 STEPS = 16  # between two looks at the texts
-UNFIT = "drafts need a model whose finished tokens attend causally: train_dream.py --context=causal"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Sampling:
     """How tokens are drafted and drawn."""
 
     draft: int = 0  # tokens drafted at a time; 0: token by token
-    draft_steps: int = 1  # passes that fill the drafts, the surest first, in equal numbers
+    draft_steps: int = 1  # passes that fill the drafts, the surest first, in equal numbers; 0: the pass that verifies
     temperature: float = 0.0  # 0 takes the argmax
     top_p: float = 1.0  # a token is dropped if those before it have more than top_p; 1 keeps all
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
@@ -47,10 +46,8 @@ class Sampling:
     eos_ids: tuple[int, ...] = ()  # each ends a text; eos_ids[0] fills the rest
 
 
-def settings_of(cfg, rule, flags):
-    """A sample_dream.Sampling as one of drafts. ValueError for another model, or settings that mean nothing here."""
-    if not cfg.autoregressive:
-        raise ValueError(UNFIT)
+def settings_of(rule, flags):
+    """A sample_dream.Sampling as one of drafts. ValueError for settings that mean nothing here."""
     foreign = "steps alg_temp threshold entropy_bound cache fast_dllm eos_penalty late_eos guidance sub_block".split()
     foreign = [name for name in foreign if getattr(rule, name)] + ["block_length"] * (rule.block_length > 1)
     if foreign or (rule.alg, rule.schedule) != ("entropy", "dream"):
@@ -66,6 +63,7 @@ class State(typing.NamedTuple):
     last_B: jax.Array  # the slot of the last token, whose keys are not written yet
     when_BL: jax.Array  # the step that wrote a token, from 1 on; 0 in the prompt
     prob_BL: jax.Array  # its probability then, in the model's own distribution
+    draft_BN: jax.Array  # what the next pass verifies, if no pass of its own makes it
     step: jax.Array  # steps so far; the first one reads the prompts
     cache: list  # (keys, values) [B, J, L, K] of each layer
 
@@ -86,12 +84,11 @@ class Sampler:
     graph: typing.Any  # model_dream.graph_of: the model without its parameters
     rule: Sampling
 
-    def read(self, model, token_BW, slot_BW, reach_BW, cache):
-        """(hidden states, cache with the keys of the slots); a token attends to all slots up to its reach."""
-        shape_BL = len(slot_BW), cache[0][0].shape[2]
-        keys = diffusion.Place(jnp.ones(shape_BL, jnp.int32), jnp.broadcast_to(jnp.arange(shape_BL[1]), shape_BL))
-        queries = diffusion.Place(jnp.ones_like(slot_BW), reach_BW)
-        return model.hidden(token_BW, slot_BW, None, cache, slot_BW[:, 0], queries, keys)
+    def read(self, model, token_BW, place_BW, seen_BWL, cache):
+        """(hidden states, cache with the keys of the tokens from the first one's place on)."""
+        documents = jnp.ones_like(token_BW), jnp.ones((len(token_BW), cache[0][0].shape[2]), jnp.int32)
+        queries, keys = diffusion.Place(documents[0], seen=seen_BWL), diffusion.Place(documents[1])
+        return model.hidden(token_BW, place_BW, None, cache, place_BW[:, 0], queries, keys)
 
     def draw(self, model, hidden_BWD, slot_BW, given):
         """(token, probability) [B, W] for the slots, each from one hidden state."""
@@ -113,15 +110,15 @@ class Sampler:
     def drafted(self, model, token_B1, slot_BW, given, cache):
         """(drafts [B, N] behind the last tokens, cache): MASKs that see each other, filled in draft_steps passes.
 
-        With the shift the last token stays causal: its hidden state predicts the first draft, as a clean token does in
-        training. Without it the last token is the first one of the block.
+        With the shift the last token stays causal, as in training, and predicts the first draft.
         """
         N, shift, mask = self.rule.draft, model.cfg.shift, model.cfg.mask_id
         draft_BN = jnp.full((len(token_B1), N), mask, jnp.int32)
         reach_BW = jnp.where((jnp.arange(N + 1) == 0) & shift, slot_BW, slot_BW[:, -1:])
+        seen_BWL = jnp.arange(cache[0][0].shape[2]) <= reach_BW[..., None]
         bounds = [N * (i + 1) // self.rule.draft_steps for i in range(self.rule.draft_steps)]
         for filled, bound in zip([0, *bounds], bounds, strict=False):
-            hidden_BWD, cache = self.read(model, jnp.concatenate((token_B1, draft_BN), 1), slot_BW, reach_BW, cache)
+            hidden_BWD, cache = self.read(model, jnp.concatenate((token_B1, draft_BN), 1), slot_BW, seen_BWL, cache)
             hidden_BND = hidden_BWD[:, :-1] if shift else hidden_BWD[:, 1:]
             token_BN, prob_BN = self.draw(model, hidden_BND, slot_BW[:, 1:], given)
             chosen_BN = diffusion.surest(prob_BN, draft_BN == mask, jnp.full(len(draft_BN), bound - filled))
@@ -130,17 +127,30 @@ class Sampler:
 
     def step(self, model, state, given):
         """Draft, read the drafts, and write those that the reading repeats, and its next token."""
-        rule, row_B1 = self.rule, jnp.arange(len(state.last_B))[:, None]
-        slot_BW = state.last_B[:, None] + jnp.arange(rule.draft + 1)
-        read_BW, cache = state.token_BL[row_B1, slot_BW[:, :1]], state.cache
-        if rule.draft:
-            draft_BN, cache = self.drafted(model, read_BW, slot_BW, given, cache)
-            read_BW = jnp.concatenate((read_BW, draft_BN), 1)
-        hidden_BWD, cache = self.read(model, read_BW, slot_BW, slot_BW, cache)
-        token_BW, prob_BW = self.draw(model, hidden_BWD, slot_BW + 1, given)
+        N, (B, L), shift = self.rule.draft, state.token_BL.shape, model.cfg.shift
+        slot_BN = state.last_B[:, None] + jnp.arange(N + 1)
+        read_BW, cache, draft_BN = jnp.take_along_axis(state.token_BL, slot_BN[:, :1], 1), state.cache, state.draft_BN
+        if N and self.rule.draft_steps:
+            draft_BN, cache = self.drafted(model, read_BW, slot_BN, given, cache)
 
-        count_B = 1 + jnp.cumprod(read_BW[:, 1:] == token_BW[:, :-1], 1).sum(1)  # drafts that agree, and one more
-        return self.write(state._replace(cache=cache), given, token_BW, prob_BW, count_B)
+        # Set 0 is the last token and the drafts, read from left to right. In a single pass MASKs follow: those of set j
+        # stand, and see each other, behind the last token and j - 1 drafts; without the shift also for the next token.
+        counts = [N + 1] + [N + (not shift)] * (N + 1) * (N > 0 and not self.rule.draft_steps)
+        set_W = np.repeat(np.arange(len(counts)), counts)
+        at_W = np.concatenate([j + np.arange(n) for j, n in enumerate(counts)])
+        before_W1 = np.where(set_W, set_W, at_W + 1)[:, None]
+        seen_WW = np.pad((set_W == 0) & (at_W < before_W1) | (set_W > 0) & (set_W == set_W[:, None]), ((0, 0), (0, 1)))
+        behind_BL = jnp.arange(L) - state.last_B[:, None]
+        seen_WBL = (behind_BL < 0) | jnp.asarray(seen_WW)[:, jnp.clip(behind_BL, 0, len(set_W))]
+        read_BW = jnp.concatenate((read_BW, draft_BN, jnp.full((B, len(set_W) - N - 1), model.cfg.mask_id)), 1)
+        hidden_BWD, cache = self.read(model, read_BW, slot_BN[:, :1] + at_W, seen_WBL.swapaxes(0, 1), cache)
+        token_BN, prob_BN = self.draw(model, hidden_BWD[:, : N + 1], slot_BN + 1, given)
+        count_B = 1 + jnp.cumprod(draft_BN == token_BN[:, :-1], 1).sum(1)  # drafts that agree, and one more
+        if len(counts) > 1:  # the set behind them
+            index_BN = N + 1 + ((count_B - 1) * counts[1] + (not shift))[:, None] + jnp.arange(N)
+            hidden_BND = jnp.take_along_axis(hidden_BWD, index_BN[..., None], 1)
+            draft_BN, _ = self.draw(model, hidden_BND, slot_BN[:, 1:] + count_B[:, None], given)
+        return self.write(state._replace(cache=cache, draft_BN=draft_BN), given, token_BN, prob_BN, count_B)
 
     def write(self, state, given, token_BW, prob_BW, count_B):
         """The state with the first count_B of the tokens behind the last one, up to an end token or a row's end."""
@@ -149,14 +159,10 @@ class Sampler:
         eos_BW = self.ends(token_BW)
         written_BW = (jnp.arange(W) < count_B[:, None]) & (jnp.cumsum(eos_BW, 1) - eos_BW == 0)
         written_BW &= (slot_BW < given.end_B[:, None]) & ~self.ended(state, given)[:, None]
-        index_BW = jnp.where(written_BW, slot_BW, L)  # out of the row: dropped
-
-        def put(x_BL, new_BW):
-            return x_BL.at[jnp.arange(B)[:, None], index_BW].set(new_BW, mode="drop")
-
-        when_BL = put(state.when_BL, jnp.broadcast_to(state.step + 1, (B, W)))
-        token_BL, prob_BL = put(state.token_BL, token_BW), put(state.prob_BL, prob_BW)
-        return State(token_BL, state.last_B + written_BW.sum(1), when_BL, prob_BL, state.step + 1, state.cache)
+        at = jnp.arange(B)[:, None], jnp.where(written_BW, slot_BW, L)  # out of the row: dropped
+        new = {"token_BL": token_BW, "when_BL": state.step + 1, "prob_BL": prob_BW}
+        new = {name: getattr(state, name).at[at].set(x_BW, mode="drop") for name, x_BW in new.items()}
+        return state._replace(**new, last_B=state.last_B + written_BW.sum(1), step=state.step + 1)
 
     def ends(self, token_BW):
         return (token_BW[..., None] == jnp.array(self.rule.eos_ids or (-1,))).any(-1)
@@ -169,13 +175,11 @@ class Sampler:
 
 @functools.partial(jax.jit, static_argnames=("sampler", "width"), donate_argnames=("state",))
 def begin(params, state, given, *, sampler, width):
-    """The state with the keys of the prompts, from a pass over `width` slots, and the first new token of each row.
-
-    Keys behind a prompt are written again before any token attends to them.
-    """
+    """The state with the keys of the prompts, from a pass over `width` slots, and the first new token of each row."""
     model, (B, _) = nnx.merge(sampler.graph, params), state.token_BL.shape
     slot_BP = jnp.broadcast_to(jnp.arange(width), (B, width))
-    hidden_BPD, cache = sampler.read(model, state.token_BL[:, :width], slot_BP, slot_BP, state.cache)
+    seen_BPL = jnp.arange(state.token_BL.shape[1]) <= slot_BP[..., None]
+    hidden_BPD, cache = sampler.read(model, state.token_BL[:, :width], slot_BP, seen_BPL, state.cache)
     hidden_B1D = jnp.take_along_axis(hidden_BPD, state.last_B[:, None, None], 1)
     token_B1, prob_B1 = sampler.draw(model, hidden_B1D, state.last_B[:, None] + 1, given)
     return sampler.write(state._replace(cache=cache), given, token_B1, prob_B1, jnp.ones(B, jnp.int32))
@@ -184,12 +188,9 @@ def begin(params, state, given, *, sampler, width):
 @functools.partial(jax.jit, static_argnames=("sampler",), donate_argnames=("state",))
 def advance(params, state, given, *, sampler):
     """(State after STEPS more steps, or fewer where all rows end; whether they have ended)."""
-    model, last = nnx.merge(sampler.graph, params), state.step + STEPS
-
-    def unfinished(state):
-        return (state.step < last) & ~sampler.ended(state, given).all()
-
-    state = jax.lax.while_loop(unfinished, lambda state: sampler.step(model, state, given), state)
+    model, end = nnx.merge(sampler.graph, params), state.step + STEPS
+    going = lambda state: (state.step < end) & ~sampler.ended(state, given).all()  # noqa: E731
+    state = jax.lax.while_loop(going, lambda state: sampler.step(model, state, given), state)
     return state._replace(token_BL=md.shard(state.token_BL), last_B=md.shard(state.last_B)), sampler.ended(state, given)
 
 
@@ -199,17 +200,15 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, on
     A prompt may end in MASKs already. The batch has the first of the widths that holds its longest text: with the same
     widths and rows other prompts need no other program. on_block(rows of ids so far) is called after every STEPS steps.
     stats: "forwards", "steps", "passes" of each row; and NumPy arrays [B, L]: "record", a Record, "when", the step that
-    wrote a token, from 1 on, and "probability", its probability then.
-    Raises ValueError for what does not fit, and for drafts by a model that was not trained to make them.
+    wrote a token, from 1 on, and "probability", its probability then. Raises ValueError for what does not fit.
     """
     cfg, rule = model.cfg, rule or Sampling()
     if not cfg.autoregressive:
-        raise ValueError(UNFIT)
-    if rule.draft and not 1 <= rule.draft_steps <= rule.draft:
+        raise ValueError("drafts need a model whose finished tokens attend causally: train_dream.py --context=causal")
+    if rule.draft_steps > max(rule.draft, 1):
         raise ValueError(f"{rule.draft_steps} passes cannot fill drafts of {rule.draft} tokens: at least one each")
     prompts = [[*ids, *[cfg.mask_id] * max_new] for ids in prompts]
-    begin_B = np.array([(*ids, cfg.mask_id).index(cfg.mask_id) for ids in prompts])
-    end_B = np.array([len(ids) for ids in prompts])
+    begin_B, end_B = np.array([((*ids, cfg.mask_id).index(cfg.mask_id), len(ids)) for ids in prompts]).T
     if any(set(ids[n:]) - {cfg.mask_id} for ids, n in zip(prompts, begin_B, strict=True)) or not all(begin_B):
         raise ValueError("a text that is written from left to right needs a prompt, and has none behind its masks")
     if max(end_B) > cfg.positions:
@@ -217,7 +216,8 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, on
     pad = (0, max(rows - len(prompts), 0))  # rows without a text have one token, and are full
     begin_B, end_B = (np.pad(x_B, pad, constant_values=1) for x_B in (begin_B, end_B))
     B, longest = len(begin_B), next((width for width in widths if width >= max(end_B)), max(end_B))
-    L = sample_dream.canvas_width(int(longest) + rule.draft + 1, 1 << 30)
+    slots = (rule.draft + 1) * (1 if rule.draft_steps else rule.draft + 2)  # of a pass, at most
+    L = sample_dream.canvas_width(int(longest) + slots, 1 << 30)
     token_BL = np.full((B, L), cfg.pad_id, np.int32)
     for row, ids in zip(token_BL, prompts, strict=False):
         row[: len(ids)] = ids
@@ -229,7 +229,8 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, on
     sampler = Sampler(graph, dataclasses.replace(rule, vocab=0))
     shape = B, cfg.kv_heads, L, cfg.head_size
     cache = [(jnp.zeros(shape, model.run.dtype), jnp.zeros(shape, model.run.dtype)) for _ in range(cfg.layers)]
-    state = State(token_BL, begin_B - 1, np.zeros((B, L), np.int32), np.zeros((B, L), np.float32), np.int32(0), cache)
+    empty = np.zeros((B, L), np.int32), np.zeros((B, L), np.float32), np.full((B, rule.draft), cfg.mask_id, np.int32)
+    state = State(token_BL, begin_B - 1, *empty, np.int32(0), cache)
     state = sample_dream.beside(params, jax.tree.map(jnp.asarray, state))
     width = L if widths else min(sample_dream.canvas_width(int(max(begin_B)), 1 << 30), L)
     state, done_B = begin(params, state, given, sampler=sampler, width=width), np.zeros(B, bool)
@@ -239,12 +240,10 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, on
         if on_block:
             on_block([row[: last + 1].tolist() for row, last in zip(token_BL, last_B[: len(prompts)], strict=False)])
 
-    texts = []
-    for row, last, end in zip(token_BL[: len(prompts)], last_B, end_B, strict=False):
-        texts.append(row[: last + 1].tolist() + [*rule.eos_ids[:1]] * int(end - last - 1))
-    steps = int(state.step)
-    forwards = 1 + (steps - 1) * (1 + (rule.draft_steps if rule.draft else 0))
+    ended = zip(token_BL[: len(prompts)], last_B, end_B, strict=False)
+    texts = [row[: last + 1].tolist() + [*rule.eos_ids[:1]] * int(end - last - 1) for row, last, end in ended]
+    forwards = 1 + (int(state.step) - 1) * (1 + (rule.draft_steps if rule.draft else 0))
     when_BL, prob_BL = map(np.asarray, (state.when_BL, state.prob_BL))
     record = sample_dream.Record(when_BL - 1, token_BL, np.log(np.where(when_BL, prob_BL, 1)))
-    stats = {"forwards": forwards, "steps": steps, "passes": [forwards] * len(prompts), "record": record}
+    stats = {"forwards": forwards, "steps": int(state.step), "passes": [forwards] * len(prompts), "record": record}
     return texts, stats | {"when": when_BL, "probability": prob_BL}

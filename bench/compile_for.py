@@ -827,11 +827,7 @@ class Generate:
 
 @dataclasses.dataclass(frozen=True)
 class Drafts:
-    """A step of sample_draft.py on one chip: the pass that drafts and the pass that verifies, or token by token.
-
-    one_pass is TiDAR's form (arXiv:2511.08923): one pass verifies N drafts and makes the next ones for each number of
-    them that may be accepted, (N + 1)^2 slots. What it would cost: no such sampler is built.
-    """
+    """A step of sample_draft.py on one chip: passes that draft and the pass that verifies, or token by token."""
 
     device: Device = "v6e"  # what to compile for
     model: str = "7b"  # key of CONFIGS in model_dream.py, or of KIN
@@ -840,16 +836,16 @@ class Drafts:
     batch_size: int = 1  # texts that are generated together
     length: int = 768  # tokens of a text
     draft: int = 8  # tokens drafted at a time; 0: token by token
-    one_pass: bool = False  # verify and draft in one pass
+    draft_steps: int = 1  # passes that fill the drafts; 0: the pass that verifies the ones before
 
     def lowered(self):
         like = Generate(self.device, self.model, self.int8, self.int4, self.batch_size)
         model, mesh, B = dataclasses.replace(md.CONFIGS[self.model], causal=True), like.mesh(), self.batch_size
         settings = {name: generate.DEFAULTS["dream"][name] for name in ("temperature", "top_p")}
         graph, params = like.weights(mesh)
-        rule = sample_draft.Sampling(self.draft, **settings, eos_ids=(model.eos_id,))
-        sampler, window = sample_draft.Sampler(graph, rule), (self.draft + 1) ** 2
-        L = sample_dream.canvas_width(self.length + window, 1 << 30)
+        rule = sample_draft.Sampling(self.draft, self.draft_steps, **settings, eos_ids=(model.eos_id,))
+        sampler = sample_draft.Sampler(graph, rule)
+        L = sample_dream.canvas_width(self.length + (self.draft + 1) ** 2, 1 << 30)
 
         def array(dtype, *shape):
             return jax.ShapeDtypeStruct(shape, dtype)
@@ -857,19 +853,11 @@ class Drafts:
         shape = B, model.kv_heads, L, model.head_size
         cache = [(array(jnp.bfloat16, *shape), array(jnp.bfloat16, *shape)) for _ in range(model.layers)]
         texts = array(jnp.int32, B, L), array(jnp.int32, B), array(jnp.int32, B, L), array(jnp.float32, B, L)
-        state = sample_draft.State(*texts, array(jnp.int32), cache)
+        state = sample_draft.State(*texts, array(jnp.int32, B, self.draft), array(jnp.int32), cache)
         counts = array(jnp.int32, B), array(jnp.int32, B), array(bool, model.vocab), array(jnp.uint32, B, 2)
 
         def step(params, state, given):
-            model = nnx.merge(graph, params)
-            if not self.one_pass:
-                return sampler.step(model, state, given)
-            slot_BW = state.last_B[:, None] + jnp.arange(window)
-            read_BW = jnp.take_along_axis(state.token_BL, slot_BW, 1)
-            hidden_BWD, cache = sampler.read(model, read_BW, slot_BW, slot_BW, state.cache)
-            logits_of = slice(2 * self.draft + 1)  # of the drafts that are verified, and of those behind the last
-            token_BW, prob_BW = sampler.draw(model, hidden_BWD[:, logits_of], slot_BW[:, logits_of] + 1, given)
-            return sampler.write(state._replace(cache=cache), given, token_BW, prob_BW, jnp.ones(B, jnp.int32))
+            return sampler.step(nnx.merge(graph, params), state, given)
 
         at = jax.NamedSharding(mesh, PS())
         put = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at)  # noqa: E731
@@ -878,7 +866,7 @@ class Drafts:
 
     def rows(self):
         kind = f"int{bits}" if (bits := inference.bits_of(self)) else "bfloat16"
-        what = f"{self.draft} drafts" + (", one pass" if self.one_pass else "") if self.draft else "token by token"
+        what = f"{self.draft} drafts in {self.draft_steps} passes" if self.draft else "token by token"
         row = report(f"dream {self.model} {kind}, {what}, {self.batch_size} texts", self.lowered(), self.device)
         for accepted in (2, 4, 6, 8) if self.draft else (1,):
             if accepted <= self.draft + 1 and "predicted_s" in row:

@@ -12,7 +12,6 @@ of drafts writes. A run is appended to results/readings.jsonl, from which readin
 """
 
 import dataclasses
-import functools
 import json
 import math
 import resource
@@ -24,12 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from record import RESULTS, cpu_name
 
 import checkpoints
-import diffusion
 import model_dream as md
 import model_pythoncoder
 import rows
@@ -68,9 +65,8 @@ def rules(arm):
     found = {BY_TOKEN: (sample_draft, {})}
     if arm == "ar":
         return found
-    found |= {f"one pass, drafts of {n}": (steps_of_one_pass, {"n": n}) for n in (4, 8)}
     for n in (2, 4, 8, 16):
-        found |= {f"drafts of {n}, passes {s}": (sample_draft, {"draft": n, "draft_steps": s}) for s in (1, 2)}
+        found |= {f"drafts of {n}, passes {s}": (sample_draft, {"draft": n, "draft_steps": s}) for s in (0, 1, 2)}
     found |= {f"blocks, threshold {p}": (sample_block, {"threshold": p}) for p in (0.7, 0.9)}
     return found | {f"blocks, entropy bound {h}": (sample_block, {"entropy_bound": h}) for h in (0.1, 0.3, 1.0)}
 
@@ -132,54 +128,17 @@ def decode(sampler, model, rule, prompt, width):
     return row[len(prompt) :], stats["forwards"], stats["steps"]
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def unseen_drafts(model, token_L, slot_R, n):
-    """Drafts [R, n] of the tokens behind each slot, which is still a MASK, the first of n that see each other."""
-    slot_L = jnp.arange(len(token_L))
-    mask_RL, one_RL = slot_L >= slot_R[:, None], jnp.ones((len(slot_R), len(token_L)), jnp.int32)
-    reach_RL = jnp.where(mask_RL, slot_R[:, None] + n - 1, slot_L)
-    places = diffusion.Place(one_RL, reach_RL), diffusion.Place(one_RL, jnp.broadcast_to(slot_L, one_RL.shape))
-    hidden_RLD, _ = model.hidden(jnp.where(mask_RL, model.cfg.mask_id, token_L), place=places[0], key_place=places[1])
-    slot_RN = slot_R[:, None] + jnp.arange(n)
-    logits_RNV = model.logits(jnp.take_along_axis(hidden_RLD, slot_RN[..., None], 1))
-    return logits_RNV.at[..., model.cfg.mask_id].set(-jnp.inf).argmax(-1)
-
-
-def steps_of_one_pass(model, prompt, text, width, n):
-    """The passes behind the prompt's if each verifies drafts and makes the next ones, for any number that may stay.
-
-    Such drafts are made before the token is known that the pass itself writes behind those that stay. Ref: TiDAR,
-    arXiv:2511.08923.
-    """
-    token_L = np.zeros(width + n, np.int32)
-    token_L[: len(prompt) + len(text)] = prompt + text
-    draft_RN = np.asarray(unseen_drafts(model, token_L, len(prompt) + np.arange(CANVAS), n))
-    last, steps = 0, 0
-    while last < len(text) - 1:
-        right_N = draft_RN[last, : len(text) - 1 - last] == text[last + 1 :][:n]
-        last, steps = last + int(np.cumprod(right_N).sum()) + 1, steps + 1
-    return steps
-
-
 def measure(model, tokenizer, tasks, chosen):
-    """{rule: {"passed", "passes", "passes_2se", "step", "step_2se"}}: a step is the tokens that it writes.
-
-    "one pass, drafts of n" is computed from the texts; there is no sampler of it.
-    """
+    """{rule: {"passed", "passes", "passes_2se", "step", "step_2se"}}: a step is the tokens that it writes."""
     prompts = [tokenizer.encode(task["prompt"], add_special_tokens=False).ids for task in tasks]
     width, found, end = max(map(len, prompts)) + CANVAS, {}, tokenizer.token_to_id("<|endoftext|>")
-    texts, special = [], {"vocab": tokenizer.get_vocab_size()}
+    special = {"vocab": tokenizer.get_vocab_size()}
     special |= {"eos": end} if chosen[BY_TOKEN][0] is model_pythoncoder else {"eos_ids": (end,)}
     for name, (sampler, settings) in chosen.items():
-        if sampler is steps_of_one_pass:
-            ended = [[*text, end][:CANVAS] for text in texts]  # token by token, the rule before
-            steps = [1 + sampler(model, *row, width, **settings) for row in zip(prompts, ended, strict=True)]
-            passes = steps
-        else:
-            rule = sampler.Sampling(**{"temperature": 0.0} | special | settings)
-            found_by = [decode(sampler, model, rule, prompt, width) for prompt in prompts]
-            texts, passes, steps = zip(*found_by, strict=True)
-            texts = [text[: [*text, end].index(end)] for text in texts]
+        rule = sampler.Sampling(**{"temperature": 0.0} | special | settings)
+        found_by = [decode(sampler, model, rule, prompt, width) for prompt in prompts]
+        texts, passes, steps = zip(*found_by, strict=True)
+        texts = [text[: [*text, end].index(end)] for text in texts]
         programs = [task["prompt"] + tokenizer.decode(text) for task, text in zip(tasks, texts, strict=True)]
         passed = [result.rate == 1 for result in sandbox.run_tests(programs, [task["test_cases"] for task in tasks])]
         # behind the first token, which comes with the prompt; the end counts as one
@@ -227,7 +186,7 @@ def plot(found, tasks, path):
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(9, 5.5))
-    marks = {"token": "o", "one pass": "*", "drafts": "D", "blocks, threshold": "^", "blocks, entropy": "s", "its": "D"}
+    marks = {"token": "o", "drafts": "D", "blocks, threshold": "^", "blocks, entropy": "s", "its": "D"}
     for number, arm in enumerate(dict.fromkeys(row["arm"] for row in found)):
         mine = [row["rules"] for row in found if row["arm"] == arm]
         for kind, mark in marks.items():
@@ -267,16 +226,15 @@ def main(cfg):
         if not (out / "rows/meta.json").exists():
             runs.script("data_prep.py", "pairs", str(out / "world/pairs.jsonl"), f"--out={out / 'rows'}", *PACKING)
         tasks = [json.loads(line) for line in (out / "world/composed.jsonl").read_text().splitlines()][: cfg.tasks]
-        load = functools.partial(checkpoints.load, dtype="float32")
     for seed, arm in todo:
         folder, seconds, first = trained(cfg, out, seed, arm)
-        model, _ = load(md, folder)
+        model, _ = checkpoints.load(md, folder, dtype="float32")
         row = {"seed": seed, "arm": arm, "start_s": first, "processor_s": seconds}
         row["bits_per_byte"] = bits_per_byte(model, folder)
         print(row, flush=True)
         add(row, measure(model, runs.read_tokenizer(folder), tasks, rules(arm)))
     if todo and not known(0, CODER):
-        model, _ = load(model_pythoncoder, ROOT / CODER)
+        model, _ = checkpoints.load(model_pythoncoder, ROOT / CODER, dtype="float32")
         chosen = {BY_TOKEN: (model_pythoncoder, {"speculate": False}), "its drafts": (model_pythoncoder, {})}
         row = {"seed": 0, "arm": CODER, "start_s": 0, "processor_s": 4 * 3600, "bits_per_byte": None}
         add(row, measure(model, runs.read_tokenizer(ROOT / CODER), tasks, chosen))

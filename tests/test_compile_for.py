@@ -702,7 +702,7 @@ def cuda():
      ("t4", ("generate", "--model=tiny", "--length=96"), 3),
      ("rtx4090", ("generate", "--model=tiny", "--length=96", "--int8"), 3),
      ("rtx4090", ("drafts", "--model=tiny", "--length=96", "--draft=4"), 1),
-     ("rtx4090", ("drafts", "--model=tiny", "--length=96", "--one_pass"), 1),
+     ("rtx4090", ("drafts", "--model=tiny", "--length=96", "--draft_steps=0"), 1),
      ("h200", ("grpo", "--model=tiny", "--lora_rank=4"), 1), ("h100:2", ("grpo", "--model=tiny"), 1),
      ("rtx3060", ("grpo", "--model=tiny", "--lora_rank=4", "--base_bits=4"), 1)],
 )  # fmt: skip

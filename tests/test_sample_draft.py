@@ -41,7 +41,7 @@ def test_a_drafted_text_is_the_text_token_by_token(shift, temperature, top_p):
     key = jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(jax.random.key(7), i)))(np.arange(len(PROMPTS)))
     want, stats = sample_draft.generate(model, PROMPTS, 40, rule, key)
     assert stats["forwards"] == stats["steps"] <= 40
-    for draft, steps in ((2, 1), (16, 2)):
+    for draft, steps in ((3, 0), (2, 1), (16, 2)):
         drafted = dataclasses.replace(rule, draft=draft, draft_steps=steps)
         got, stats = sample_draft.generate(model, PROMPTS, 40, drafted, key)
         assert got == want, (draft, steps)
@@ -50,6 +50,34 @@ def test_a_drafted_text_is_the_text_token_by_token(shift, temperature, top_p):
     assert alone == want[2]
     if shift:  # the first draft is then the model's own next token
         assert stats["steps"] <= 1 + 20  # two tokens a step at least
+
+
+@pytest.mark.usefixtures("exact_matmuls")
+@pytest.mark.parametrize("shift", [True, False])
+def test_a_single_pass_drafts_behind_each_number_of_drafts_that_may_stay(shift):
+    model, N, agreed = model_of(shift), 3, 0
+    rows, _ = sample_draft.generate(model, PROMPTS, 40)
+    got, stats = sample_draft.generate(model, PROMPTS, 40, sample_draft.Sampling(draft=N, draft_steps=0))
+    assert got == rows
+    for prompt, row, when_L in zip(PROMPTS, rows, stats["when"], strict=True):
+        # The drafts behind each slot, by a pass of its own over the text before: MASKs that see each other stand from
+        # that slot on, whose token the pass does not know.
+        first_R1, slot_L = np.arange(len(row))[:, None], np.arange(len(row) + N)
+        mask_RL = slot_L >= first_R1
+        one_RL = np.ones_like(mask_RL, int)
+        reach_RL = np.where(mask_RL, first_R1 + N - shift, slot_L)
+        token_RL = np.where(mask_RL, model.cfg.mask_id, np.pad(row, (0, N)))
+        keys = diffusion.Place(one_RL, one_RL * slot_L)
+        hidden_RLD, _ = model.hidden(token_RL, place=diffusion.Place(one_RL, reach_RL), key_place=keys)
+        token_RL = np.asarray(model.logits(hidden_RLD).at[..., model.cfg.mask_id].set(-np.inf).argmax(-1))
+        want, last = [1, 2], len(prompt) + 1  # the first pass writes a token, the second has no drafts yet
+        while last < len(row) - 1:
+            drafts, following = token_RL[last, last + 1 - shift :][:N], row[last + 1 :]
+            agree = [*(a == b for a, b in zip(drafts, following, strict=False)), False].index(False)
+            want += [want[-1] + 1] * min(agree + 1, len(following))
+            last, agreed = last + agree + 1, agreed + agree
+        assert when_L[len(prompt) : len(row)].tolist() == want
+    assert agreed
 
 
 @pytest.mark.usefixtures("exact_matmuls")
