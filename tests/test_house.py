@@ -13,14 +13,14 @@ from conftest import ROOT
 
 CODE = {path.stem: ast.parse(path.read_text()) for path in sorted(ROOT.glob("*.py"))}
 CEILINGS = {  # script: files that it carries, with itself, and lines of all of them. They only ever fall
-    "benchmarks": (7, 4194),
+    "benchmarks": (7, 4166),
     "convert_weights": (7, 4375),
     "coupled_grpo": (11, 6206),
     "data_prep": (4, 1874),
     "diff_attention": (1, 655),
     "diffusion": (1, 531),
     "export_jetson": (5, 2320),
-    "generate": (4, 1547),
+    "generate": (4, 1545),
     "inference_jetson": (3, 1626),
     "model_dream": (3, 1817),
     "model_mdlm": (2, 926),
