@@ -57,7 +57,7 @@ class Blocks:
     least_one: bool = False  # at least one masked token per block, so a mask rate of at least 1 / --block_length
     complement: bool = False  # each row twice per step, with its masks and with the complement; after --rate_warmup
     context: typing.Literal["", "causal"] = ""  # causal: finished tokens attend causally, for generate.py --draft
-    ar_weight: NonNegative = 0.3  # with a causal context: weight of the autoregressive loss; Nemotron's is 1 / 0.3
+    ar_weight: NonNegative = 3.3  # with a causal context: weight of the autoregressive loss, Nemotron's 1 / 0.3
 
 
 @dataclasses.dataclass(frozen=True)

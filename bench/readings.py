@@ -40,11 +40,11 @@ BLOCK = 16
 PACKING = "--vocab_size=1024", "--seq_len=256", f"--eos_to={BLOCK}", "--heldout=0.01"
 PACE = "--micro_batch=4", "--remat=none", "--optimizer=muon"
 BLOCKS = f"--block_length={BLOCK}", "--context=causal", "--block_warmup=100"
-ARMS = {  # how training goes on behind the start; blocks before "ar", which gets their processor time
+ARMS = {  # how training goes on behind the start; "ar" gets the processor time of those with blocks
     "start": (),
+    "ar": ("--objective=ar",),
     "ar weight 0.3": (*BLOCKS, "--ar_weight=0.3"),
     "ar weight 3.33": (*BLOCKS, "--ar_weight=3.33"),
-    "ar": ("--objective=ar",),
 }
 CODER = "weights/pythoncoder"
 BY_TOKEN = "token by token"
@@ -223,6 +223,7 @@ def main(cfg):
         found.append(row | {"rules": rules, "tasks": cfg.tasks, "cpu": cpu_name()})
         path.write_text("".join(json.dumps(row) + "\n" for row in found))
 
+    arms.sort(key=lambda arm: arm == "ar")
     todo = [(seed, arm) for seed in cfg.seeds for arm in arms if not known(seed, arm)]
     if todo:
         runs.script("tinypython.py", "--n=200000", f"--out={out / 'world'}")
@@ -242,6 +243,7 @@ def main(cfg):
         row = {"seed": 0, "arm": CODER, "start_s": 0, "processor_s": 4 * 3600, "bits_per_byte": None}
         add(row, measure(model, runs.read_tokenizer(ROOT / CODER), tasks, chosen))
 
+    found.sort(key=lambda row: ([*ARMS, CODER].index(row["arm"]), row["seed"]))
     plot(found, cfg.tasks, RESULTS / f"{cfg.file}.png")
     lines = ["# One set of weights, read token by token and in drafts", "", *table(found, cfg.tasks), ""]
     lines += [

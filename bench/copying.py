@@ -1,0 +1,178 @@
+"""When does a small model learn to copy? Numbers of the docstring in the body, by variants of PythonCoder.
+
+    python bench/copying.py                    # three seeds, four hours of an idle machine; goes on where it stopped
+    python bench/copying.py --only=plain       # variants whose name has a match of this regular expression
+    python bench/copying.py --seeds 0 --steps=40 --every=20 --out=out/try --file=try    # a first look, minutes
+
+Each variant changes one thing of `train_tpu.py --model=tiny` on TinyPython. Measured in checkpoints: of the numbers in
+the solutions of the split `constants` that stand in their docstring, the share that is the likeliest token behind the
+right text before it. The constants of these tasks never occur in training. A run is appended to results/copying.jsonl,
+from which copying.md and copying.png are written.
+"""
+
+import dataclasses
+import json
+import multiprocessing
+import re
+import resource
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import jax
+import numpy as np
+from record import RESULTS, cpu_name
+
+import checkpoints
+import model_pythoncoder as pc
+import runs
+import train_tpu
+
+VARIANTS = {  # settings of train_tpu.py, and what differs from the preset tiny
+    "floored (the default)": ({}, {}),
+    "as published": ({"diff": "paper"}, {}),
+    "DIFF V2": ({"diff": "v2"}, {}),
+    "plain attention": ({"diff": "none"}, {}),
+    "eight layers, as many parameters": ({}, {"layers": 8, "width": 96, "ffn": 256}),
+    "rotary base 10,000": ({}, {"theta": 10_000.0}),
+    "learning rate doubled": ({"lr": 6e-3}, {}),
+    "learning rate halved": ({"lr": 1.5e-3}, {}),
+    "AdamW": ({"optimizer": "adamw"}, {}),
+    "levels 1 and 2 alone": ({"data": "easy"}, {}),
+}
+ROWS = "--vocab_size=1024", "--seq_len=512", "--column=content"
+LEARNT = 0.5, 0.9
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    seeds: tuple[int, ...] = (0, 1, 2)
+    only: str = ""
+    steps: runs.Count = 1000
+    every: runs.Count = 50  # steps between two measurements
+    out: str = "out/copying"  # folder of data and runs
+    file: str = "copying"  # bench/results/<file>.jsonl, .md and .png
+
+
+def prepare(out):
+    """Rows of all levels, rows of the easy ones, and tasks."""
+    for name, flags in (("all", []), ("easy", ["--levels", "1", "2"])):
+        if not (out / name / "rows/meta.json").exists():
+            runs.script("tinypython.py", "--n=100000", f"--out={out / name}", "--splits=constants", *flags)
+            source = "python", "--roots", str(out / name / "train.jsonl")
+            tokens = [] if name == "all" else [f"--tokenizer={out / 'all/rows/tokenizer.json'}"]
+            flags = [*ROWS[1:], *tokens] if tokens else ROWS
+            runs.script("data_prep.py", *source, f"--out={out / name / 'rows'}", *flags)
+    return [json.loads(line) for line in (out / "all/constants.jsonl").read_text().splitlines()]
+
+
+def train(shape, settings):
+    """Train in a process of its own, whose preset tiny has another shape."""
+    pc.CONFIGS["tiny"] = dataclasses.replace(pc.CONFIGS["tiny"], **shape)
+    train_tpu.main(train_tpu.Config(**settings))
+
+
+def numbers_of(tokenizer, tasks, length=512):
+    """(token_NL, where_NL): texts, and the tokens of solutions that are numbers of the docstring."""
+    token_NL, where_NL = np.zeros((len(tasks), length), np.int32), np.zeros((len(tasks), length), bool)
+    for row, where, task in zip(token_NL, where_NL, tasks, strict=True):
+        prompt = tokenizer.encode(task["prompt"], add_special_tokens=False).ids
+        solution = tokenizer.encode(task["canonical_solution"], add_special_tokens=False).ids
+        ids = (prompt + solution)[:length]
+        row[: len(ids)] = ids
+        where[len(prompt) : len(ids)] = [id in prompt and tokenizer.decode([id]).strip().isdigit() for id in solution]
+    return token_NL, where_NL
+
+
+@jax.jit
+def likeliest(model, token_BL):
+    return model.logits(model.hidden(model.lookup(token_BL))).argmax(-1)
+
+
+def copied(folder, step, token_NL, where_NL, size=50):
+    model, _ = checkpoints.load(pc, folder, step)
+    guess_NL = np.concatenate([likeliest(model, token_NL[i : i + size]) for i in range(0, len(token_NL), size)])
+    return float((guess_NL[:, :-1] == token_NL[:, 1:])[where_NL[:, 1:]].mean())
+
+
+def measured(cfg, out, tasks, name, seed):
+    """A row: the share of numbers that are copied, by steps."""
+    settings, shape = VARIANTS[name]
+    folder = out / f"{re.sub('[^a-zA-Z0-9]+', '_', name)}-{seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    data = out / settings.get("data", "all") / "rows"
+    shared = {"model": "tiny", "steps": cfg.steps, "eval_every": cfg.every, "keep": cfg.steps, "eval_rows": 16}
+    settings = shared | settings | {"data": str(data), "out": str(folder), "seed": seed, "log_every": 100}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    process = multiprocessing.get_context("spawn").Process(target=train, args=(shape, settings))
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise RuntimeError(f"the run {folder} failed; what it printed says why")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    texts = numbers_of(runs.read_tokenizer(folder), tasks)
+    share = {step: copied(folder, step, *texts) for step in runs.saved_steps(folder)}
+    return {"variant": name, "seed": seed, "share": share, "processor_s": seconds, "cpu": cpu_name()}
+
+
+def reached(share, level):
+    """The first step with this share, as text; between two checkpoints it is taken to rise evenly."""
+    step_N, share_N = np.array([0, *map(int, share)]), np.array([0.0, *share.values()])
+    if share_N.max() < level:
+        return "-"
+    i = int((share_N >= level).argmax())
+    return f"{np.interp(level, share_N[i - 1 : i + 1], step_N[i - 1 : i + 1]):.0f}"
+
+
+def table(found):
+    yield "| variant | " + " | ".join(f"{100 * level:.0f} % after steps" for level in LEARNT) + " | at the end, % | s |"
+    yield "|---" * (len(LEARNT) + 3) + "|"
+    for name in VARIANTS:
+        if mine := [row for row in found if row["variant"] == name]:
+            cells = [", ".join(reached(row["share"], level) for row in mine) for level in LEARNT]
+            cells.append(", ".join(f"{100 * [*row['share'].values()][-1]:.1f}" for row in mine))
+            yield f"| {name} | {' | '.join(cells)} | {np.mean([row['processor_s'] for row in mine]):,.0f} |"
+
+
+def plot(found, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(9, 5.5))
+    for number, name in enumerate(VARIANTS):
+        for i, row in enumerate(row for row in found if row["variant"] == name):
+            steps, shares = [*map(int, row["share"])], [*row["share"].values()]
+            axis.plot(steps, shares, color=f"C{number}", lw=1, label=name if i == 0 else None)
+    axis.set(xlabel="steps of 4,096 tokens", ylabel="numbers of the docstring that are copied", ylim=(0, 1))
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main(cfg):
+    out, path = Path(cfg.out), RESULTS / f"{cfg.file}.jsonl"
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    tasks = prepare(out)
+    for seed in cfg.seeds:
+        for name in VARIANTS:
+            known = any((row["variant"], row["seed"]) == (name, seed) for row in found)
+            if not known and re.search(cfg.only, name):
+                found.append(measured(cfg, out, tasks, name, seed))
+                print(name, seed, found[-1]["share"], flush=True)
+                path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    lines = ["# When a small model learns to copy", "", *table(found), "", "Seeds side by side."]
+    lines += ["", f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"]
+    (RESULTS / f"{cfg.file}.md").write_text("\n".join(lines) + "\n")
+    plot(found, RESULTS / f"{cfg.file}.png")
+
+
+if __name__ == "__main__":
+    runs.command(main, Config, __doc__)
