@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import numpy as np
 from record import RESULTS, cpu_name
 
 import runs
@@ -183,10 +184,8 @@ def plot(rows, path):
             )
             if mine:
                 x, mean, low, high = zip(*mine, strict=True)
-                error = [
-                    [m - n for m, n in zip(mean, low, strict=True)],
-                    [n - m for m, n in zip(mean, high, strict=True)],
-                ]
+                mean, low, high = (np.array(rates) for rates in (mean, low, high))
+                error = np.maximum((mean - low, high - mean), 0)  # at 0 the interval begins a rounding above
                 axis.errorbar(x, mean, error, fmt="o" + line, color=f"C{i}", capsize=3, label=f"{family}, {shape[0]} M")
     axis.set(xscale="log", xlabel="core minutes of training", ylabel="pass@1 on composed, greedy", ylim=(0, 1))
     axis.set_xticks(MINUTES, MINUTES)
