@@ -165,7 +165,7 @@ def page(out, rows, count):
         for passed, texts in samples(out, family, count):
             which = "that pass their tests" if passed else "that do not"
             lines += ["", f"## weights/{family}: the first {len(texts)} of the split {which}", ""]
-            lines += [f"```python\n{text}\n```" for text in texts]
+            lines += [f"```\n{text}\n```" for text in texts]
     (RESULTS / "tinypython.md").write_text("\n".join(lines) + "\n")
     plot(rows, RESULTS / "tinypython.png")
 
