@@ -520,6 +520,8 @@ class Scorer:
             row["behaviour"] = next((v for v in result.values[hidden + public :] if isinstance(v, str)), "")
         append(self.path, [row])
         self.passed[row["task_id"]].append(row["passed"])
+        if self.bar.disable:
+            return
         rates = [sum(passed) / len(passed) for passed in self.passed.values()]
         score, low, high = (100 * x for x in (float(np.mean(rates)), *interval(rates)))
         self.bar.set_postfix_str(f"pass@1 {score:.1f} % ({low:.1f} to {high:.1f})", refresh=False)

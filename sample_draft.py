@@ -84,10 +84,11 @@ class Sampler:
     graph: typing.Any  # model_dream.graph_of: the model without its parameters
     rule: Sampling
 
-    def read(self, model, token_BW, place_BW, seen_BWL, cache):
-        """(hidden states, cache with the keys of the tokens from the first one's place on)."""
-        documents = jnp.ones_like(token_BW), jnp.ones((len(token_BW), cache[0][0].shape[2]), jnp.int32)
-        queries, keys = diffusion.Place(documents[0], seen=seen_BWL), diffusion.Place(documents[1])
+    def read(self, model, token_BW, place_BW, reach_BW, cache, seen_BWL=None):
+        """(hidden states, cache with the tokens' keys); a token attends to slots up to its reach, where seen_BWL is."""
+        shape_BL = len(token_BW), cache[0][0].shape[2]
+        keys = diffusion.Place(jnp.ones(shape_BL, jnp.int32), jnp.broadcast_to(jnp.arange(shape_BL[1]), shape_BL))
+        queries = diffusion.Place(jnp.ones_like(token_BW), reach_BW, seen=seen_BWL)
         return model.hidden(token_BW, place_BW, None, cache, place_BW[:, 0], queries, keys)
 
     def draw(self, model, hidden_BWD, slot_BW, given):
@@ -115,10 +116,9 @@ class Sampler:
         N, shift, mask = self.rule.draft, model.cfg.shift, model.cfg.mask_id
         draft_BN = jnp.full((len(token_B1), N), mask, jnp.int32)
         reach_BW = jnp.where((jnp.arange(N + 1) == 0) & shift, slot_BW, slot_BW[:, -1:])
-        seen_BWL = jnp.arange(cache[0][0].shape[2]) <= reach_BW[..., None]
         bounds = [N * (i + 1) // self.rule.draft_steps for i in range(self.rule.draft_steps)]
         for filled, bound in zip([0, *bounds], bounds, strict=False):
-            hidden_BWD, cache = self.read(model, jnp.concatenate((token_B1, draft_BN), 1), slot_BW, seen_BWL, cache)
+            hidden_BWD, cache = self.read(model, jnp.concatenate((token_B1, draft_BN), 1), slot_BW, reach_BW, cache)
             hidden_BND = hidden_BWD[:, :-1] if shift else hidden_BWD[:, 1:]
             token_BN, prob_BN = self.draw(model, hidden_BND, slot_BW[:, 1:], given)
             chosen_BN = diffusion.surest(prob_BN, draft_BN == mask, jnp.full(len(draft_BN), bound - filled))
@@ -138,15 +138,17 @@ class Sampler:
         counts = [N + 1] + [N + (not shift)] * (N + 1) * (N > 0 and not self.rule.draft_steps)
         set_W = np.repeat(np.arange(len(counts)), counts)
         at_W = np.concatenate([j + np.arange(n) for j, n in enumerate(counts)])
-        before_W1 = np.where(set_W, set_W, at_W + 1)[:, None]
-        seen_WW = np.pad((set_W == 0) & (at_W < before_W1) | (set_W > 0) & (set_W == set_W[:, None]), ((0, 0), (0, 1)))
-        behind_BL = jnp.arange(L) - state.last_B[:, None]
-        seen_WBL = (behind_BL < 0) | jnp.asarray(seen_WW)[:, jnp.clip(behind_BL, 0, len(set_W))]
+        reach_BW, seen_BWL, single = slot_BN[:, :1] + np.where(set_W, len(set_W) - 1, at_W), None, len(counts) > 1
+        if single:
+            seen_WW = jnp.asarray((set_W == set_W[:, None]) | (set_W == 0) & (at_W < set_W[:, None]))
+            behind_BL = jnp.arange(L) - state.last_B[:, None]
+            seen_WBL = (behind_BL < 0) | seen_WW[:, jnp.clip(behind_BL, 0, len(set_W) - 1)]
+            seen_BWL = seen_WBL.swapaxes(0, 1)
         read_BW = jnp.concatenate((read_BW, draft_BN, jnp.full((B, len(set_W) - N - 1), model.cfg.mask_id)), 1)
-        hidden_BWD, cache = self.read(model, read_BW, slot_BN[:, :1] + at_W, seen_WBL.swapaxes(0, 1), cache)
+        hidden_BWD, cache = self.read(model, read_BW, slot_BN[:, :1] + at_W, reach_BW, cache, seen_BWL)
         token_BN, prob_BN = self.draw(model, hidden_BWD[:, : N + 1], slot_BN + 1, given)
         count_B = 1 + jnp.cumprod(draft_BN == token_BN[:, :-1], 1).sum(1)  # drafts that agree, and one more
-        if len(counts) > 1:  # the set behind them
+        if single:  # the set behind them
             index_BN = N + 1 + ((count_B - 1) * counts[1] + (not shift))[:, None] + jnp.arange(N)
             hidden_BND = jnp.take_along_axis(hidden_BWD, index_BN[..., None], 1)
             draft_BN, _ = self.draw(model, hidden_BND, slot_BN[:, 1:] + count_B[:, None], given)
@@ -178,8 +180,7 @@ def begin(params, state, given, *, sampler, width):
     """The state with the keys of the prompts, from a pass over `width` slots, and the first new token of each row."""
     model, (B, _) = nnx.merge(sampler.graph, params), state.token_BL.shape
     slot_BP = jnp.broadcast_to(jnp.arange(width), (B, width))
-    seen_BPL = jnp.arange(state.token_BL.shape[1]) <= slot_BP[..., None]
-    hidden_BPD, cache = sampler.read(model, state.token_BL[:, :width], slot_BP, seen_BPL, state.cache)
+    hidden_BPD, cache = sampler.read(model, state.token_BL[:, :width], slot_BP, slot_BP, state.cache)
     hidden_B1D = jnp.take_along_axis(hidden_BPD, state.last_B[:, None, None], 1)
     token_B1, prob_B1 = sampler.draw(model, hidden_B1D, state.last_B[:, None] + 1, given)
     return sampler.write(state._replace(cache=cache), given, token_B1, prob_B1, jnp.ones(B, jnp.int32))
