@@ -1,6 +1,6 @@
 """When does a small model learn to copy? Numbers of the docstring in the body, by variants of PythonCoder.
 
-    python bench/copying.py                    # three seeds, four hours of an idle machine; goes on where it stopped
+    python bench/copying.py                    # three seeds, about three hours (estimated); goes on where it stopped
     python bench/copying.py --only=plain       # variants whose name has a match of this regular expression
     python bench/copying.py --seeds 0 --steps=40 --every=20 --out=out/try --file=try    # a first look, minutes
 
@@ -12,9 +12,7 @@ from which copying.md and copying.png are written.
 
 import dataclasses
 import json
-import multiprocessing
 import re
-import resource
 import shlex
 import shutil
 import sys
@@ -26,33 +24,32 @@ sys.path.insert(0, str(ROOT))
 import jax
 import numpy as np
 from record import RESULTS, cpu_name
+from tinypython_page import spent
 
 import checkpoints
 import model_pythoncoder as pc
 import runs
-import train_tpu
 
 VARIANTS = {  # settings of train_tpu.py, and what differs from the preset tiny
     "floored (the default)": ({}, {}),
     "as published": ({"diff": "paper"}, {}),
     "DIFF V2": ({"diff": "v2"}, {}),
     "plain attention": ({"diff": "none"}, {}),
-    "eight layers, as many parameters": ({}, {"layers": 8, "width": 96, "ffn": 256}),
+    "eight layers, about as many parameters": ({}, {"layers": 8, "width": 96, "ffn": 256}),
     "rotary base 10,000": ({}, {"theta": 10_000.0}),
     "learning rate doubled": ({"lr": 6e-3}, {}),
     "learning rate halved": ({"lr": 1.5e-3}, {}),
     "AdamW": ({"optimizer": "adamw"}, {}),
     "levels 1 and 2 alone": ({"data": "easy"}, {}),
 }
-ROWS = "--vocab_size=1024", "--seq_len=512", "--column=content"
 LEARNT = 0.5, 0.9
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     seeds: tuple[int, ...] = (0, 1, 2)
-    only: str = ""
-    steps: runs.Count = 1000
+    only: str = ""  # only variants whose name has a match of this regular expression
+    steps: runs.Count = 1000  # of a run, 4,096 tokens each
     every: runs.Count = 50  # steps between two measurements
     out: str = "out/copying"  # folder of data and runs
     file: str = "copying"  # bench/results/<file>.jsonl, .md and .png
@@ -60,20 +57,13 @@ class Config:
 
 def prepare(out):
     """Rows of all levels, rows of the easy ones, and tasks."""
-    for name, flags in (("all", []), ("easy", ["--levels", "1", "2"])):
+    easy, tokens = ("--levels", "1", "2"), f"--tokenizer={out / 'all/rows/tokenizer.json'}"
+    for name, levels, vocabulary in (("all", (), "--vocab_size=1024"), ("easy", easy, tokens)):
         if not (out / name / "rows/meta.json").exists():
-            runs.script("tinypython.py", "--n=100000", f"--out={out / name}", "--splits=constants", *flags)
-            source = "python", "--roots", str(out / name / "train.jsonl")
-            tokens = [] if name == "all" else [f"--tokenizer={out / 'all/rows/tokenizer.json'}"]
-            flags = [*ROWS[1:], *tokens] if tokens else ROWS
-            runs.script("data_prep.py", *source, f"--out={out / name / 'rows'}", *flags)
+            runs.script("tinypython.py", "--n=100000", f"--out={out / name}", "--splits=constants", *levels)
+            source = "python", "--roots", str(out / name / "train.jsonl"), "--column=content", "--seq_len=512"
+            runs.script("data_prep.py", *source, f"--out={out / name / 'rows'}", vocabulary)
     return [json.loads(line) for line in (out / "all/constants.jsonl").read_text().splitlines()]
-
-
-def train(shape, settings):
-    """Train in a process of its own, whose preset tiny has another shape."""
-    pc.CONFIGS["tiny"] = dataclasses.replace(pc.CONFIGS["tiny"], **shape)
-    train_tpu.main(train_tpu.Config(**settings))
 
 
 def numbers_of(tokenizer, tasks, length=512):
@@ -107,14 +97,7 @@ def measured(cfg, out, tasks, name, seed):
     data = out / settings.get("data", "all") / "rows"
     shared = {"model": "tiny", "steps": cfg.steps, "eval_every": cfg.every, "keep": cfg.steps, "eval_rows": 16}
     settings = shared | settings | {"data": str(data), "out": str(folder), "seed": seed, "log_every": 100}
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    process = multiprocessing.get_context("spawn").Process(target=train, args=(shape, settings))
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise RuntimeError(f"the run {folder} failed; what it printed says why")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    seconds = spent("pythoncoder", shape, settings)
     texts = numbers_of(runs.read_tokenizer(folder), tasks)
     share = {step: copied(folder, step, *texts) for step in runs.saved_steps(folder)}
     return {"variant": name, "seed": seed, "share": share, "processor_s": seconds, "cpu": cpu_name()}

@@ -62,12 +62,12 @@ def train(family, shape, settings):
     import train_tpu
 
     model, trainer = {"dream": (model_dream, train_dream), "pythoncoder": (model_pythoncoder, train_tpu)}[family]
-    model.CONFIGS["tiny"] = dataclasses.replace(model.CONFIGS["tiny"], **SHAPES[shape])
+    model.CONFIGS["tiny"] = dataclasses.replace(model.CONFIGS["tiny"], **shape)
     trainer.main(trainer.Config(**settings))
 
 
 def spent(family, shape, settings):
-    """Processor seconds of a training."""
+    """Processor seconds of a training; shape is what differs from the preset tiny."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     process = multiprocessing.get_context("spawn").Process(target=train, args=(family, shape, settings))
     process.start()
@@ -90,13 +90,14 @@ def cell(out, family, shape, minutes):
 
     folder, data = out / f"{family}-{shape}-{minutes}", out / family
     shutil.rmtree(folder, ignore_errors=True)
-    probe = [spent(family, shape, settings_of(family, data, folder / f"probe{n}", n)) for n in (PROBE, 2 * PROBE)]
+    differs = SHAPES[shape]
+    probe = [spent(family, differs, settings_of(family, data, folder / f"probe{n}", n)) for n in (PROBE, 2 * PROBE)]
     pace, start = (probe[1] - probe[0]) / PROBE, max(0, 2 * probe[0] - probe[1])
     starts = 2 if family == "dream" else 1  # each training compiles
     steps = int((60 * minutes - starts * start) / pace)
     run, causal = folder / "run", steps // 5
     if family == "dream":
-        seconds = spent(family, shape, settings_of(family, data, folder / "causal", causal) | {"objective": "ar"})
+        seconds = spent(family, differs, settings_of(family, data, folder / "causal", causal) | {"objective": "ar"})
         flags = {
             "model": "",
             "init": str(folder / "causal"),
@@ -104,9 +105,9 @@ def cell(out, family, shape, minutes):
             "optimizer": "muon",
             "lr": 1.2e-3,
         }
-        seconds += spent(family, shape, settings_of(family, data, run, steps - causal) | flags)
+        seconds += spent(family, differs, settings_of(family, data, run, steps - causal) | flags)
     else:
-        seconds = spent(family, shape, settings_of(family, data, run, steps))
+        seconds = spent(family, differs, settings_of(family, data, run, steps))
     scored = {"model": family, "ckpt": str(run), "out": str(folder / "composed"), "batch_size": 100}
     tasks = {"task": "humaneval", "tasks_file": str(out / "world/composed.jsonl"), "max_new": 64}
     row = {"family": family, "size": shape, "minutes": minutes, "steps": steps, "processor_s": seconds}
