@@ -132,8 +132,8 @@ def with_blocks(cfg, model):
     size = 1 if ar else blocks.block_length or (0 if cfg.anneal_steps else model.block_length)
     if ar and (blocks != Blocks() or not model.shift):
         raise ValueError("--objective=ar is for a model with the shift, and has no settings of blocks")
-    if blocks != Blocks() and size < 1:
-        raise ValueError("settings of blocks need --block_length, which is above 0")
+    if blocks != Blocks() and size < (2 if blocks.context else 1):
+        raise ValueError("settings of blocks need --block_length, which is above 0, with --context=causal above 1")
     if size and (cfg.schedule != "linear" or cfg.anneal_steps):
         raise ValueError("blocks go with the linear --schedule, and without --anneal_steps")
     if blocks.rates[0] >= blocks.rates[1]:

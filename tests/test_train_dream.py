@@ -270,6 +270,7 @@ def test_settings_of_blocks_that_do_not_go_together_are_one_line():
         ({"block_length": 4}, {"anneal_steps": 9}, "without --anneal_steps"),
         ({"block_length": 4, "rates": (0.9, 0.1)}, {}, "the lower first"),
         ({"context": "causal"}, {}, "need --block_length"),
+        ({"block_length": 1, "context": "causal"}, {}, "with --context=causal above 1"),
         ({"block_length": 4, "ar_weight": 1.0}, {}, "goes with --context=causal"),
     ):
         cfg = train_dream.Config(blocks=train_dream.Blocks(**blocks), **changes)
