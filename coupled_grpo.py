@@ -212,9 +212,9 @@ def sandbox_options(cfg):
 # ---- the model and its programs ------------------------------------------------------------------------------------
 
 
-def graphs_of(model_cfg, dtype, on_cpu=False, platform=""):
+def graphs_of(model_cfg, dtype, on_cpu=False, **how):
     """The model without its parameters, for training, with rematerialisation off the CPU, and for generation."""
-    run = md.Run(dtype, 64 if on_cpu else 256, remat="none" if on_cpu else "full", platform=platform)
+    run = md.Run(dtype, 64 if on_cpu else 256, remat="none" if on_cpu else "full", **how)
     return md.graph_of(model_cfg, run), md.graph_of(model_cfg, dataclasses.replace(run, remat="none"))
 
 

@@ -385,27 +385,28 @@ def halves(weight, dtype):
         yield (q_GSE * scale_GE[:, None] + low_GE[:, None]).reshape(q_FE.shape).astype(dtype)
 
 
-def linear(x_BLD, weight, *spec, dtype=None, on_cpu=False):
+def linear(x_BLD, weight, *spec, dtype=None, platform=""):
     """x W^T [B, L, F] in `dtype`, by default x's. W is a matrix, Int8, Int4 or Lora; spec is its layout on the mesh."""
     dtype = dtype or x_BLD.dtype
     if isinstance(weight, Lora):
         # W x + B (A x): the product B A, as large as W, is never made. The barriers keep a GPU's compiler from merging
         # the two products with x into one, for which it would copy W beside A.
         barrier = jax.lax.optimization_barrier
-        low_BLR = linear(barrier(x_BLD), weight.a_RD, on_cpu=on_cpu)
-        change_BLF = linear(low_BLR, weight.b_FR, dtype=dtype, on_cpu=on_cpu)
-        return linear(x_BLD, weight.base, *spec, dtype=dtype, on_cpu=on_cpu) + barrier(change_BLF)
+        low_BLR = linear(barrier(x_BLD), weight.a_RD, platform=platform)
+        change_BLF = linear(low_BLR, weight.b_FR, dtype=dtype, platform=platform)
+        return linear(x_BLD, weight.base, *spec, dtype=dtype, platform=platform) + barrier(change_BLF)
     x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
+    T = len(x_TD)
+    if platform == "tpu" and T == 1:  # XLA gives a single row a program that takes 3.4 times as long as eight rows'
+        x_TD = jnp.pad(x_TD, ((0, 7), (0, 0)))
     if isinstance(weight, Int8 | Int4):
-        if on_cpu:
-            # Add a zero that the compiler cannot constant-fold: else it casts the matrices of all layers before it uses
-            # the first one, and holds them all.
+        if platform == "cpu":  # plus a zero unknown to the compiler, which else casts all layers' matrices at once
             zero = jnp.isnan(x_TD[0, 0]).astype(weight[0].dtype)
             weight = type(weight)(weight[0] + zero, *weight[1:])
         y_TF = frozen_product(x_TD, weight, spec, x_TD.dtype)
     else:  # XLA has kernels for the CPU's bfloat16 units (AMX) only where the product is float32
-        y_TF = product(x_TD, weight, spec, jnp.float32 if on_cpu else dtype)
-    return y_TF.astype(dtype).reshape(*x_BLD.shape[:-1], -1)
+        y_TF = product(x_TD, weight, spec, jnp.float32 if platform == "cpu" else dtype)
+    return y_TF[:T].astype(dtype).reshape(*x_BLD.shape[:-1], -1)
 
 
 def product(x_TD, weight_FD, spec, dtype, axis=1):
@@ -528,17 +529,16 @@ class Run:
     head_positions: int = 0  # masked positions per row whose logits the sampler holds at a time; 0: 64, on a CPU 16
     remat: typing.Literal["none", "qkvo", "full"] = "none"  # what the backward pass recomputes, see REMAT
     loss_tokens: int = 2048  # tokens whose logits the loss holds at a time
-    platform: str = ""  # target of the compiler, see platform_of; "" is JAX's own
+    platform: str = dataclasses.field(default_factory=lambda: platform_of(jax.devices()[0]))  # the compiler's target
 
     @property
     def on_cpu(self):
-        return (self.platform or jax.default_backend()) == "cpu"
+        return self.platform == "cpu"
 
     @property
     def fused(self):
         """Whether attention_gpu is used: on Ampere, Ada and Hopper, in 16 bits."""
-        platform = self.platform or platform_of(jax.devices()[0])
-        return platform.startswith(("gpu 8.", "gpu 9.")) and jnp.dtype(self.dtype).itemsize == 2
+        return self.platform.startswith(("gpu 8.", "gpu 9.")) and jnp.dtype(self.dtype).itemsize == 2
 
 
 EXACT_BLOCK = 4  # largest block that is scored by exact_nll, in up to 15 passes
@@ -584,7 +584,7 @@ class Block(nnx.Module):
             weights = {name: Lora(weight.base, *adapters[name]) for name, weight in weights.items()}
 
         def project(x_BLD, name, *spec):  # only q, k and v may have a bias
-            y_BLF = linear(x_BLD, weights[f"{name}_proj"], *spec, on_cpu=run.on_cpu)
+            y_BLF = linear(x_BLD, weights[f"{name}_proj"], *spec, platform=run.platform)
             biased = cfg.bias and name in "qkv"
             return y_BLF + getattr(self, f"{name}_bias")[...].astype(x_BLD.dtype) if biased else y_BLF
 
@@ -670,7 +670,7 @@ class Dream(nnx.Module):
     def logits(self, hidden_BLD):
         """Float32 logits [B, L, V] of hidden states, not shifted: those at p predict the token at p + 1."""
         head = self.embed_tokens if self.cfg.tie else self.lm_head
-        return linear(hidden_BLD, head.get_value(), "tensor", None, dtype=jnp.float32, on_cpu=self.run.on_cpu)
+        return linear(hidden_BLD, head.get_value(), "tensor", None, dtype=jnp.float32, platform=self.run.platform)
 
     def __call__(self, token_BL, position_BL=None, see_BL=None):
         """Float32 logits [B, L, V] of a canvas."""

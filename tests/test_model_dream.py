@@ -397,6 +397,16 @@ def test_quantised_logits_are_those_of_the_matrices_that_the_numbers_stand_for(b
     assert low < error < high  # not exact, and near
 
 
+@pytest.mark.parametrize("bits", [0, 4, 8])
+def test_a_single_token_has_its_logits_on_every_platform(bits):
+    params = quantised(params_of(SHALLOW), bits=bits) if bits else params_of(SHALLOW)
+    cpu, tpu = (nnx.merge(md.graph_of(SHALLOW, md.Run(platform=name)), params) for name in ("cpu", "tpu"))
+    want = np.asarray(apply(cpu, tokens(1, 1)))
+    assert want.shape == (1, 1, SHALLOW.vocab)
+    np.testing.assert_allclose(apply(tpu, tokens(1, 1)), want, atol=1e-5 * np.abs(want).max())
+    assert "pad" in str(jax.make_jaxpr(tpu)(tokens(1, 1))) and "pad" not in str(jax.make_jaxpr(tpu)(tokens(1, 2)))
+
+
 @pytest.mark.parametrize("bits", [*(pytest.param(bits, marks=pytest.mark.slow) for bits in (0, 8)), 4])
 def test_joined_matrices_give_the_same_states(bits):
     cfg = dataclasses.replace(SHALLOW, ffn=128)
