@@ -4,7 +4,7 @@
     python bench/speedrun.py code                                       # PythonCoder on this Python's standard library
     python bench/speedrun.py functions                                  # PythonCoder on TinyPython
     python bench/speedrun.py functions --family=dream                   # Dream on TinyPython, in the same table
-    python bench/speedrun.py functions --family=dream --ar_steps=0 --change="without an autoregressive start"
+    python bench/speedrun.py functions --family=dream --ar_steps=0 --flags=--steps=2850 --change="masks from the start"
     python bench/speedrun.py code --change="AdamW" --flags="--optimizer=adamw --lr=1e-3"
 
 Beat the last row: change the code, or the trainer's flags, and run the same command. Processor seconds of the trainer
@@ -48,7 +48,7 @@ TRAIN = {
     "stories": "--model=tiny --tie --batch_size=16 --steps=4500",
     "code": "--model=tiny --steps=3100",
     "functions": "--model=tiny --steps=3100 --eval_every=1000 --eval_rows=64",
-    "functions, dream": "--micro_batch=4 --remat=none --optimizer=muon --lr=6e-4 --anneal_steps=200 --steps=2900",
+    "functions, dream": "--micro_batch=4 --remat=none --optimizer=muon --lr=6e-4 --anneal_steps=200 --steps=1050",
 }
 CAUSAL = "--model=tiny --micro_batch=4 --remat=none --objective=ar"  # a Dream's first steps, from left to right
 
@@ -61,7 +61,7 @@ class Config:
     change: str = ""  # what is new about this run, for the table; "" leaves the run out of it
     data: str = ""  # flags for data_prep.py, instead of those of the best recipe
     flags: str = ""  # flags for the trainer, behind those of the best recipe
-    ar_steps: runs.Natural = 700  # steps from left to right before those of the recipe, for --family=dream
+    ar_steps: runs.Natural = 1800  # steps from left to right before those of the recipe, for --family=dream
     out: str = "out/speedrun"  # folder of data and run, one of each for a track; a new run needs a new one
 
 
