@@ -286,9 +286,7 @@ def in_order(tokenizer, prompt_ids, suffix_ids):
     names = "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"
     begin, then, middle = map(tokenizer.token_to_id, names)
     if None in (begin, then, middle):
-        raise ValueError(
-            f"text behind a hole needs a tokenizer with {', '.join(names)}; this model's has not all of them"
-        )
+        raise ValueError(f"text behind a hole needs {', '.join(names)}, which this model's tokenizer lacks")
     return [begin, *prompt_ids, then, *suffix_ids, middle]
 
 
@@ -345,7 +343,10 @@ def definitions(prompt, text):
     kinds = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom
     lines = text.split("\n")
     for end in range(len(lines), 0, -1):
-        with contextlib.suppress(SyntaxError, ValueError), warnings.catch_warnings(action="ignore"):
+        bad = contextlib.suppress(
+            SyntaxError, ValueError, RecursionError, MemoryError
+        )  # the last two: it nests too deep
+        with bad, warnings.catch_warnings(action="ignore"):
             body = [node for node in ast.parse("\n".join(lines[:end])).body if not isinstance(node, kinds)]
             others = (node.lineno - 1 for node in body if node.lineno > len(prompt.splitlines()))
             return "\n".join(lines[: next(others, end)]).rstrip()

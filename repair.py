@@ -7,10 +7,9 @@
 generate.py and benchmarks.py do this with --repair=N, serve.py on its page. Each round opens one place of each draft
 that fails, and keeps the new text if it passes more examples. Hidden tests are never run.
 
-A draft is suspect at the tokens to which the model prefers another one, and at the line where an example raises. One
-forward pass without masks gives the probabilities of each token given all others: a Dream predicts the token at p from
-the hidden state at p - 1, and never learnt to copy it. (Models without this shift were not tried.) The hole begins with
-the likeliest other token there, so that it is not filled with what stood in it.
+A draft is suspect where the model prefers another token, and at the line where an example raises. One forward pass
+without masks gives the probability of each token given all others, since a Dream predicts it from the position before
+(models without this shift were not tried). A hole begins with the likeliest other token, lest it is filled as before.
 """
 
 import ast
@@ -19,6 +18,7 @@ import itertools
 import re
 import sys
 import typing
+import warnings
 
 import jax
 import numpy as np
@@ -74,8 +74,7 @@ def repair(drafts, rounds, read, fill, judge, openings=None):
             chosen += [(draft, opening) for opening in found if opening not in draft.tried][:1]
         if not chosen:
             break
-        filled = fill([draft.opened(*opening) for draft, opening in chosen])
-        trials = []
+        filled, trials = fill([draft.opened(*opening) for draft, opening in chosen]), []
         for (draft, (start, end, first)), (new, passes) in zip(chosen, filled, strict=True):
             draft.passes += passes
             draft.tried.add((start, end, first))
@@ -112,8 +111,9 @@ def run_examples(drafts, judge):
         draft.passed, draft.line = sum(passed for passed, _ in results), None
         failed = [(test, got) for test, (passed, got) in zip(draft.examples, results, strict=True) if not passed]
         try:
-            ast.parse(program)
-        except (SyntaxError, ValueError) as error:
+            with warnings.catch_warnings(action="ignore"):
+                ast.parse(program)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             set_line(draft, getattr(error, "lineno", None))
         else:
             raising += [(draft, program, test) for test, got in failed if re.match(r"[A-Z]\w*: ", got or "")][:1]

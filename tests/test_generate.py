@@ -202,6 +202,8 @@ def test_a_completion_ends_where_it_no_longer_defines_anything_or_does_not_parse
     constant = "LIMIT = 3\n\n\n" + ADD
     assert canvas.definitions(constant, constant + body) == (constant + body).rstrip()  # what was given stays
     assert canvas.definitions("def f(x", "def f(x") == "def f(x"
+    deep = f"def f(x):\n    return x\ny = {'-' * 60_000}x\n"  # too deep for Python's parser
+    assert canvas.definitions("def f(x):\n", deep) == "def f(x):\n    return x"
 
 
 def test_the_first_completion_that_passes_in_the_sandbox_is_taken(capsys):

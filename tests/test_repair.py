@@ -38,8 +38,11 @@ def read():
         ("    x = 0\n    return x +\n", ["assert total([1, 2]) == 3"], 0, 1),
         ("    return [][0]\n", ["if 1:\n x = 1\n assert total([x, 2]) == 3"], 0, 0),
         ("    return xs\n", ["assert total([1, 2].total) == 3"], 0, None),  # the example raises, not the program
+        ("    return 1or 3\n", ["assert total([1, 2]) == 3"], 0, None),  # Python warns
+        (f"    return {'-' * 50_000}3\n", ["assert total([1, 2]) == 3"], 0, None),  # too deep for Python's parser
     ],
 )
+@pytest.mark.filterwarnings("error::SyntaxWarning")
 def test_the_line_of_a_draft_is_where_its_first_failing_example_raises(body, examples, passed, line):
     draft = repair.Draft(PROMPT, body, examples)
     repair.run_examples([draft], repair.judge)
