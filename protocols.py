@@ -195,13 +195,11 @@ def last_block(text, q):
 # ---- the sanitisers of Dream and EvalPlus --------------------------------------------------------------------------
 
 
-NOT_PYTHON = SyntaxError, ValueError, RecursionError, MemoryError  # ValueError: NUL bytes; the last two: deep nesting
-
-
 def parsed(code):
     """The syntax tree of a program; None if it is not Python."""
-    with contextlib.suppress(*NOT_PYTHON), warnings.catch_warnings(action="ignore"):
+    with contextlib.suppress(SyntaxError, MemoryError), warnings.catch_warnings(action="ignore"):
         return ast.parse(code)
+    return None
 
 
 def first_error(lines):
@@ -209,7 +207,7 @@ def first_error(lines):
     try:
         with warnings.catch_warnings(action="ignore"):
             ast.parse("\n".join(lines))
-    except NOT_PYTHON as error:
+    except (SyntaxError, MemoryError) as error:
         return min(getattr(error, "lineno", None) or len(lines), len(lines))
     return 0
 
@@ -397,7 +395,9 @@ def fenced(text, fences):
 
 def parses(code):
     """Whether a text is Python, which has at most 20,000 characters: a longer one may crash the parser."""
-    return len(code) <= 20_000 and parsed(code) is not None
+    with contextlib.suppress(ValueError, RecursionError):
+        return len(code) <= 20_000 and parsed(code) is not None
+    return False
 
 
 def without_prose(code, start):
