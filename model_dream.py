@@ -69,8 +69,7 @@ class DreamConfig:
         object.__setattr__(self, "rope", tuple(map(tuple, self.rope)))  # JSON has lists
         ids = self.mask_id, self.expand_id, self.pad_id, self.bos_id, self.eos_id
         if self.mask_id in ids[1:] or self.expand_id == self.eos_id or max(ids) >= self.vocab:
-            names = "mask, expand, pad, bos, eos"
-            raise ValueError(f"ids {ids} of {names} must lie below {self.vocab}, those of mask and expand be unique")
+            raise ValueError(f"ids {ids} of mask, expand, pad, bos, eos: each below {self.vocab}, the first two unique")
 
     @property
     def autoregressive(self):
@@ -187,9 +186,7 @@ def config_from_hf(folder, changes=None):
 
 
 def read_config(folder, meta=None):
-    """The DreamConfig of a checkpoint: a run's `meta` holds it, None: the folder's config.json; a converted folder has
-    the Hub's config.json. Raises ValueError for a model that is none of FAMILIES.
-    """
+    """The DreamConfig in a run's `meta`, or in the folder's config.json. ValueError for a model of no family here."""
     meta = runs.read_json(runs.as_path(folder) / "config.json") if meta is None else meta
     if "model" not in meta:
         return config_from_hf(folder)
@@ -236,12 +233,9 @@ BATCH = ("data", "fsdp")  # both axes split the batch
 
 def fit(spec, shape, mesh):
     """The spec without the axes that do not divide their dimension: such a dimension is not split."""
-    fitting = []
-    for axes, size in zip(spec, shape, strict=False):
-        names = (axes,) if isinstance(axes, str) else axes or ()
-        devices = math.prod(mesh.shape[name] for name in names)
-        fitting.append(axes if size % devices == 0 else None)
-    return PS(*fitting)
+    names = ((axes,) if isinstance(axes, str) else axes or () for axes in spec)
+    devices = (math.prod(mesh.shape[name] for name in of_dimension) for of_dimension in names)
+    return PS(*(axes if size % n == 0 else None for axes, size, n in zip(spec, shape, devices, strict=False)))
 
 
 def shard(x, *spec):
@@ -328,7 +322,7 @@ class Int4(typing.NamedTuple):
     """A frozen matrix in a seventh of float32's bytes: W = q * scale + low, q from 0 to 15.
 
     A byte holds a column of the left half of the matrix and one of the right, so unpacking interleaves nothing. A group
-    lies in one column: a TPU takes half as long again to spread scales along a row.
+    lies in one column, so that its scale may multiply x instead of W, see frozen_product.
     """
 
     q_FE: jax.Array  # E = D / 2; the left half in the low bits
@@ -376,13 +370,17 @@ def to_int4(weight_FD):
     return Int4(left_FE | right_FE << 4, scale_G1D[:, 0], low_G1D[:, 0])
 
 
-def halves(weight, dtype):
-    """The left and the right half of the columns of an Int4, unpacked, [F, D / 2] each."""
-    bits = weight.q_FE & 15, weight.q_FE >> 4
-    scales, lows = jnp.split(weight.scale_GD, 2, 1), jnp.split(weight.low_GD, 2, 1)
-    for q_FE, scale_GE, low_GE in zip(bits, scales, lows, strict=True):
-        q_GSE = q_FE.reshape(len(scale_GE), -1, scale_GE.shape[1]).astype(jnp.float32)
-        yield (q_GSE * scale_GE[:, None] + low_GE[:, None]).reshape(q_FE.shape).astype(dtype)
+def halves(weight):
+    """(q [G, S, E], scale [G, E], low [G, E]) of the left and the right columns of an Int4, for G groups of S rows."""
+    q_GSE = weight.q_FE.reshape(len(weight.scale_GD), -1, weight.q_FE.shape[1])
+    return zip((q_GSE & 15, q_GSE >> 4), *(jnp.split(x_GD, 2, 1) for x_GD in weight[1:]), strict=True)
+
+
+def unpacked(weight, dtype):
+    """Both halves [F, E] of the matrix that an Int4 stands for."""
+    for q_GSE, scale_GE, low_GE in halves(weight):
+        half_GSE = q_GSE.astype(jnp.float32) * scale_GE[:, None] + low_GE[:, None]
+        yield half_GSE.reshape(weight.q_FE.shape).astype(dtype)
 
 
 def linear(x_BLD, weight, *spec, dtype=None, platform=""):
@@ -395,15 +393,14 @@ def linear(x_BLD, weight, *spec, dtype=None, platform=""):
         low_BLR = linear(barrier(x_BLD), weight.a_RD, platform=platform)
         change_BLF = linear(low_BLR, weight.b_FR, dtype=dtype, platform=platform)
         return linear(x_BLD, weight.base, *spec, dtype=dtype, platform=platform) + barrier(change_BLF)
-    x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
-    T = len(x_TD)
+    x_TD, T = x_BLD.reshape(-1, x_BLD.shape[-1]), math.prod(x_BLD.shape[:-1])
     if platform == "tpu" and T == 1:  # XLA gives a single row a program that takes 3.4 times as long as eight rows'
         x_TD = jnp.pad(x_TD, ((0, 7), (0, 0)))
     if isinstance(weight, Int8 | Int4):
         if platform == "cpu":  # plus a zero unknown to the compiler, which else casts all layers' matrices at once
             zero = jnp.isnan(x_TD[0, 0]).astype(weight[0].dtype)
             weight = type(weight)(weight[0] + zero, *weight[1:])
-        y_TF = frozen_product(x_TD, weight, spec, x_TD.dtype)
+        y_TF = frozen_product(x_TD, weight, spec, x_TD.dtype, platform)
     else:  # XLA has kernels for the CPU's bfloat16 units (AMX) only where the product is float32
         y_TF = product(x_TD, weight, spec, jnp.float32 if platform == "cpu" else dtype)
     return y_TF[:T].astype(dtype).reshape(*x_BLD.shape[:-1], -1)
@@ -415,21 +412,28 @@ def product(x_TD, weight_FD, spec, dtype, axis=1):
     return jax.lax.dot_general(x_TD, weight_FD, (((1,), (axis,)), ((), ())), preferred_element_type=dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def frozen_product(x_TD, weight, spec, dtype):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def frozen_product(x_TD, weight, spec, dtype, platform=""):
     """x W^T [T, F] in float32 of an Int8 or Int4, x of `dtype`. Its gradient is x's alone, and keeps no wider W."""
     if isinstance(weight, Int8):  # each q is exact in bfloat16, so the scales multiply the product
         return product(x_TD, weight.q_FD, spec, jnp.float32) * weight.scale_F1[:, 0]
-    # scales differ along a row and multiply the weights: on a TPU slower than bfloat16
-    pairs = zip(jnp.split(x_TD, 2, 1), halves(weight, dtype), strict=True)
-    return sum(product(x_TE, weight_FE, spec, jnp.float32) for x_TE, weight_FE in pairs)
+    x_TEs = jnp.split(x_TD, 2, 1)
+    if len(x_TD) > (2048 if platform == "tpu" else 1):  # the compiler writes the unpacked matrix to memory
+        pairs = zip(x_TEs, unpacked(weight, dtype), strict=True)
+        return sum(product(x_TE, weight_FE, spec, jnp.float32) for x_TE, weight_FE in pairs)
+    # for each group of rows y = q (scale x) + low x: q is unpacked on its way into the product
+    y_TGS = product(x_TD, weight.low_GD, spec, jnp.float32)[..., None]
+    for x_TE, (q_GSE, scale_GE, _) in zip(x_TEs, halves(weight._replace(q_FE=shard(weight.q_FE, *spec))), strict=True):
+        parts = (x_TE * scale_GE[:, None]).astype(dtype), q_GSE.astype(dtype)
+        y_TGS += jnp.einsum("GTE,GSE->TGS", *parts, preferred_element_type=jnp.float32)
+    return y_TGS.reshape(len(x_TD), -1)
 
 
-def gradient_of_input(spec, dtype, weight, dy_TF):
+def gradient_of_input(spec, dtype, platform, weight, dy_TF):
     """dy W in `dtype`, and no gradient of W."""
     int8 = isinstance(weight, Int8)
     dy_TF = (dy_TF * weight.scale_F1[:, 0] if int8 else dy_TF).astype(dtype)
-    parts = [weight.q_FD] if int8 else halves(weight, dtype)
+    parts = [weight.q_FD] if int8 else unpacked(weight, dtype)
     dx = [product(dy_TF, part_FD, spec, jnp.float32, axis=0) for part_FD in parts]
     return jnp.concatenate(dx, 1).astype(dtype), None
 
@@ -530,10 +534,6 @@ class Run:
     remat: typing.Literal["none", "qkvo", "full"] = "none"  # what the backward pass recomputes, see REMAT
     loss_tokens: int = 2048  # tokens whose logits the loss holds at a time
     platform: str = dataclasses.field(default_factory=lambda: platform_of(jax.devices()[0]))  # the compiler's target
-
-    @property
-    def on_cpu(self):
-        return self.platform == "cpu"
 
     @property
     def fused(self):

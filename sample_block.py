@@ -120,7 +120,7 @@ class Sampler:
 
             u_BNV = jax.vmap(jax.vmap(uniform, (None, 0)))(given.key_B, slot_BN)
             u_BNV = jnp.where(draws, u_BNV, jnp.exp(-1.0))  # the same for all tokens: the argmax
-            filters, width = (temperature, rule.top_k, top_p), 1 if model.run.on_cpu else 3
+            filters, width = (temperature, rule.top_k, top_p), 1 if model.run.platform == "cpu" else 3
             filtered_BNV = diffusion.filter_logits(logits_BNV, *filters, rule="dream", width=width)
         token_BN = diffusion.sample_tokens(filtered_BNV, u_BNV, 0 if u_BNV is None else 1.0).astype(jnp.int32)
         prob_BN = jnp.take_along_axis(prob_BNV, token_BN[..., None], -1)[..., 0]

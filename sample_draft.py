@@ -103,7 +103,7 @@ class Sampler:
                 return jax.random.uniform(key, given.banned_V.shape, minval=jnp.finfo(jnp.float32).tiny)
 
             u_BWV = jax.vmap(jax.vmap(uniform, (None, 0)))(given.key_B, slot_BW)
-            filters, width = (rule.temperature, rule.top_k, rule.top_p), 1 if model.run.on_cpu else 3
+            filters, width = (rule.temperature, rule.top_k, rule.top_p), 1 if model.run.platform == "cpu" else 3
             filtered_BWV = diffusion.filter_logits(logits_BWV, *filters, rule="dream", width=width)
         token_BW = diffusion.sample_tokens(filtered_BWV, u_BWV, 1.0 if rule.temperature else 0).astype(jnp.int32)
         return token_BW, jnp.take_along_axis(diffusion.softmax(logits_BWV), token_BW[..., None], -1)[..., 0]

@@ -180,7 +180,7 @@ class Sampler:
 
         # Draw a token from what temperature, top-k and top-p leave.
         temperature, top_p, draws = given.filters or (rule.temperature, rule.top_p, bool(rule.temperature))
-        filters, width = (temperature, rule.top_k, top_p), 1 if model.run.on_cpu else 3
+        filters, width = (temperature, rule.top_k, top_p), 1 if model.run.platform == "cpu" else 3
         filtered_BCV, u_BCV = diffusion.filter_logits(logits_BCV, *filters, rule="dream", width=width), None
         if given.filters or draws:
             u_BCV = self.uniform(given, 0, state, given.offset_BL[row_B1, slot_BC], logits_BCV.shape[-1:])
@@ -231,7 +231,7 @@ class Sampler:
 
         # The head is the widest matrix, so it runs for the wanted positions alone, C of each row at a time. slot_BL
         # holds these from the left, then L, which is dropped.
-        C = min(model.run.head_positions or (16 if model.run.on_cpu else 64), rule.block_length or L, L)
+        C = min(model.run.head_positions or (16 if model.run.platform == "cpu" else 64), rule.block_length or L, L)
         order_BL = jnp.where(wanted_BL, jnp.cumsum(wanted_BL, -1) - 1, L + C)
         slot_BL = jnp.full((B, L + -L % C), L).at[row_B1, order_BL].set(jnp.arange(L), mode="drop")
 

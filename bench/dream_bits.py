@@ -53,7 +53,7 @@ def dense(weight):
     """The matrix that a stored form stands for, in float32."""
     if isinstance(weight, md.Int8):
         return weight.q_FD * weight.scale_F1
-    return jnp.concatenate([*md.halves(weight, jnp.float32)], 1) if isinstance(weight, md.Int4) else weight * 1.0
+    return jnp.concatenate([*md.unpacked(weight, jnp.float32)], 1) if isinstance(weight, md.Int4) else weight * 1.0
 
 
 def size_of(params):

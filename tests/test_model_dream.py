@@ -398,12 +398,13 @@ def test_quantised_logits_are_those_of_the_matrices_that_the_numbers_stand_for(b
 
 
 @pytest.mark.parametrize("bits", [0, 4, 8])
-def test_a_single_token_has_its_logits_on_every_platform(bits):
+def test_a_tpu_multiplies_in_another_order_and_has_the_same_logits(bits):
     params = quantised(params_of(SHALLOW), bits=bits) if bits else params_of(SHALLOW)
     cpu, tpu = (nnx.merge(md.graph_of(SHALLOW, md.Run(platform=name)), params) for name in ("cpu", "tpu"))
-    want = np.asarray(apply(cpu, tokens(1, 1)))
-    assert want.shape == (1, 1, SHALLOW.vocab)
-    np.testing.assert_allclose(apply(tpu, tokens(1, 1)), want, atol=1e-5 * np.abs(want).max())
+    for shape in ((1, 1), (2, 7)):
+        want = np.asarray(apply(cpu, tokens(*shape)))
+        assert want.shape == (*shape, SHALLOW.vocab)
+        np.testing.assert_allclose(apply(tpu, tokens(*shape)), want, atol=1e-5 * np.abs(want).max())
     assert "pad" in str(jax.make_jaxpr(tpu)(tokens(1, 1)))
     assert "pad" not in str(jax.make_jaxpr(tpu)(tokens(1, 2)))
 
