@@ -1,6 +1,6 @@
 """Repair contest: functions mended against forward passes, by where they are opened, on TinyPython.
 
-    python bench/mending.py    # about two hours (estimated); goes on where it stopped
+    python bench/mending.py    # two and a half hours, beside other work; goes on where it stopped
     python bench/mending.py --functions=16 --rounds=4 --out=out/try --file=try    # a first look, minutes
 
 Half of the functions are solutions with one planted bug: a wrong constant, comparison, method or variable, or a missing
