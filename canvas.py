@@ -341,11 +341,8 @@ def examples(prompt):
 def definitions(prompt, text):
     """The longest beginning of a text that parses, up to the first statement behind the prompt that defines nothing."""
     kinds = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom
-    lines = text.split("\n")
+    lines, bad = text.split("\n"), contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError)
     for end in range(len(lines), 0, -1):
-        bad = contextlib.suppress(
-            SyntaxError, ValueError, RecursionError, MemoryError
-        )  # the last two: it nests too deep
         with bad, warnings.catch_warnings(action="ignore"):
             body = [node for node in ast.parse("\n".join(lines[:end])).body if not isinstance(node, kinds)]
             others = (node.lineno - 1 for node in body if node.lineno > len(prompt.splitlines()))
