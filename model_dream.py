@@ -394,10 +394,10 @@ def linear(x_BLD, weight, *spec, dtype=None, platform=""):
         change_BLF = linear(low_BLR, weight.b_FR, dtype=dtype, platform=platform)
         return linear(x_BLD, weight.base, *spec, dtype=dtype, platform=platform) + barrier(change_BLF)
     x_TD, T = x_BLD.reshape(-1, x_BLD.shape[-1]), math.prod(x_BLD.shape[:-1])
-    if platform == "tpu" and T == 1:  # XLA gives a single row a program that takes 3.4 times as long as eight rows'
+    if platform == "tpu" and T == 1:  # by XLA's own estimate a single row takes 3.4 times as long as eight
         x_TD = jnp.pad(x_TD, ((0, 7), (0, 0)))
     if isinstance(weight, Int8 | Int4):
-        if platform == "cpu":  # plus a zero unknown to the compiler, which else casts all layers' matrices at once
+        if platform == "cpu":  # add a zero that XLA cannot fold, or it casts the matrices of all layers first
             zero = jnp.isnan(x_TD[0, 0]).astype(weight[0].dtype)
             weight = type(weight)(weight[0] + zero, *weight[1:])
         y_TF = frozen_product(x_TD, weight, spec, x_TD.dtype, platform)
@@ -418,10 +418,10 @@ def frozen_product(x_TD, weight, spec, dtype, platform=""):
     if isinstance(weight, Int8):  # each q is exact in bfloat16, so the scales multiply the product
         return product(x_TD, weight.q_FD, spec, jnp.float32) * weight.scale_F1[:, 0]
     x_TEs = jnp.split(x_TD, 2, 1)
-    if len(x_TD) > (2048 if platform == "tpu" else 1):  # the compiler writes the unpacked matrix to memory
+    if len(x_TD) > (2048 if platform == "tpu" else 1):  # the unpacked matrix is written to memory
         pairs = zip(x_TEs, unpacked(weight, dtype), strict=True)
         return sum(product(x_TE, weight_FE, spec, jnp.float32) for x_TE, weight_FE in pairs)
-    # for each group of rows y = q (scale x) + low x: q is unpacked on its way into the product
+    # y = q (scale x) + low x for each group of rows: the scales multiply x, so W is never written to memory
     y_TGS = product(x_TD, weight.low_GD, spec, jnp.float32)[..., None]
     for x_TE, (q_GSE, scale_GE, _) in zip(x_TEs, halves(weight._replace(q_FE=shard(weight.q_FE, *spec))), strict=True):
         parts = (x_TE * scale_GE[:, None]).astype(dtype), q_GSE.astype(dtype)

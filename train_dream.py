@@ -13,10 +13,9 @@ Reads a folder of packed rows, or of pairs, from data_prep.py; without --data it
 the running Python. Writes --out: config.json, tokenizer.json, log.jsonl, samples.txt, checkpoints/<step>/, and with
 --lora_rank at the end adapter_model.safetensors with adapter_config.json, for peft, and merged/, a whole model.
 
-With --block_length it learns block diffusion (BD3-LM, arXiv:2503.09573): a masked token attends to its own block,
-noised, and to the clean text before it, so each row goes through the layers twice, noised and clean. Blocks of one
-token are an autoregressive model, so --block_warmup (blocks of 1, 2, 4, .. tokens) begins at that model's loss, such as
-any Qwen2.5's (convert_weights.py --to=dream). Row order, noise and learning rate are functions of (seed, step).
+With --block_length it learns block diffusion (BD3-LM, arXiv:2503.09573): a masked token attends to its own block and to
+the clean text before it, so each row passes the layers twice. Blocks of one token are an autoregressive model, at whose
+loss --block_warmup (blocks of 1, 2, 4, ..) begins. Row order, noise and learning rate are functions of (seed, step).
 
 Letters: A micro-batches of a step, B rows of a micro-batch, L length, V vocabulary.
 """
@@ -25,6 +24,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import sys
 import time
 import typing
 from pathlib import Path
@@ -475,9 +475,9 @@ def evaluate(cfg):
     size = min(16, rows)  # at a time
     mesh = checkpoints.inference_mesh(md.read_config(folder, checkpoints.find_weights(folder)[1]), jax.devices(), size)
     dtype = cfg.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    print(f"{mesh.size} x {jax.devices()[0].device_kind}, mesh {dict(mesh.shape)}, {dtype}", file=sys.stderr)
     model, step = checkpoints.load(md, folder, dtype=dtype, mesh=mesh)
-    graph, params = nnx.split(model)
-    scores = {"step": step, "rows": rows} | score(cfg, graph, params, heldout, size, mesh, tokenizer, draws=8)
+    scores = {"step": step, "rows": rows} | score(cfg, *nnx.split(model), heldout, size, mesh, tokenizer, draws=8)
     print(" | ".join(f"{name} {value:,.4g}" for name, value in scores.items()))
     return scores
 
