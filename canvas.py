@@ -249,6 +249,16 @@ def read_requests(data, name):
     return requests
 
 
+def on_new_line(prompt):
+    """The prompt, with a line break behind a docstring's last quotes, or behind the colon of a def or a class.
+
+    Tokenizers join the line break to them: a model has never seen a text go on behind those alone.
+    """
+    quotes = re.search(r"(\"{3}|'{3})\Z", prompt)
+    closing = quotes and prompt.count(quotes[0]) % 2 == 0
+    return prompt + "\n" if closing or re.search(r"^ *(async def|def|class) .*:\Z", prompt, flags=re.M) else prompt
+
+
 def interact(complete, end):
     """Read prompts from standard input until its end, complete([(prompt, "")]) each: lines up to an empty one are one.
 
@@ -266,7 +276,7 @@ def interact(complete, end):
         if line:
             lines.append(line)
         elif lines:
-            complete([("\n".join(lines) + end, "")])
+            complete([(on_new_line("\n".join(lines) + end), "")])
             lines = []
 
 

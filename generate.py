@@ -108,7 +108,7 @@ class Config:
     top_k: Natural = 0  # draw from the k likeliest tokens; 0 draws from all
     top_p: TopP | None = None  # draw from the smallest set of this probability; default 0.95
     stop: tuple[str, ...] = ()  # strings that end a completion and are cut off, \n for a new line
-    raw: bool = False  # take --prompt, --suffix, --stop, --system as they are: \n stays a backslash and an n
+    raw: bool = False  # take prompts, --suffix, --stop, --system as they are: \n is two characters, no line is ended
     show_steps: bool = False  # show each step; in a terminal red to green by probability, or by PythonCoder's drafts
     html: str = ""  # write a page with the step and the probability of each token; .svg: an animation of the steps
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of weights; "" is float32 on a CPU if it fits, else 16 bits
@@ -134,6 +134,8 @@ def main(cfg):
     if cfg.file:
         data = sys.stdin.read() if cfg.file == "-" else runs.as_path(cfg.file).read_bytes()
         requests = canvas.read_requests(data, cfg.file)
+    if not cfg.raw:
+        requests = [(canvas.on_new_line(prompt), suffix) for prompt, suffix in requests]
     if cfg.check:
         tests = [canvas.examples(prompt) for prompt, _ in requests]  # before a model is read
     family, advice = PythonCoder, "a smaller --n or --max_new"
@@ -191,8 +193,6 @@ def resolve(cfg):
     # a shell passes \n as two characters
     texts = cfg.dream.system, cfg.prompt, cfg.suffix, *cfg.stop
     system, prompt, suffix, *stop = (text.replace("\\n", "\n") for text in texts)
-    # Tokenizers join a line break to the quotes or the colon before it. Text never goes on behind those alone.
-    prompt = re.sub(r"(\"{3}|'{3}|^ *(?:def|class) .*:)\Z", r"\1\n", prompt, flags=re.M)
     dream = dataclasses.replace(cfg.dream, system=system)
     return dataclasses.replace(cfg, prompt=prompt, suffix=suffix, stop=tuple(stop), dream=dream)
 

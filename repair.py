@@ -212,7 +212,7 @@ def judge(programs, tests):
 def opened(model, prompt, text, number):
     """Ids of a text that fails the examples of its prompt, None for masks: opening `number`, for sample_rows.Dream."""
     read = infill.Reader(model.model, model.tokenizer)
-    if not text.startswith(prompt) or not text[len(prompt) :].strip():
+    if not text.startswith(prompt := canvas.on_new_line(prompt)) or not text[len(prompt) :].strip():
         raise ValueError("there is no text behind this prompt to repair; generate it again")
     draft = Draft(prompt, text[len(prompt) :], [test for *_, test in canvas.examples(prompt)])
     run_examples([draft], judge)

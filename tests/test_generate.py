@@ -107,8 +107,11 @@ def test_json_lines_in_and_out_with_several_samples_and_a_suffix(run_folder, tmp
     settings = {"file": str(tmp_path / "in.jsonl"), "n": 2, "json": True, "temperature": 0.8, "max_new": 8}
     out, _ = says_pythoncoder(capsys, run_folder, **settings)
     rows = [json.loads(line) for line in out.splitlines()]
-    assert [row["prompt"] for row in rows] == [r["prompt"] for r in requests for _ in range(2)]
+    prompts = ["def f(x):\n", requests[1]["prompt"]]  # a line break behind a colon, as --prompt has it
+    assert [row["prompt"] for row in rows] == [prompt for prompt in prompts for _ in range(2)]
     assert all(1 <= row["tokens"] <= 8 for row in rows)
+    out, _ = says_pythoncoder(capsys, run_folder, **settings, raw=True)
+    assert json.loads(out.splitlines()[0])["prompt"] == "def f(x):"
 
 
 def test_an_interactive_session_reads_prompts_until_the_end_of_input(run_folder, capsys, monkeypatch):
@@ -244,14 +247,15 @@ def test_each_prompt_of_a_file_is_checked_and_one_that_fails_ends_in_one_line(ru
     ("given", "prompt"),
     [
         ("def f(n):", "def f(n):\n"),
-        ('class A:\\n    def f(self):\\n        """Go."""', 'class A:\n    def f(self):\n        """Go."""\n'),
+        ("    async def f(n) -> int:", "    async def f(n) -> int:\n"),
+        ('class A:\n    def f(self):\n        """Go."""', 'class A:\n    def f(self):\n        """Go."""\n'),
+        ("def f(n):\n    '''", "def f(n):\n    '''"),  # the docstring begins here
         ("x = {1:", "x = {1:"),
-        ("def f(n):\\n    return n", "def f(n):\n    return n"),
+        ("def f(n):\n    return n", "def f(n):\n    return n"),
     ],
 )
 def test_a_head_or_a_docstring_ends_its_line(given, prompt):
-    assert generate.resolve(generate.Config(prompt=given)).prompt == prompt
-    assert generate.resolve(generate.Config(prompt=given, raw=True)).prompt == given
+    assert canvas.on_new_line(given) == prompt
 
 
 @pytest.mark.parametrize(
