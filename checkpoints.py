@@ -113,11 +113,13 @@ class Checkpoints:
     def __init__(self, folder, keep=2, best=""):
         ocp = orbax()
         kept, self.args = ocp.checkpoint_managers, ocp.args
-        rules = [kept.LatestN(keep)]  # a step stays if any rule wants it
+        rules, which = [kept.LatestN(keep)], {"cleanup_tmp_directories": True}  # a step stays if any rule wants it
         if best:
             lowest = {"get_metric_fn": lambda metrics: metrics[best], "reverse": True, "n": 1}
             rules.append(kept.BestN(**lowest, keep_checkpoints_without_metrics=False))
-        which = {"preservation_policy": kept.AnyPreservationPolicy(rules), "cleanup_tmp_directories": True}
+            # Without best_fn Orbax stores no metrics, and a resumed run would not know which step is the best.
+            which |= {"best_fn": lowest["get_metric_fn"], "best_mode": "min"}
+        which["preservation_policy"] = kept.AnyPreservationPolicy(rules)
         self.folder = absolute(folder)
         # The folder remembers, from its first checkpoint on, that it has had one.
         which["async_options"] = ocp.AsyncOptions(post_finalization_callback=(self.folder / runs.SAVED).touch)

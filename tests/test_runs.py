@@ -329,6 +329,12 @@ def test_what_is_saved_comes_back_and_the_newest_and_the_best_are_kept(saved, tm
     back = store.restore(state)
     np.testing.assert_array_equal(back["params"]["a"], state["params"]["a"])
     assert back["opt"] == {}
+    store.manager.close()
+    resumed = checkpoints.Checkpoints(tmp_path, keep=2, best="loss")
+    resumed.save(6, state, {"model": {}, "step": 6}, {"loss": 6.0})
+    resumed.save(7, state, {"model": {}, "step": 7})  # one that is due to its time, not evaluated
+    resumed.manager.close()
+    assert list(runs.saved_steps(tmp_path)) == [2, 6, 7]
 
 
 def test_a_run_that_lost_its_checkpoints_does_not_begin_anew(tmp_path):
