@@ -108,12 +108,15 @@ def check_hosts(folder, settings):
 
 
 class Checkpoints:
-    """Orbax checkpoints <folder>/checkpoints/<step>/: the newest `keep`, and the one whose metric `best` is lowest."""
+    """Orbax checkpoints <folder>/checkpoints/<step>/: the newest `keep`, and the one whose metric `best` is lowest.
 
-    def __init__(self, folder, keep=2, best=""):
+    own: no other process saves there, so that what a killed one left half written is removed.
+    """
+
+    def __init__(self, folder, keep=2, best="", own=True):
         ocp = orbax()
         kept, self.args = ocp.checkpoint_managers, ocp.args
-        rules, which = [kept.LatestN(keep)], {"cleanup_tmp_directories": True}  # a step stays if any rule wants it
+        rules, which = [kept.LatestN(keep)], {"cleanup_tmp_directories": own}  # a step stays if any rule wants it
         if best:
             lowest = {"get_metric_fn": lambda metrics: metrics[best], "reverse": True, "n": 1}
             rules.append(kept.BestN(**lowest, keep_checkpoints_without_metrics=False))
@@ -174,7 +177,7 @@ class Checkpoints:
 
         ValueError if its model, rows, optimizer, dtype, LoRA rank or base weights are not those in meta.
         """
-        store = self if absolute(folder) == self.folder else Checkpoints(folder)
+        store = self if absolute(folder) == self.folder else Checkpoints(folder, own=False)
         if store.newest() is None:
             print(f"{folder} stopped before its first checkpoint: starting at step 0 with its settings")
             return None

@@ -258,10 +258,10 @@ class Run:
         self.tracker, self.exits = None, contextlib.ExitStack()
 
     def __enter__(self):
-        found = saved_steps(as_path(self.cfg.resume or self.out))
-        if found and not self.cfg.resume:
+        source = as_path(self.cfg.resume or self.out)
+        if saved_steps(self.out) and not (self.cfg.resume and source.resolve() == self.out.resolve()):
             raise FileExistsError(f"{self.out} already holds a run: --resume={self.out}, or choose another --out")
-        if self.cfg.resume and not found and (as_path(self.cfg.resume) / SAVED).exists():
+        if self.cfg.resume and not saved_steps(source) and (source / SAVED).exists():
             raise FileNotFoundError(f"the checkpoints of {self.cfg.resume} are gone; choose another --out")
         self.out.mkdir(parents=True, exist_ok=True)
         self.exits.enter_context(lock(self.out / f".lock{self.rank}"))

@@ -207,7 +207,10 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path):
     with runs.Run(cfg):
         pass
     (tmp_path / "run" / "checkpoints" / "1").mkdir(parents=True)
-    with pytest.raises(FileExistsError, match="--resume"), runs.Run(cfg):
+    for resume in "", str(tmp_path / "other"):  # a run that goes on in a folder of its own, started twice
+        with pytest.raises(FileExistsError, match="--resume"), runs.Run(dataclasses.replace(cfg, resume=resume)):
+            pass
+    with runs.Run(dataclasses.replace(cfg, resume=str(tmp_path / "other" / ".." / "run"))):
         pass
 
 
