@@ -147,7 +147,8 @@ def main(cfg):
     score = scored(cfg, str(ROOT / out), str(ROOT / data))
     split = json.loads((ROOT / data / "meta.json").read_text())["splits"]["train"]
     trained = json.loads((ROOT / out / "config.json").read_text())["train"]
-    seen = trained["steps"] * trained["batch_size"] * split["tokens"] / split["rows"]
+    steps = trained["steps"] + (cfg.ar_steps if start else 0)
+    seen = steps * trained["batch_size"] * split["tokens"] / split["rows"]
     print(f"{figure(score)} in {seconds:,.0f} of {BUDGET_S:,} processor seconds")
     if seconds > BUDGET_S:
         raise ValueError(f"{seconds:,.0f} processor seconds are more than {BUDGET_S:,}; lower --steps with --flags")
