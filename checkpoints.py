@@ -108,20 +108,16 @@ def check_hosts(folder, settings):
 
 
 class Checkpoints:
-    """Orbax checkpoints <folder>/checkpoints/<step>/: the newest `keep`, and the one whose metric `best` is lowest.
-
-    own: no other process saves there, so that what a killed one left half written is removed.
-    """
+    """Orbax checkpoints <folder>/checkpoints/<step>/: the newest `keep`, and the one whose metric `best` is lowest."""
 
     def __init__(self, folder, keep=2, best="", own=True):
         ocp = orbax()
         kept, self.args = ocp.checkpoint_managers, ocp.args
-        rules, which = [kept.LatestN(keep)], {"cleanup_tmp_directories": own}  # a step stays if any rule wants it
-        if best:
-            lowest = {"get_metric_fn": lambda metrics: metrics[best], "reverse": True, "n": 1}
-            rules.append(kept.BestN(**lowest, keep_checkpoints_without_metrics=False))
-            # Without best_fn Orbax stores no metrics, and a resumed run would not know which step is the best.
-            which |= {"best_fn": lowest["get_metric_fn"], "best_mode": "min"}
+        rules = [kept.LatestN(keep)]  # a step stays if any rule wants it
+        which = {"cleanup_tmp_directories": own}  # of a killed save; in the folder of another run one may be going on
+        if best:  # as an option, too: else Orbax does not store the metric, and a resumed run forgets the best step
+            which |= {"best_fn": lambda metrics: metrics[best], "best_mode": "min"}
+            rules.append(kept.BestN(which["best_fn"], reverse=True, n=1, keep_checkpoints_without_metrics=False))
         which["preservation_policy"] = kept.AnyPreservationPolicy(rules)
         self.folder = absolute(folder)
         # The folder remembers, from its first checkpoint on, that it has had one.
@@ -401,8 +397,7 @@ def idle_accelerator():
     nvidia = any(ROOT.glob("dev/nvidia[0-9]*")) or any(ROOT.glob("usr/lib/wsl/lib/libcuda.so.1"))  # in Windows
     if nvidia and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         return "an NVIDIA GPU is here, JAX has no CUDA: pip install -r requirements-cuda.txt"
-    # Newer TPUs are behind vfio, as are graphics cards of virtual machines; 0x1ae0 is Google. A laptop's NPU is in
-    # the folder /dev/accel.
+    # Newer TPUs are behind vfio, as graphics cards of virtual machines are; 0x1ae0 is Google. NPUs are in /dev/accel/.
     google = any(path.read_text().strip() == "0x1ae0" for path in ROOT.glob("sys/bus/pci/devices/*/vendor"))
     if any(ROOT.glob("dev/accel[0-9]*")) or (google and any(ROOT.glob("dev/vfio/[0-9]*"))):
         return "a TPU is here, JAX does not see it: pip install -r requirements-tpu.txt"

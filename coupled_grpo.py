@@ -334,6 +334,8 @@ class Trainer:
         if store.newest() is None:
             return 0
         saved = store.meta()
+        if saved.get("base", meta.get("base")) != meta.get("base"):
+            raise ValueError(f"{self.cfg.ckpt} holds other weights than those that {store.folder} began with")
         arrays = (each | {"model": arrays_of(each)} for each in (saved, meta))
         runs.check_resumed(*arrays, f"{store.folder}/checkpoints/{store.newest()}", unit="round")
         arrays = store.restore(self.arrays())
@@ -518,6 +520,8 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
         # A checkpoint names its source, by which generate.py knows a chat model; tokenizer and template lie beside it.
         source = runs.read_json(runs.as_path(cfg.ckpt) / "config.json").get("source", "")
         meta = {"model": model, "train": {"model": "dream"} | settings, "source": source}
+        if cfg.lora_rank:  # adapters fit the weights beside which they were trained, and no others
+            meta["base"] = checkpoints.find_weights(runs.as_path(cfg.ckpt))[1]["sums"]
         store, files = checkpoints.Checkpoints(run.out), checkpoints.companions(cfg.ckpt)
         first = trainer.restore(store, meta) if cfg.resume else 0
         run.begin(first or -1, meta, files, ("log.jsonl", "rounds.jsonl"))  # -1: cut round 0, an evaluation, too
@@ -602,14 +606,16 @@ def resolve(cfg):
         raise ValueError("--ckpt and --prompts belong together; without both --preset=demo has its own")
     if cfg.hosts and (cfg.lora_rank or not cfg.ckpt):
         raise ValueError("--hosts goes with --ckpt and --prompts, and without --lora_rank, which one host can train")
+    if cfg.lora_rank and "://" in cfg.out:
+        raise ValueError(f"--lora_rank needs --out on this machine's disk, not {cfg.out}")
     if (cfg.init_adapters or cfg.base_bits) and not cfg.lora_rank:
         raise ValueError("--init_adapters and --base_bits go with --lora_rank")
     if cfg.resume and Path(cfg.resume).resolve() != Path(cfg.out).resolve():
         raise ValueError(f"--resume={cfg.resume} goes on in its own folder; leave --out={cfg.out} out")
 
-    folder = Path(cfg.prompts)
+    folder = runs.as_path(cfg.prompts)
     if cfg.prompts and folder.is_dir():  # of rl_tasks.py: it holds all files; an empty one is as none
-        found = {path.stem: str(path) for path in folder.glob("*.jsonl") if path.stat().st_size}
+        found = {path.stem: str(path) for path in folder.glob("*.jsonl") if path.read_bytes()}
         heldout = cfg.heldout or tuple(found[name] for name in ("heldout", "humaneval") if name in found)
         cfg = dataclasses.replace(cfg, prompts=str(folder / "train.jsonl"), heldout=heldout)
     if len({Path(path).stem for path in cfg.heldout}) < len(cfg.heldout):

@@ -88,7 +88,7 @@ class Family(typing.NamedTuple):
     kind: str  # model_type
     code: str  # its class, in architectures or auto_map
     model: dict  # fields of DreamConfig that are its own
-    fixed: dict  # keys that would change the maths, and the values that this file implements; the first is written
+    fixed: dict  # {key that would change the maths: the values that this file implements}; the first is written
     keys: dict  # {Dream's key: its own}
     mask: str = ""  # MASK in the tokenizer, where config.json leaves out its id
 
@@ -202,7 +202,7 @@ def config_to_hf(cfg, dtype="bfloat16"):
     family = FAMILIES[cfg.family]
     keys = {"architectures": [family.code], "model_type": family.kind} | {key: x[0] for key, x in family.fixed.items()}
     for name, key in HF_KEYS.items():
-        if name not in EXTRAS or getattr(cfg, name) != getattr(DreamConfig, name):
+        if name not in EXTRAS or name in family.model or getattr(cfg, name) != getattr(DreamConfig, name):
             keys[family.keys.get(key, key)] = getattr(cfg, name)
     if cfg.rope:
         keys["rope_parameters"] = dict(cfg.rope) | {"rope_type": "yarn", "rope_theta": keys.pop("rope_theta")}
@@ -218,8 +218,6 @@ CONFIGS = {
     "7b": DreamConfig(),
 }
 
-# ---- layout on a mesh ----------------------------------------------------------------------------------------------
-
 # Layout of each parameter on a mesh with the axes (data, fsdp, tensor): tensor splits heads, feed-forward, vocabulary;
 # fsdp splits the other side, which is gathered where the weight is used. All others are small and replicated.
 SHARDING = {
@@ -229,6 +227,9 @@ SHARDING = {
     **dict.fromkeys(("q_bias", "k_bias", "v_bias"), PS("tensor")),
 }
 BATCH = ("data", "fsdp")  # both axes split the batch
+MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a layer
+GROUP = 64  # rows of a column that share a scale in an Int4; gcd(F, GROUP) if F is no multiple
+EXACT_BLOCK = 4  # largest block that is scored by exact_nll, in up to 15 passes
 
 
 def fit(spec, shape, mesh):
@@ -313,9 +314,6 @@ class Int8(typing.NamedTuple):
 
     q_FD: jax.Array
     scale_F1: jax.Array  # float32, one per row: an output channel, or a token's embedding
-
-
-GROUP = 64  # rows of a column that share a scale in an Int4; gcd(F, GROUP) if F is no multiple
 
 
 class Int4(typing.NamedTuple):
@@ -456,14 +454,12 @@ def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256, place=None, key_pl
         # The G query heads of a group are T = G L queries: one matmul per key/value head, no copies of the keys.
         q_BJTK = q_BLHK.reshape(B, -1, J, H // J, K).transpose(0, 2, 3, 1, 4).reshape(B, J, -1, K)
         score_BJTM = jnp.einsum("BJTK,BJMK->BJTM", q_BJTK, k_BJMK, preferred_element_type=jnp.float32) * K**-0.5
-        # Masked keys get a score that softmax turns into 0; -inf would give NaN in a row where all are masked.
         if see_BM is not None:
-            score_BJTM = jnp.where(see_BM[:, None, None], score_BJTM, -1e30)
+            score_BJTM = jnp.where(see_BM[:, None, None], score_BJTM, -1e30)  # -inf: NaN in a row without keys
         if place is not None:
             sees_B11LM = diffusion.sees(place, key_place)[:, None, None]
             score_BJGLM = score_BJTM.reshape(B, J, H // J, -1, M)
             score_BJTM = jnp.where(sees_B11LM, score_BJGLM, -1e30).reshape(score_BJTM.shape)
-        # The mean of the values, summed in float32; then the heads back in their order, h = j G + g.
         prob_BJTM = jax.nn.softmax(score_BJTM, -1).astype(v_BJMK.dtype)
         o_BJTK = jnp.einsum("BJTM,BJMK->BJTK", prob_BJTM, v_BJMK, preferred_element_type=jnp.float32)
         o_BJGLK = o_BJTK.astype(v_BJMK.dtype).reshape(B, J, H // J, -1, K)
@@ -541,9 +537,6 @@ class Run:
         return self.platform.startswith(("gpu 8.", "gpu 9.")) and jnp.dtype(self.dtype).itemsize == 2
 
 
-EXACT_BLOCK = 4  # largest block that is scored by exact_nll, in up to 15 passes
-
-
 class Block(nnx.Module):
     """One layer; its parameters have the checkpoint's names and [out, in] layout."""
 
@@ -588,12 +581,9 @@ class Block(nnx.Module):
             biased = cfg.bias and name in "qkv"
             return y_BLF + getattr(self, f"{name}_bias")[...].astype(x_BLD.dtype) if biased else y_BLF
 
-        # Attention. The names are those of REMAT.
-        n_BLD = rms_norm(x_BLD, self.input_layernorm[...], cfg.eps)
-        q_BLHK, k_BMJK, v_BMJK = (
-            checkpoint_name(project(n_BLD, name, "tensor", None).reshape(B, L, -1, cfg.head_size), name)
-            for name in "qkv"
-        )
+        n_BLD = rms_norm(x_BLD, self.input_layernorm[...], cfg.eps)  # the names below are those of REMAT
+        heads = (project(n_BLD, name, "tensor", None).reshape(B, L, -1, cfg.head_size) for name in "qkv")
+        q_BLHK, k_BMJK, v_BMJK = map(checkpoint_name, heads, "qkv")
         if cfg.qk_norm:
             q_BLHK, k_BMJK = (rms_norm(x, w[...], cfg.eps) for x, w in ((q_BLHK, self.q_norm), (k_BMJK, self.k_norm)))
         q_BLHK, k_BMJK = rotate(q_BLHK, *rope), rotate(k_BMJK, *rope[:2])
@@ -608,8 +598,7 @@ class Block(nnx.Module):
             o_BLHK = attention_gpu(q_BLHK, k_BMJK, v_BMJK, see_BM, place and place.document)
         else:
             o_BLHK = attention(q_BLHK, k_BMJK, v_BMJK, see_BM, run.block, place, key_place)
-        o_BLHK = checkpoint_name(o_BLHK, "attn")
-        x_BLD = x_BLD + project(o_BLHK.reshape(B, L, -1), "o", None, "tensor")
+        x_BLD = x_BLD + project(checkpoint_name(o_BLHK, "attn").reshape(B, L, -1), "o", None, "tensor")
 
         # Feed-forward: silu in float32, as its exp loses digits in bfloat16.
         n_BLD = rms_norm(x_BLD, self.post_attention_layernorm[...], cfg.eps)
@@ -650,20 +639,18 @@ class Dream(nnx.Module):
     def hidden(self, token_BL, position_BL=None, see_BM=None, cache=None, start=0, place=None, key_place=None):
         """Final-normed hidden states [B, L, D] of the tokens, and the cache: (k, v) [B, J, M, K] of each layer.
 
-        Without a cache the keys are the tokens' own. With a cache of M slots the tokens' keys and values
-        replace those of slots start .. start + L - 1; start is a number or an array [B]. see_BM is False at padding.
-        place, a diffusion.Place of the tokens, adds an attention mask, such as that between packed documents; with a
-        cache key_place is that of all slots. position_BL defaults to the slot numbers; a constant offset in a row
-        changes nothing, so left padding needs no positions of its own.
+        A cache of M slots gets the tokens' keys and values in slots start .. start + L - 1, start a number or an array
+        [B]. see_BM is False at padding. place, a diffusion.Place of the tokens, adds an attention mask, such as that
+        between packed documents; with a cache key_place is that of all slots. position_BL defaults to the slot numbers;
+        a constant offset in a row changes nothing, so left padding needs no positions of its own.
         """
         B, L = token_BL.shape
         if position_BL is None:
-            position_BL = jnp.broadcast_to(start + jnp.arange(L), (B, L))
+            position_BL = jnp.broadcast_to(jnp.reshape(start, (-1, 1)) + jnp.arange(L), (B, L))
         apply, rope = REMAT[self.run.remat], rope_of(self.cfg, position_BL)  # once for all layers
-        key_place = key_place or place
         x_BLD, cache = self.lookup(token_BL), list(cache or [None] * self.cfg.layers)
         for i in range(self.cfg.layers):
-            inputs = x_BLD, rope, see_BM, self.run, cache[i], start, place, key_place
+            inputs = x_BLD, rope, see_BM, self.run, cache[i], start, place, key_place or place
             x_BLD, cache[i] = apply(self.layers[str(i)], *inputs)
         return rms_norm(x_BLD, self.norm[...], self.cfg.eps), cache
 
@@ -725,8 +712,8 @@ class Dream(nnx.Module):
 
     def token_nll(self, hidden_BLD, token_BL, mask_BL):
         """diffusion.masked_nll of the tokens with mask_BL, from the hidden states that predict them."""
-        # The logits [B, L, V] would be the largest array by far. So the head runs over chunks of C positions, and the
-        # backward pass recomputes their logits. C is the largest divisor of L with B C <= run.loss_tokens.
+        # Logits [B, L, V] would be the largest array by far: the head runs over chunks of C positions, and again in the
+        # backward pass. C is the largest divisor of L with B C <= run.loss_tokens.
         B, L = token_BL.shape
         C = next(c for c in range(min(L, max(1, self.run.loss_tokens // B)), 0, -1) if L % c == 0)
 
@@ -738,8 +725,7 @@ class Dream(nnx.Module):
         def chunks(x_BL):  # [B, L, ...] -> [L / C, B, C, ...]: along the row, so that rows stay split over devices
             return x_BL.reshape(B, L // C, C, *x_BL.shape[2:]).swapaxes(0, 1)
 
-        nll_nBC = jax.lax.map(nll_of, jax.tree.map(chunks, (hidden_BLD, token_BL, mask_BL)))
-        return nll_nBC.swapaxes(0, 1).reshape(B, L)
+        return jax.lax.map(nll_of, jax.tree.map(chunks, (hidden_BLD, token_BL, mask_BL))).swapaxes(0, 1).reshape(B, L)
 
     def nelbo(self, token_BL, segment_BL, position_BL, t_BL, u_BL, fixed_BL=None, schedule="linear", seen_1LL=None):
         """A bound on -log p of packed rows, in nats, summed: sum of -w(t) log p(token | noised row) over masked tokens.
@@ -795,10 +781,9 @@ def noise(key, rows, row_B, part_BL, eps=1e-3):
     """(t_BL, u_BL) of the rows row_B of `rows`: the time of each token's document, or block, and a uniform number.
 
     They depend on the key and the row's number alone, not on how rows are split over devices. t is uniform in [eps, 1]
-    for each of `parts`, and stratified: the first part of row i has its t in the i-th of `rows` equal intervals, each
-    further part is 0.618 of the range on.
+    for each of `parts`, and stratified: that of row i's first part lies in the i-th of `rows` equal intervals, each
+    further part adds 0.618 of the range, modulo the range.
     """
-    # a key and a time for all rows, of which this process may hold a part
     key_R = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows))
     t_R = diffusion.antithetic_times(jax.vmap(jax.random.uniform)(key_R), eps)
     u_BL = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1), part_BL.shape[1:]))(key_R[row_B])
@@ -852,9 +837,6 @@ def join(model):
         layer.up_proj.set_value(jax.tree.map(lambda x: x[:0], up))
         jax.block_until_ready((layer.gate_proj.get_value(), layer.up_proj.get_value()))  # the old ones are free then
     return model
-
-
-MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a layer
 
 
 def assemble(base, trained):

@@ -5,8 +5,8 @@
         run.log({"step": step + 1, "loss": 3.41})   # in the loop over steps
         if run.signal: run.leave(step + 1)          # Ctrl-C or SIGTERM; save before it
 
-The folder of a run holds config.json, tokenizer.json, log.jsonl and its checkpoints: checkpoints/<step>/ (JAX, see
-checkpoints.py) or step_<n>/ in safetensors (PyTorch). This file imports neither JAX nor PyTorch.
+The folder of a run holds config.json, tokenizer.json, log.jsonl, and checkpoints/<step>/ (JAX, see checkpoints.py) or
+step_<n>/ (PyTorch, in safetensors). This file imports neither JAX nor PyTorch.
 """
 
 import argparse
@@ -217,7 +217,8 @@ def lock(path):
 def saved_steps(folder):
     """{step: path} of the finished checkpoints of a run, in order: checkpoints/<step>/ (JAX) or step_<n>/ (PyTorch)."""
     names = [(p.name.removeprefix("step_"), p) for p in (*folder.glob("checkpoints/*"), *folder.glob("step_*"))]
-    return dict(sorted((int(name), path) for name, path in names if name.isdigit()))
+    mark = "commit_success.txt" if str(folder).startswith("gs://") else ""  # there Orbax cannot rename what is complete
+    return dict(sorted((int(name), path) for name, path in names if name.isdigit() and (path / mark).exists()))
 
 
 def newest(folder, step=0):
@@ -339,8 +340,7 @@ class Run:
 
     def leave(self, done):
         """End the program after a signal, when `done` is saved."""
-        why = self.signal or "another process was asked to stop"
-        raise InterruptedError(f"{why}: saved {self.unit} {done}; go on with --resume={self.out}")
+        raise InterruptedError(f"{self.signal or 'a signal'}: saved {self.unit} {done}; go on with --resume={self.out}")
 
 
 def rows_until(last, path, unit):

@@ -65,9 +65,12 @@ class Sampling:
     likeliest: int = 0  # with history: keep so many of the likeliest tokens, too
 
     def __post_init__(self):
-        for one, other in (("threshold", "entropy_bound"), ("guidance", "cache")):
+        alone = ("threshold", "entropy_bound"), ("guidance", "cache"), ("alg_temp", "threshold")
+        for one, other in (*alone, ("alg_temp", "entropy_bound")):
             if getattr(self, one) and getattr(self, other):
                 raise ValueError(f"{one} and {other} do not go together")
+        if self.bound and self.alg == "topk_margin":
+            raise ValueError("a threshold or an entropy bound has an order of its own: leave topk_margin out")
         if self.cache and not self.block_length:
             raise ValueError("a cache works block by block: set block_length")
         if self.fast_dllm and not self.cache:
@@ -202,13 +205,15 @@ class Sampler:
             score_BC = jnp.zeros(token_BC.shape)
         else:
             score_BC = diffusion.confidence(prob_BCV, "margin" if rule.alg == "topk_margin" else "entropy")
+        if rule.late_eos in ("confidence", "both"):  # the lowest, also where the filters leave nothing but EOS
+            score_BC = jnp.where(jnp.isin(token_BC, jnp.array(rule.eos_ids, jnp.int32)), -1e9, score_BC)
 
         logp_BC = None
         if state.record:
             scale = rule.temperature if rule.record and rule.temperature else 1.0
             logp_BCV = diffusion.log_softmax(logits_BCV / scale)
             logp_BC = jnp.take_along_axis(logp_BCV, token_BC[..., None], -1)[..., 0]
-        likely = jax.lax.top_k(logp_BCV, rule.likeliest)[::-1] if rule.likeliest else ()
+        likely = jax.lax.top_k(logp_BCV, rule.likeliest)[::-1] if rule.likeliest and state.record else ()
         return token_BC, score_BC, logp_BC, tuple(likely)
 
     def forward(self, model, state, given, cache, wanted_BL, most_B, width):
@@ -287,7 +292,7 @@ class Sampler:
         if rule.bound and not rule.block_length:
             new_B = given.budget_BS.at[:, i].get(mode="fill", fill_value=0)
             most_B = jnp.minimum(new_B + state.left_B, count_B)
-        elif rule.schedule == "even":
+        elif rule.schedule == "even" and not rule.bound:
             most_B = -(-count_B // (given.steps - i))
         elif rule.alg == "p2":
             most_B = count_B - jnp.floor(count_B * given.share_S[i]).astype(jnp.int32)
@@ -396,8 +401,11 @@ def folded_in(key, row_B):
 
 
 def keys_of_rows(key, rows):
-    """The data of a random key for each row; as they are, if there is one for each already."""
-    return key if key.ndim else folded_in(key, np.arange(rows))
+    """The data of a random key for each row, [rows, 2]: of one key, or of one for each row, as keys or their data."""
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if key.ndim == 0 + (not typed):
+        return folded_in(key, np.arange(rows))
+    return jax.random.key_data(key) if typed else key
 
 
 def prepare(cfg, rule, token_BL, see_BL, key=None):
@@ -568,7 +576,8 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, wa
     together, in canvases of these widths: with the same widths and rows other prompts need no other program. Stats are
     those of `fill`, added up. Raises ValueError for what does not fit; see `fill`.
     """
-    lengths, size = [len(prompt) + max_new for prompt in prompts], rows or max(1, len(prompts))
+    whole = watch or (rule and (rule.history or rule.record))  # one batch, as in `fill`
+    lengths, size = [len(prompt) + max_new for prompt in prompts], (not whole and rows) or max(1, len(prompts))
     order = sorted(range(len(prompts)), key=lengths.__getitem__) if len(prompts) > size else range(len(prompts))
     of_width = collections.defaultdict(list)
     for i in range(0, len(order), size):

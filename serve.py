@@ -168,7 +168,7 @@ def rows_of(ask, path, model, wake):
             raise Refusal(400, "prompt has to be a text or a list of 1 to 16", "prompt")
         texts = canvas.Texts(model.tokenizer, None, model.ends, most)
         how = {"suffix": ask.get("suffix", ""), "infill": path == "/v1/canvas", "measure": lambda *_: [masks or 8]}
-        prompts = map(canvas.on_new_line, prompts) if path == "/v1/canvas" else prompts  # others join text to the prompt
+        prompts = map(canvas.on_new_line, prompts) if path == "/v1/canvas" else prompts  # of an editor: as it is
         canvases = [texts.canvas(prompt, max_new=1, **how).ids for prompt in prompts]
     for ids in canvases:
         room = most - len(ids)

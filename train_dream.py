@@ -64,7 +64,7 @@ class Blocks:
 class Config:
     data: str = ""  # folder of rows from data_prep.py; default: the Python standard library, prepared under data/
     out: str = "out/train_dream"  # folder of the run
-    resume: str = ""  # folder of a run to continue, with its settings
+    resume: str = ""  # folder of a run to continue, with its settings, those of its devices excepted: see MACHINE
     eval_only: str = ""  # folder of a model to score on held-out rows, instead of training
     model: str = ""  # preset, see CONFIGS in model_dream.py; default: tiny, or the model of --init
     init: str = ""  # folder of a Dream to start from, converted or trained here
@@ -92,9 +92,9 @@ class Config:
     device: typing.Literal["", "cpu"] = ""  # "cpu" trains on the CPU although JAX leaves an accelerator idle
     hosts: str = ""  # "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process; default: one host
     log_every: Count = 10  # steps between rows of the log
-    eval_every: Natural = 0  # steps between evaluations, each with a sample and a checkpoint; 0: about ten per run
+    eval_every: Natural = 0  # steps between evaluations, each with a sample and a checkpoint; 0: 50 to 1000
     eval_rows: Count = 512  # held-out rows per evaluation, at most
-    save_minutes: NonNegative = 30.0  # minutes between checkpoints, at most; 0: only at evaluations
+    save_minutes: NonNegative = 30.0  # minutes after which a row of the log comes with a checkpoint; 0: never
     keep: Count = 2  # newest checkpoints to keep, besides the best
     prompt: str = "def read_lines(path):\n"  # prefix of the samples drawn in training
     wandb: str = ""  # project name at Weights & Biases; default: log to files only
@@ -104,7 +104,7 @@ class Config:
 
 # Settings that may differ between hosts, and those that --resume does not take from the run.
 OF_A_HOST = ("hosts", "data", "out", "resume", "wandb", "compile_cache")
-MACHINE = ("device", "hosts", "micro_batch", "fsdp", "tensor")
+MACHINE = ("device", "hosts", "fsdp", "tensor")
 COLUMNS = "token_ABL", "segment_ABL", "position_ABL", "fixed_ABL"  # of a batch, the last of pairs alone
 METRICS = "loss", "lr", "grad_norm", "ok"  # of a step, in the order of the log; jit returns them sorted
 MASKS = "<|mask|>", "<mask>"  # what tokenizers call MASK
@@ -627,15 +627,15 @@ def main(cfg):
     if cfg.eval_only:
         return evaluate(cfg)
     trainer = Trainer(cfg)
-    steps, cfg = cfg.steps, trainer.cfg
+    given, cfg = {"steps": cfg.steps, "micro_batch": cfg.micro_batch}, trainer.cfg
     with runs.Run(cfg, rank=jax.process_index(), hosts=jax.process_count()) as folder:
         model, settings = dataclasses.asdict(trainer.model), dataclasses.asdict(cfg)
         same = {name: value for name, value in settings.items() if name not in OF_A_HOST}
         checkpoints.check_hosts(folder.out, {"model": model, "train": same, "data": trainer.train.meta["fingerprint"]})
         store = checkpoints.Checkpoints(folder.out, cfg.keep, best="heldout_nats" if trainer.heldout.total else "")
         first, skipped = trainer.begin(store)
-        # --steps is written as it was given: a resumed run may be given more --epochs or --steps.
-        config = {"train": settings | {"steps": steps}, "model": model, "data": str(trainer.train.folder)}
+        # Written as they were given: a resumed run may have more --epochs, or a larger machine.
+        config = {"train": settings | given, "model": model, "data": str(trainer.train.folder)}
         if cfg.init:  # the name by which generate.py knows a chat model
             config["source"] = runs.read_json(runs.as_path(cfg.resume or cfg.init) / "config.json").get("source", "")
         folder.begin(first, config, trainer.files)

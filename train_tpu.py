@@ -1,7 +1,7 @@
 """Train PythonCoder on Python source, on whatever JAX finds: a TPU chip, a pod, GPUs or a CPU.
 
     python train_tpu.py --steps=50                      # CPU: the tiny preset for two minutes, to see it work
-    python train_tpu.py                                 # four epochs over the standard library; 1.08 B on a TPU v6e
+    python train_tpu.py                                 # four epochs over the standard library: the tiny preset
     python train_tpu.py --resume=out/train_tpu          # continues a stopped run with its own settings
     python train_tpu.py --data=data/mine --model=300m   # rows that data_prep.py wrote
     python train_tpu.py --eval_only=out/train_tpu       # held-out bits per byte beside xz -9, accepted draft tokens
@@ -46,7 +46,7 @@ from runs import Count, Natural, NonNegative, Positive
 class Config:
     data: str = ""  # folder of rows from data_prep.py; default: the Python standard library, prepared under data/
     out: str = "out/train_tpu"  # folder of the run
-    resume: str = ""  # folder of a run to continue, with its settings
+    resume: str = ""  # folder of a run to continue, with its settings, those of its devices excepted: see MACHINE
     eval_only: str = ""  # folder of a model to score on held-out rows, instead of training
     model: str = ""  # preset, see CONFIGS in model_pythoncoder.py; default: the largest that memory and data allow
     diff: typing.Literal["seed", "paper", "v2", "none"] = "seed"  # floored | as published | DIFF V2 | plain attention
@@ -72,9 +72,9 @@ class Config:
     device: typing.Literal["", "cpu"] = ""  # "cpu" trains on the CPU although JAX leaves an accelerator idle
     hosts: str = ""  # "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process; default: one host
     log_every: Count = 10  # steps between rows of the log
-    eval_every: Natural = 0  # steps between evaluations, each with a sample and a checkpoint; 0: about ten per run
+    eval_every: Natural = 0  # steps between evaluations, each with a sample and a checkpoint; 0: 50 to 1000
     eval_rows: Count = 512  # held-out rows per evaluation, at most
-    save_minutes: NonNegative = 30.0  # minutes between checkpoints, at most; 0: only at evaluations
+    save_minutes: NonNegative = 30.0  # minutes after which a row of the log comes with a checkpoint; 0: never
     keep: Count = 2  # newest checkpoints to keep, besides the best
     prompt: str = "def read_lines(path):\n"  # prefix of the samples drawn in training
     wandb: str = ""  # project name at Weights & Biases; default: log to files only
@@ -84,7 +84,7 @@ class Config:
 
 # Settings that may differ between hosts, and those that --resume does not take from the run.
 OF_A_HOST = ("hosts", "data", "out", "resume", "wandb", "compile_cache")
-MACHINE = ("device", "hosts", "micro_batch", "fsdp", "tensor", "reduce")
+MACHINE = ("device", "hosts", "fsdp", "tensor", "reduce")
 COLUMNS = "token_ABL", "segment_ABL", "position_ABL"  # of a batch
 METRICS = "loss", "main", "mtp", "lr", "grad_norm", "ok"  # of a step, in the order of the log; jit returns them sorted
 
@@ -139,9 +139,10 @@ def pick_model(cfg, devices, data=None, memory=None):
     if name not in pc.CONFIGS:
         raise ValueError(f"--model={name}: not one of {', '.join(pc.CONFIGS)}; train_dream.py trains Dream")
     model = pc.CONFIGS[name]
-    ids = model.vocab
-    if data and not data["vocab_size"] <= ids < 2 * data["vocab_padded"]:
-        ids = data["vocab_padded"]
+    if cfg.diff == "v2" and model.heads // model.kv_heads % 2:
+        raise ValueError(f"--diff=v2 subtracts pairs of heads that read the same keys: the heads of {name} do not")
+    fits = not data or data["vocab_size"] <= model.vocab < 2 * data["vocab_padded"]
+    ids = model.vocab if fits else data["vocab_padded"]
     positions = max(model.positions, data["seq_len"] if data else cfg.seq_len)
     init_std = cfg.init_std or model.init_std
     return name, dataclasses.replace(model, diff=cfg.diff, init_std=init_std, vocab=ids, positions=positions)
@@ -526,9 +527,8 @@ class Meter:
         """Tokens per second, share of the device's peak (MFU), share of the time without a batch, minutes to go."""
         elapsed = time.perf_counter() - self.started
         rate = (step - self.step) / elapsed
-        row = {"tok_per_s": rate * self.cfg.batch_size * self.cfg.seq_len}
-        if math.isfinite(self.peak):
-            row["mfu"] = rate * self.flops / self.peak
+        mfu = {"mfu": rate * self.flops / self.peak} if math.isfinite(self.peak) else {}
+        row = {"tok_per_s": rate * self.cfg.batch_size * self.cfg.seq_len} | mfu
         row |= {"wait": self.waited_s / elapsed, "eta_min": (self.cfg.steps - step) / rate / 60}
         self.restart(step)
         return row | {"skipped": self.skipped}
@@ -539,15 +539,15 @@ def main(cfg):
     if cfg.eval_only:
         return evaluate(cfg)
     trainer = Trainer(cfg)
-    steps, cfg = cfg.steps, trainer.cfg
+    given, cfg = {"steps": cfg.steps, "micro_batch": cfg.micro_batch}, trainer.cfg
     with runs.Run(cfg, rank=jax.process_index(), hosts=jax.process_count()) as folder:
         model, settings = dataclasses.asdict(trainer.model), dataclasses.asdict(cfg)
         same = {name: value for name, value in settings.items() if name not in OF_A_HOST}
         checkpoints.check_hosts(folder.out, {"model": model, "train": same, "data": trainer.train.meta["fingerprint"]})
         store = checkpoints.Checkpoints(folder.out, cfg.keep, best="heldout_nats" if trainer.heldout.total else "")
         first, skipped = trainer.begin(store)
-        # --steps is written as it was given: a resumed run may be given more --epochs or --steps.
-        config = {"train": settings | {"steps": steps}, "model": model, "data": str(trainer.train.folder)}
+        # Written as they were given: a resumed run may have more --epochs, or a larger machine.
+        config = {"train": settings | given, "model": model, "data": str(trainer.train.folder)}
         folder.begin(first, config, trainer.files)
         if first < cfg.steps:
             train(folder, store, trainer, first, skipped)

@@ -189,6 +189,7 @@ def decode(model, row_L, rule):
     [
         ({}, [{"entropy_bound": x} for x in (1e-6, 3.0, 12.0, np.inf)]),
         ({"block_length": 5}, [{"threshold": x} for x in (0.1, 0.14, 1.0)]),
+        ({"block_length": 5, "schedule": "even"}, [{"threshold": x} for x in (0.1, 0.14, 1.0)]),
     ],
     ids=str,
 )
@@ -336,6 +337,19 @@ def test_a_penalty_keeps_end_tokens_from_an_empty_text_and_not_from_a_full_one()
     assert ends == {0.0: 8, 3.0: 6}
 
 
+@pytest.mark.parametrize("alg", ["entropy", "maskgit_plus", "topk_margin"])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_ends_come_last_where_their_confidence_is_0_also_if_filters_leave_nothing_else(alg, top_p):
+    p_LV = np.full((8, TINY.vocab), 1e-3)
+    p_LV[:5, 9], p_LV[5:, TINY.eos_id], p_LV[:, MASK] = 0.5, 10.0, 1e-30
+    rule = sd.Sampling(alg=alg, top_p=top_p, eos_ids=(TINY.eos_id,), history=True)
+    for late in "", "confidence":
+        got_BL, stats = sd.fill(Table(np.log(p_LV)), masked(1, 2, 6), None, dataclasses.replace(rule, late_eos=late))
+        assert got_BL[0, 2:].tolist() == [9] * 3 + [TINY.eos_id] * 3
+        words, ends = stats["when"][0, 2:5], stats["when"][0, 5:]
+        assert words.max() < ends.min() if late or top_p < 1 else ends.max() < words.min()  # 0.9 leaves a token each
+
+
 def test_tokens_are_drawn_from_the_filtered_distribution(shallow):
     B = 3000
     canvas_BL = np.repeat(masked(1, 6, 1), B, 0)
@@ -364,6 +378,19 @@ def test_positions_are_drawn_from_the_confidences_at_alg_temp(shallow):
 
 
 @pytest.mark.slow
+def test_what_was_recorded_is_that_of_the_rows_in_their_order_and_each_may_have_a_key(shallow):
+    prompts, keys = [tokens(1, n, seed=n)[0].tolist() for n in (9, 3, 6, 1)], jax.random.split(jax.random.key(3), 4)
+    rule = sd.Sampling(temperature=1.0, history=True)
+    texts, stats = sd.generate(shallow, prompts, 8, rule, keys)
+    for rows, key in ((2, keys), (0, jax.random.key_data(keys)), (0, np.asarray(jax.random.key_data(keys)))):
+        again, of_rows = sd.generate(shallow, prompts, 8, rule, key, rows=rows)
+        assert again == texts
+        np.testing.assert_array_equal(of_rows["when"], stats["when"])
+    assert texts != sd.generate(shallow, prompts, 8, rule, keys[::-1])[0]
+    old = [sd.generate(shallow, prompts, 8, rule, key(3))[0] for key in (jax.random.key, jax.random.PRNGKey)]
+    assert old[0] == old[1]
+
+
 def test_draws_do_not_depend_on_padding_or_on_the_rows_behind(shallow):
     prompts = [tokens(1, 7)[0].tolist(), tokens(1, 3)[0].tolist(), tokens(1, 40)[0].tolist()]
     for settings in (
@@ -506,6 +533,8 @@ def test_bad_input_is_one_clear_line(shallow):
         ({"fast_dllm": True, "block_length": 4}, "need blocks and a cache"),
         ({"guidance": 1.0, "cache": "dual", "block_length": 4}, "do not go together"),
         ({"alg": "p2", "schedule": "even"}, "a schedule of its own"),
+        ({"alg_temp": 0.5, "entropy_bound": 0.5}, "alg_temp and entropy_bound do not go together"),
+        ({"alg": "topk_margin", "threshold": 0.5}, "leave topk_margin out"),
     ):
         with pytest.raises(ValueError, match=text):
             sd.Sampling(**settings)

@@ -431,6 +431,7 @@ def test_more_epochs_go_on_with_a_finished_run_and_old_epochs_are_not_kept(code_
     out = tmp_path / "run"
     train_tpu.main(config(code_rows, out, epochs=1.0, steps=0, batch_size=1024, micro_batch=256))
     done = max(losses(out))
+    assert resumed(train_tpu, out).micro_batch == 256
     train_tpu.main(resumed(train_tpu, out))
     assert f"has all of its {done} steps; more with --epochs or --steps" in capsys.readouterr().out
     train_tpu.main(resumed(train_tpu, out, epochs=3.0))
@@ -465,6 +466,7 @@ def test_bad_input_is_one_line_and_leaves_the_run_alone(code_rows, unbroken, one
     assert "already holds a run: --resume=" in refusal(train_tpu, config(code_rows, out))
     assert "data_prep.py" in refusal(train_tpu, config(tmp_path / "none", new))
     assert "tiny, small, 300m, 1b" in refusal(train_tpu, config(code_rows, new, model="huge"))
+    assert "the heads of 1b do not" in refusal(train_tpu, config(code_rows, new, model="1b", diff="v2"))
     assert "rows of 64 tokens, the run wants 32" in refusal(train_tpu, config(code_rows, new, seq_len=32))
     assert "lower --batch_size" in refusal(train_tpu, config(code_rows, new, batch_size=100_000))
     for part in ("another model", "diff seed there, paper here"):
@@ -578,6 +580,9 @@ def test_data_and_run_can_be_in_a_bucket(code_rows, bucket, tmp_path):
     copy_in_bucket(bucket, "get", "bucket/run/", f"{tmp_path}/run/")
     assert max(losses(tmp_path / "run")) == 12
     assert (tmp_path / "run" / "samples.txt").exists()
+    (tmp_path / "20" / "params").mkdir(parents=True)
+    (tmp_path / "20" / "params" / "half").write_text("a checkpoint that is being written")
+    copy_in_bucket(bucket, "put", f"{tmp_path}/20/", "bucket/run/checkpoints/20/")
     scored = run("train_tpu.py", "--eval_only=gs://bucket/run", "--eval_rows=8", "--compile_cache=", env=env)
     local = "--eval_only=" + str(tmp_path / "run"), f"--data={code_rows}", "--eval_rows=8", "--compile_cache="
     assert scored.stdout == run("train_tpu.py", *local).stdout != ""
