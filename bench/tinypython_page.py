@@ -133,35 +133,29 @@ def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+HEAD = """# TinyPython, and what small models make of it
+
+`tinypython.py` draws typed operations from a grammar (`tinypython.txt` has its words), writes the function and a
+sentence that says what it does, half of them with an example, and finds tests by running it and up to ten mutants. A
+sentence describes one function. The split *composed* has operations that never occur together in training. 200,000
+functions are 14 M tokens of a vocabulary of 1,024, 22 M with the EOS that a Dream's texts are filled with.
+
+| family | parameters | core minutes | steps | processor s | pass@1 on *composed* |
+|---|---|---|---|---|---|"""
+TAIL = """Greedy, 1,000 tasks, 95 % intervals; one seed each. A Dream learns from left to right for a fifth of its time.
+{cpu}, one core. `python bench/tinypython_page.py`
+
+![pass@1](tinypython.png)"""
+
+
 def page(out, rows, count):
     """tinypython.md, with tinypython.png."""
-    lines = ["# TinyPython, and what small models make of it", ""]
-    lines += [
-        "`tinypython.py` draws typed operations from a grammar (`tinypython.txt` has its words), writes the function"
-    ]
-    lines += [
-        "and a sentence that says what it does, half of them with an example, and finds tests by running it and ten"
-    ]
-    lines += [
-        "mutants. A sentence describes one function. The split *composed* has operations that never occur together in"
-    ]
-    lines += ["training. 200,000 functions are 14 M tokens of a vocabulary of 1,024, 22 M with the EOS behind a Dream's texts."]
-    lines += [
-        "",
-        "| family | parameters | core minutes | steps | processor s | pass@1 on *composed* |",
-        "|---" * 6 + "|",
-    ]
+    lines = [HEAD]
     for row in rows:
         mean, low, high = row["pass@1"]
-        about = (
-            f"{row['family']} | {row['size'][0]} M | {row['minutes']} | {row['steps']:,} | {row['processor_s']:,.0f}"
-        )
-        lines.append(f"| {about} | {100 * mean:.1f} % ({100 * low:.1f} to {100 * high:.1f}) |")
-    lines += [
-        "",
-        "Greedy, 1,000 tasks, 95 % intervals; one seed each. A Dream learns from left to right for a fifth of its",
-    ]
-    lines += [f"time. {rows[0]['cpu']}, one core. `python bench/tinypython_page.py`", "", "![pass@1](tinypython.png)"]
+        about = f"{row['family']} | {row['size'][0]} M | {row['minutes']} | {row['steps']:,}"
+        lines.append(f"| {about} | {row['processor_s']:,.0f} | {100 * mean:.1f} % ({100 * low:.1f} to {100 * high:.1f}) |")
+    lines += ["", TAIL.format(cpu=rows[0]["cpu"])]
     for family in ("pythoncoder", "dream"):
         for passed, texts in samples(out, family, count):
             which = "that pass their tests" if passed else "that do not"

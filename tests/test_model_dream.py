@@ -216,7 +216,7 @@ def test_wrong_configs_are_refused_and_unknown_keys_ignored(tmp_path):
     causal = dataclasses.replace(TINY, block_length=8, causal=True)
     path.write_text(json.dumps(md.config_to_hf(causal)))
     assert md.config_from_hf(tmp_path) == causal
-    whole = dataclasses.replace(TINY, bias=False, qk_norm=True, shift=False, family="sdar")  # of its blocks of 4 no more
+    whole = dataclasses.replace(TINY, bias=False, qk_norm=True, shift=False, family="sdar")  # no blocks of 4 any more
     path.write_text(json.dumps(md.config_to_hf(whole)))
     assert md.config_from_hf(tmp_path) == whole
     grows = dataclasses.replace(TINY, expand_id=46)
