@@ -64,7 +64,7 @@ class Texts:
         if suffix:
             parts += cut(suffix)
         texts, sizes = parts[::2], [count and int(count) for count in parts[1::2]]
-        if infill and any("[MASK" in text for text in texts):
+        if infill and (0 in sizes or any("[MASK" in text for text in texts)):
             raise ValueError("a mask is written with its number of tokens: [MASK:12]; --no-infill takes [MASK as text")
         answers = self.ask is not None and len(texts) == len(sizes)  # nothing follows the last mask
         if self.must_ask and not answers:
@@ -330,21 +330,21 @@ def examples(prompt):
             before = []
             for example in doctest.DocTestParser().get_examples(docstring):
                 call, want = ast.unparse(ast.parse(example.source)).replace("\n", "\n "), example.want.strip()
-                test = f"assert repr({call}) == {want!r}"
+                value, result = f"repr({call})", want
                 if call.startswith("print("):
-                    test = f"assert str({call[6:-1]}) == {want!r}"
+                    value = f"str({call[6:-1]})" if "," not in call else f"' '.join(map(str, [{call[6:-1]}]))"
                 else:
                     with contextlib.suppress(ValueError, SyntaxError):  # no literal
-                        test = f"assert {call} == {ast.literal_eval(want)!r}"
+                        value, result = f"({call})", ast.literal_eval(want)
                 if want and not example.exc_msg:
-                    ast.parse(test)
+                    test = ast.unparse(ast.parse(f"assert {value} == {result!r}"))
                     found.append((call, want, "\n ".join(["if 1:", *before, test]) if before else test))
                 if before or not want:
                     before.append(call)
     except (ValueError, SyntaxError) as error:
-        raise ValueError(f"--check cannot read the >>> examples of the prompt: {error}") from None
+        raise ValueError(f"cannot read the >>> examples of the prompt: {error}") from None
     if not found:
-        raise ValueError("--check runs the >>> examples in the docstring of a prompt; there are none")
+        raise ValueError("the >>> examples in the docstring of a prompt are what is run; there are none")
     return found
 
 

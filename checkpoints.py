@@ -117,10 +117,10 @@ class Checkpoints:
         how = {"cleanup_tmp_directories": own}  # of a killed save; in the folder of another run one may be going on
         if best:  # as an option, too: else Orbax does not store the metric, and a resumed run forgets the best step
             how |= {"best_fn": lambda metrics: metrics[best], "best_mode": "min"}
-            rules += [kept.BestN(get_metric_fn=how["best_fn"], reverse=True, n=1, keep_checkpoints_without_metrics=False)]
+            lowest = {"get_metric_fn": how["best_fn"], "reverse": True, "n": 1}
+            rules.append(kept.BestN(**lowest, keep_checkpoints_without_metrics=False))
         how["preservation_policy"] = kept.AnyPreservationPolicy(rules)
         self.folder = absolute(folder)
-        # The folder remembers, from its first checkpoint on, that it has had one.
         how["async_options"] = ocp.AsyncOptions(post_finalization_callback=(self.folder / runs.SAVED).touch)
         self.manager = ocp.CheckpointManager(self.folder / "checkpoints", options=ocp.CheckpointManagerOptions(**how))
 

@@ -109,7 +109,7 @@ def swallows(before, hole, behind):
 def predict(params, token_BL, see_BL, slot_BC, target_BC, *, graph, vocab, choices):
     """log p [B, C] of the targets at slots of canvases; log p and ids of the likeliest `choices` at each slot.
 
-    A mask is no mask again, nor two of them.
+    MASK and cfg.expand_id are never predicted.
     """
     model = nnx.merge(graph, params)
     hidden_BLD, _ = model.hidden(token_BL, see_BM=see_BL)
@@ -283,8 +283,8 @@ def grow(read, before, after, rule, key=None, size=START, most=LENGTHS[-1], regr
     cfg.expand_id, two masks, while there are fewer than `most` tokens; or EOS, which deletes the mask, and with it all
     that are SURE. The last mask is not deleted. A hole that has shrunk grows no more.
 
-    With regrow it is DreamOn's loop: growing and shrinking may take turns until so many masks were added, in four to
-    eight times as many passes for texts no better (bench/LOG.md), and the hole may become empty. With to_right, as in
+    With regrow, DreamOn's own loop, a hole may shrink and grow again until `regrow` masks were added. That takes four
+    to eight times the passes, for texts no better (bench/LOG.md), and the hole may become empty. With to_right, as in
     DreamOn's evaluation, EOS deletes the masks behind it, too.
     """
     foreign = "guidance eos_penalty late_eos alg_temp threshold entropy_bound block_length".split()

@@ -12,7 +12,6 @@ programs for each canvas width of a Dream, four of one of blocks, two of PythonC
 Letters: B rows, L slots of a canvas, M slots of a cache, D width, V vocabulary, N likeliest tokens.
 """
 
-import collections
 import dataclasses
 import functools
 import itertools
@@ -115,7 +114,7 @@ class Family:
         return next(width for width in self.widths if width >= len(row.ids) + self.extra)
 
     def batch_of(self, row):
-        """The narrowest batch with a free place in which a text needs its width; else one of the row's width."""
+        """The narrowest batch with a free place and a text that needs its full width; else that of the row's width."""
         own = self.width_of(row), next((order for order in self.ORDERS[1:] if row.ask.get(order)), self.ORDERS[0])
         free = [batch for (_, order), batch in self.batches.items() if order == own[1] and None in batch.rows]
         wide = (x.width for x in free if own[0] <= x.width and x.width in map(self.width_of, filter(None, x.rows)))
@@ -388,7 +387,7 @@ class Loop(threading.Thread):
 
     def __init__(self, model, queue, warm=False):
         super().__init__(daemon=True)
-        self.model, self.queue, self.waiting = model, queue, collections.deque()
+        self.model, self.queue, self.waiting = model, queue, []
         self.changed, self.closing = threading.Condition(), False
         print("compiling" if warm else "programs are compiled when they are asked for", file=sys.stderr)
         with inference.mesh_context(model.mesh):
@@ -417,10 +416,9 @@ class Loop(threading.Thread):
                 with self.changed:
                     self.changed.wait_for(lambda: self.running() or self.waiting or self.closing)
                     waiting = [row for row in self.waiting if not row.gone]
-                    self.waiting.clear()
-                late = [row for row in waiting if not self.admitted(row)]
-                with self.changed:
-                    self.waiting.extendleft(reversed(late))
+                taken = {row for row in waiting if self.admitted(row)}
+                with self.changed:  # a row that waits counts until it has a place
+                    self.waiting = [row for row in self.waiting if not row.gone and row not in taken]
                 for batch in self.running():
                     self.attempt(batch, batch.step)
 

@@ -51,7 +51,7 @@ class Config:
     host: str = "127.0.0.1"  # address to listen at; 0.0.0.0 is open to the network
     port: Natural = 8000
     api_key: str = "UNMASK_API_KEY"  # environment variable with the key that clients have to send
-    batch_size: Count = 8  # texts that are generated together
+    batch_size: Count = 8  # texts of a batch; canvases of one width and order are a batch
     queue: Count = 64  # texts that may wait; more are refused with status 429
     warm: bool = False  # compile all programs before the first request
     grace: Count = 30  # seconds that SIGTERM leaves running requests
@@ -155,6 +155,7 @@ def rows_of(ask, path, model, wake):
     """The Rows of a request. Refusal or ValueError for what the model cannot take."""
     rows, size = [], ask.get("max_tokens", ask.get("max_completion_tokens"))
     most, masks = model.positions - model.extra, getattr(model.model.cfg, "hole_masks", 0)
+    page = path == "/v1/canvas"
     if "messages" in FORMS[path]:
         canvases = [[*canvas.encode_messages(model.tokenizer, model.wrap, ask.get("messages")), None]]
     elif "ids" in ask:
@@ -162,22 +163,20 @@ def rows_of(ask, path, model, wake):
         if None not in ids or not all(x is None or (type(x) is int and 0 <= x < model.vocab) for x in ids):
             raise Refusal(400, "ids has to hold token ids, and null where the model writes", "ids")
     else:
-        prompts = ask.get("prompt", "")
-        prompts = prompts if isinstance(prompts, list) else [prompts]
+        prompts = given if isinstance(given := ask.get("prompt", ""), list) else [given]
         if not 1 <= len(prompts) <= 16 or not all(isinstance(prompt, str) for prompt in prompts):
             raise Refusal(400, "prompt has to be a text or a list of 1 to 16", "prompt")
-        texts = canvas.Texts(model.tokenizer, None, model.ends, most)
-        how = {"suffix": ask.get("suffix", ""), "infill": path == "/v1/canvas", "measure": lambda *_: [masks or 8]}
-        prompts = map(canvas.on_new_line, prompts) if path == "/v1/canvas" else prompts  # of an editor: as it is
+        texts = canvas.Texts(model.tokenizer, None, model.ends, 1 << 30)  # what does not fit is refused below
+        how = {"suffix": ask.get("suffix", ""), "infill": page, "measure": lambda *x: [n or masks or 8 for n in x[-1]]}
+        prompts = map(canvas.on_new_line, prompts) if page else prompts  # of an editor: as it is
         canvases = [texts.canvas(prompt, max_new=1, **how).ids for prompt in prompts]
     for ids in canvases:
         room = most - len(ids)
-        if "ids" not in ask and ids.count(None) == 1:
+        if "ids" not in ask and not (page and "[MASK" in str(ask.get("prompt"))) and ids.count(None) == 1:
             i, n = ids.index(None), size or max(1, min(masks or 128, room + 1))
             ids, room = [*ids[:i], *[None] * n, *ids[i + 1 :]], room + 1 - n
         if room < 0:
-            message = f"{len(ids)} tokens do not fit the model's {most}"
-            raise Refusal(400, message, "max_tokens", "context_length_exceeded")
+            raise Refusal(400, f"{len(ids)} tokens do not fit in {most}", "max_tokens", "context_length_exceeded")
         model.check(ids, ask)
         rows += [sample_rows.Row(ids, ask, number, wake=wake) for number in range(ask["n"])]
     return rows
@@ -224,7 +223,7 @@ class Answer:
         return {"index": i} | content | {"logprobs": logprobs, "finish_reason": ended or None}
 
     def logprobs(self, row, begin, end):
-        """Those of the tokens whose last characters are among begin .. end - 1 of a text."""
+        """Log probabilities, in OpenAI's form, of the tokens that end within the characters begin .. end - 1."""
         tokens, at, found = self.tokens(row), 0, []
         texts = canvas.pieces(self.model.tokenizer, [token for token, *_ in tokens])
         for text, (_, logp, *likely) in zip(texts, tokens, strict=True):
@@ -278,23 +277,23 @@ class Answer:
             yield head | {"choices": [], "usage": self.usage()}
 
     async def steps(self):
-        """Yields the canvas of the page's request, what each step writes, and which slots are left at the end."""
-        (row,), decode, shown = self.rows, self.model.tokenizer.decode, 0
-        yield {"canvas": [token if token is None else [token, decode([token])] for token in row.ids]}
+        """Yields the canvas of the page's request, what each step writes, and at the end the slots left, with texts."""
+        (row,), tokenizer, shown = self.rows, self.model.tokenizer, 0
+        texts = iter(canvas.pieces(tokenizer, [token for token in row.ids if token is not None]))
+        yield {"canvas": [token if token is None else [token, next(texts)] for token in row.ids]}
         async for _ in self.follow():
             for slots in row.steps[shown:]:
-                written = []
+                shown, written = shown + 1, []
                 for slot in slots:
                     token, logp, *likely = row.written[slot]
-                    others = canvas.others_of(self.model.tokenizer, *likely)
-                    written.append((slot, token, decode([token]), math.exp(logp), others))
-                shown += 1
+                    others = canvas.others_of(tokenizer, *likely)
+                    written.append((slot, token, tokenizer.decode([token]), math.exp(logp), others))
                 yield {"step": shown, "write": written, "passes": row.passes, "seconds": row.seconds}
         if row.error:
             yield failed(row).body
         ids = [row.written.get(slot, (-1,))[0] if token is None else token for slot, token in enumerate(row.ids)]
-        texts = canvas.Texts(None, None, {*self.model.ends, -1}, 0)
-        yield {"keep": texts.kept(canvas.Canvas("", "", row.ids, 0, None), ids)}
+        kept = canvas.Texts(None, None, {*self.model.ends, -1}, 0).kept(canvas.Canvas("", "", row.ids, 0, None), ids)
+        yield {"keep": [*zip(kept, canvas.pieces(tokenizer, [ids[slot] for slot in kept]), strict=True)]}
 
 
 def failed(row):

@@ -152,9 +152,9 @@ def page(out, rows, count):
     """tinypython.md, with tinypython.png."""
     lines = [HEAD]
     for row in rows:
-        mean, low, high = row["pass@1"]
-        about = f"{row['family']} | {row['size'][0]} M | {row['minutes']} | {row['steps']:,}"
-        lines.append(f"| {about} | {row['processor_s']:,.0f} | {100 * mean:.1f} % ({100 * low:.1f} to {100 * high:.1f}) |")
+        score = "{:.1f} % ({:.1f} to {:.1f})".format(*(100 * rate for rate in row["pass@1"]))
+        cells = row["family"], f"{row['size'][0]} M", row["minutes"], f"{row['steps']:,}", f"{row['processor_s']:,.0f}"
+        lines.append("| " + " | ".join(map(str, (*cells, score))) + " |")
     lines += ["", TAIL.format(cpu=rows[0]["cpu"])]
     for family in ("pythoncoder", "dream"):
         for passed, texts in samples(out, family, count):

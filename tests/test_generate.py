@@ -186,6 +186,13 @@ def test_examples_of_docstrings_become_tests_of_the_sandbox():
     ]  # fmt: skip
     calls = [(call, want) for call, want, _ in canvas.examples(COUNTER)]
     assert calls == [("c.add(2)", "5"), ("print(c.add(1))", "6")]
+    given = '>>> f(2) > 1\nTrue\n>>> f(1), f(2)\n(1, 2)\n>>> print(f(1), "x")\n1 x\n>>> print(f(3))\n3\n'
+    assert [test for *_, test in canvas.examples(given)] == [
+        "assert (f(2) > 1) == True",
+        "assert (f(1), f(2)) == (1, 2)",
+        "assert ' '.join(map(str, [f(1), 'x'])) == '1 x'",
+        "assert str(f(3)) == '3'",
+    ]
     assert canvas.examples("Write it.\n>>> f(1)\n<Odd>\n") == [("f(1)", "<Odd>", "assert repr(f(1)) == '<Odd>'")]
     for prompt, part in (
         ("def f(x):", "there are none"),

@@ -487,10 +487,19 @@ def test_the_page_gets_a_canvas_its_steps_and_the_verdicts_of_the_sandbox(dream_
     written = {slot: (token, p) for step in steps for slot, token, _, p, _ in step["write"]}
     assert sorted(written) == [slot for slot, token in enumerate(ids) if token is None]
     assert steps[-1]["passes"] <= 7
-    assert set(end["keep"]) >= {slot for slot, token in enumerate(ids) if token is not None}
+    assert {slot for slot, _ in end["keep"]} >= {slot for slot, token in enumerate(ids) if token is not None}
     for _, _, _, p, likely in steps[0]["write"]:
         assert len(likely) == 5
         assert p <= likely[0][1]
+    for prompt, masks in (("x = [MASK:1]", 1), ("a [MASK] b [MASK:3] c", 8 + 3), ('def f():\n    """Go."""', 5)):
+        canvas_, *_ = events(dream_server[0], prompt=prompt, max_tokens=5, threshold=0.01)
+        assert [token is None for token in canvas_["canvas"]].count(True) == masks
+        shown = "".join(token[1] if token else "." for token in canvas_["canvas"])
+        assert re.sub(r"\.+", ".", shown) == {1: "x =.", 11: "a. b. c", 5: 'def f():\n    """Go."""\n.'}[masks]
+    assert httpx.post(dream_server[0] + "/v1/canvas", json={"prompt": "x = [MASK:0]"}).status_code == 400
+    canvas_, *_, end = events(dream_server[0], prompt='s = "é → 日"[MASK:1]', threshold=0.01)
+    assert "".join(token[1] for token in canvas_["canvas"] if token) == 's = "é → 日"'
+    assert "".join(text for _, text in end["keep"]).startswith('s = "é → 日"')
     # two tokens are masked again: the others stay
     again = [written.get(slot, (token,))[0] for slot, token in enumerate(ids)]
     hole = [*again[:1], None, None, *again[3:]]
