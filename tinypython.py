@@ -7,11 +7,9 @@
 
 What TinyStories is to English, this is to code: small enough to be learnt on a CPU, and right or wrong when run. Level
 1 is one operation, 2 a composition of two or three, 3 control flow with state, 4 functions that call one another, and
-classes. A docstring decides its function: no sentence describes two.
-
-Splits hold what train lacks: constants (operations that occur together, never with these constants), composed (that
-never occur together), phrased (a phrasing that never occurs), level4 (either of the first two). A task, in HumanEval's
-form, has five tests or more, which no constant answer and none of the first ten mutants of the solution passes.
+classes. No sentence describes two functions. Splits hold what train lacks: constants (known combinations of operations
+with new constants), composed (new combinations), phrased (new phrasings), level4 (either of the first two). A task, in
+HumanEval's form, has five tests or more, which no constant answer and none of three to ten mutants passes.
 
 Writes --out: train.jsonl ("content"), pairs.jsonl, holes.jsonl, <split>.jsonl and, last of all, meta.json.
 """
@@ -386,33 +384,35 @@ def hole(text, rng):
 
 
 def main(cfg):
-    out, files = Path(cfg.out), {}
+    out = Path(cfg.out)
     if not cfg.levels:
         raise ValueError("--levels needs one of 1 to 4, or several")
     settings = json.loads(json.dumps(dataclasses.asdict(cfg) | {"out": ""}))  # with lists, as they are read back
-    if (out / "meta.json").exists():
-        saved = runs.read_json(out / "meta.json", "settings")["settings"]
-        if saved != settings:
-            other = ", ".join(f"{name}={saved.get(name)}" for name in settings if saved.get(name) != settings[name])
-            raise ValueError(f"{out} holds another world ({other}); choose another --out or delete it")
-        print(f"{out} is complete, nothing to do")
-        return
     out.mkdir(parents=True, exist_ok=True)
-    world, rng = World(cfg.seed), random.Random(f"{cfg.seed} holes")
-    functions = [(prompt, body, *hole(body, rng)) for prompt, body in world.train(cfg.n, cfg.levels)]
-    if "rows" in cfg.formats:
-        files["train"] = ({"content": p + body} for p, body, _, _ in functions)
-    if "pairs" in cfg.formats:
-        files["pairs"] = ({"prompt": p, "response": body} for p, body, _, _ in functions)
-    if "holes" in cfg.formats:
-        files["holes"] = ({"prompt": p + b[:i], "response": b[i:j], "suffix": b[j:]} for p, b, i, j in functions)
-    for split in cfg.splits:
-        levels = (4,) if split == "level4" else [level for level in cfg.levels if level < 4] or (1, 2, 3)
-        files[split] = list(world.tasks(split, cfg.tasks, levels))
-    for name, rows in files.items():
-        runs.write(out / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
-    counts = {split: len(files[split]) for split in cfg.splits}
-    runs.write(out / "meta.json", {"settings": settings, "tasks": counts})
+    with runs.lock(out / ".lock"):
+        if (out / "meta.json").exists():
+            saved = runs.read_json(out / "meta.json", "settings")["settings"]
+            if saved != settings:
+                other = ", ".join(f"{name}={saved.get(name)}" for name in settings if saved.get(name) != settings[name])
+                raise ValueError(f"{out} holds another world ({other}); choose another --out or delete it")
+            if all((out / f"{name.replace('rows', 'train')}.jsonl").exists() for name in (*cfg.formats, *cfg.splits)):
+                print(f"{out} is complete, nothing to do")
+                return
+        for name in ("train", *FORMATS, *SPLITS):  # of a run with other settings that was killed
+            (out / f"{name}.jsonl").unlink(missing_ok=True)
+        world, rng = World(cfg.seed), random.Random(f"{cfg.seed} holes")
+        columns = [*zip(*((p, body, *hole(body, rng)) for p, body in world.train(cfg.n, cfg.levels)), strict=True)]
+        row_of = {"rows": lambda p, b, *_: {"content": p + b}, "pairs": lambda p, b, *_: {"prompt": p, "response": b}}
+        row_of["holes"] = lambda p, b, i, j: {"prompt": p + b[:i], "response": b[i:j], "suffix": b[j:]}
+        files = {form: map(row_of[form], *columns) for form in cfg.formats}
+        for split in cfg.splits:
+            levels = (4,) if split == "level4" else [level for level in cfg.levels if level < 4] or (1, 2, 3)
+            files[split] = list(world.tasks(split, cfg.tasks, levels))
+        for name, rows in files.items():
+            data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+            runs.write(out / f"{name.replace('rows', 'train')}.jsonl", data)
+        counts = {split: len(files[split]) for split in cfg.splits}
+        runs.write(out / "meta.json", {"settings": settings, "tasks": counts})
     print(f"wrote {out}: {cfg.n:,} functions, tasks: " + ", ".join(f"{split} {n:,}" for split, n in counts.items()))
 
 
