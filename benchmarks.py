@@ -60,7 +60,7 @@ class DreamFlags:
     alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin", "p2"] = "entropy"  # order of unmasking
     steps: Natural = 0  # denoising steps; 0: one per token, or as --threshold allows
     eos_penalty: NonNegative = 0.0  # makes an early end of the text less likely, see sample_dream.py
-    late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # LLaDA: EOS has confidence 0 | is never drawn
+    late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # LLaDA: EOS is unmasked last | never
     hole: Natural = 0  # humaneval_infilling: masks that a hole starts with, as in generate.py
     repair: Natural = 0  # humaneval: rounds of repair of samples that fail the examples of the prompt, see repair.py
     alg_temp: NonNegative = 0.0  # temperature of the choice of positions; 0 takes those of highest confidence
@@ -207,8 +207,7 @@ def check_settings(out, settings):
     if not (out / "config.json").exists():
         return
     saved = runs.read_json(out / "config.json")
-    names = [name for name in saved | settings if saved.get(name) != settings.get(name) and name != "version"]
-    if names:
+    if names := [key for key in saved | settings if saved.get(key) != settings.get(key) and key != "version"]:
         changed = ", ".join(f"{name}={saved.get(name)!r}" for name in names)
         raise ValueError(f"{out} holds results with {changed}; choose another --out")
 
@@ -570,9 +569,8 @@ def report(cfg, problems, rows):
     row = {"task": cfg.task} | ({"split": cfg.split} if cfg.task in ("mbpp", "humaneval_infilling") else {})
     row |= {"problems": len(by_problem), "of": len(problems), "samples": len(rows), "n": n}
     row["results"] = dict(collections.Counter(r["result"] for r in rows).most_common())
-    kinds = {"": lambda r: r["passed"]}
-    if cfg.task in tasks.PUBLISHED:
-        kinds["base "] = lambda r: r["base_status"] == "pass"
+    base = {"base ": lambda r: r.get("base_status") == "pass"}  # a prompt that does not fit has none
+    kinds = {"": lambda r: r["passed"]} | (base if cfg.task in tasks.PUBLISHED else {})
     # pass@k over the problems that have k samples
     for (kind, passed), k in itertools.product(kinds.items(), sorted({*(cfg.k or (1, n))})):
         counts = [(len(group), sum(map(passed, group))) for group in by_problem.values() if len(group) >= k > 0]

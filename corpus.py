@@ -428,11 +428,13 @@ def documents_of(item, rules):
         return
     columns = rules.column.split(",")
     for row in rows_of(item, rules):
-        text = next((row[name] for name in columns if name in row), 0)
+        given = (x for x in map(row.get, columns) if x is not None and x == x)  # pandas writes NaN for None
+        text = next(given, None if row.keys() & columns else 0)
         if not isinstance(text, str | None):
             advice = f"it has {', '.join(f'{k} {value!r:.50}' for k, value in row.items())}; name one with --column"
             raise ValueError(f"{item.path or item.name} has no text in a column {' or '.join(columns)} ({advice})")
-        licences = next((row[name] for name in LICENCE_COLUMNS if name in row), None) or []  # a row without one stays
+        licences = next((x for x in map(row.get, LICENCE_COLUMNS) if x and x == x), [])  # a row without one stays
+        licences = (licences.get("spdx_id") or "?") if isinstance(licences, dict) else licences  # as GitHub has it
         names = [licences] if isinstance(licences, str) else licences
         allowed = rules.licences == "any" or all(permits(str(name)) for name in names if name)
         data = (text or "").encode("utf-8", "surrogatepass")  # half a surrogate pair is not UTF-8: judge() drops it

@@ -99,7 +99,7 @@ class Python(Documents):
     column: str = ""  # text column of .parquet and .jsonl files or --hf; "" looks for content, text, code
     hf: str = ""  # data set on Hugging Face, read as it streams: NAME, NAME:FOLDER of it, or a folder on this machine
     licences: typing.Literal["permissive", "any"] = "permissive"  # of rows that name a licence; others stay
-    benchmarks: tuple[str, ...] = ()  # files to decontaminate against; "" none; rows, packages: HumanEval, MBPP
+    benchmarks: tuple[str, ...] = ()  # files whose problems no document may hold; "" none; rows: HumanEval, MBPP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -219,8 +219,7 @@ def prepare(cfg, out):
         return
 
     # Files: all are read through once, so that what is bad is known before anything is written.
-    gather, _, _ = SOURCES[type(cfg)]
-    groups, dropped = gather(found, cfg, vocabulary)
+    groups, dropped = SOURCES[type(cfg)][0](found, cfg, vocabulary)
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items() if count) or "nothing"
     if not groups["train"]:
         raise ValueError(f"no document to train on (left out: {reasons}); lower --heldout or name more to read")
@@ -235,7 +234,7 @@ def prepare(cfg, out):
     else:
         keys = {(item.name, item.sha256) for items in shards for item in items}
     fingerprint = sha256(json.dumps([1, settings, sorted(keys)]).encode() + vocabulary.data)
-    for path in out.glob("[th]*/[0-9]*.parquet*"):  # of train and heldout
+    for path in (*out.glob("train/[0-9]*.parquet*"), *out.glob("heldout/[0-9]*.parquet*")):
         if counts_of(path, fingerprint) is None:
             path.unlink()
     noted = {"settings": settings, "inputs": inputs, "fingerprint": fingerprint}
@@ -255,8 +254,7 @@ def prepare(cfg, out):
 def settings_of(cfg, vocabulary):
     """What decides, beside the input files, which bytes are written; an earlier run must have had the same."""
     names = "vocab_size eos seq_len heldout fim_rate eos_to max_bytes shard_bytes seed".split()
-    # These are noted where they matter.
-    names += ["rows"] if cfg.rows == "padded" else []
+    names += ["rows"] if cfg.rows == "padded" else []  # these are noted where they matter
     names += ["spm_rate"] if cfg.fim_rate else []
     names += ["edit_rate"] if getattr(cfg, "edit_rate", 0) else []
     names += ["column", "hf", "licences"] if getattr(cfg, "column", "") else []
@@ -278,8 +276,7 @@ def is_complete(out, settings, inputs):
         return False
     earlier = runs.read_json(path, "settings", "inputs")
     before = earlier["settings"]
-    other = [key for key in {**before, **settings} if before.get(key) != settings.get(key)]
-    if other:
+    if other := [key for key in {**before, **settings} if before.get(key) != settings.get(key)]:
         listed = "; ".join(f"{key} {before.get(key, 'unset')}, now {settings.get(key, 'unset')}" for key in other)
         raise ValueError(f"{out} holds data of other settings ({listed}); choose another --out or delete it")
     if path.name == "meta.json":
@@ -295,9 +292,7 @@ def is_complete(out, settings, inputs):
 def write_split(out, split, groups, cfg, vocabulary, fingerprint):
     """Write the shards of one split that are not there yet, one for each group; returns their counts and hashes."""
     (out / split).mkdir(exist_ok=True)
-    total = {"documents": 0, "tokens": 0, "bytes": 0, "rows": 0}
-    if isinstance(cfg, Pairs):
-        total["too_long"] = 0
+    total = {"documents": 0, "tokens": 0, "bytes": 0, "rows": 0} | ({"too_long": 0} if isinstance(cfg, Pairs) else {})
     shards, lengths = [], np.zeros(len(LENGTHS) + 1, np.int64)
     for number, items in enumerate(groups):
         path = out / split / f"{number:05}.parquet"
@@ -397,6 +392,8 @@ def find(cfg):
         return []
     found = corpus.files_below(cfg.roots, corpus.ROWS if cfg.column else (".py", *corpus.ROWS), cfg.out)
     code = [item for item in found if not item.path.endswith(corpus.ROWS)]
+    if (named := [root for root in cfg.roots if root.endswith(corpus.ROWS)]) and code and not cfg.column:
+        raise ValueError(f"{named[0]} holds rows, other --roots hold .py files: prepare each in an --out of its own")
     return found if cfg.column else code or found  # rows where there are no .py files
 
 

@@ -59,9 +59,11 @@ def main(cfg):
     with runs.lock(manifest.with_name(".lock")), pypi_simple.PyPISimple(cfg.index) as client:
         client.s.mount("https://", HTTPAdapter(max_retries=Retry(3, backoff_factor=1)))
         entries = runs.read_json(manifest) if manifest.exists() else {}
+        if cfg.licences == "permissive" and any(e.get("licences") == "any" and "files" in e for e in entries.values()):
+            raise ValueError(f"{cfg.out} holds packages of any licence; choose another --out")
         for requirement in tqdm(wanted, "fetching", unit=" packages", disable=None):
             if "files" not in entries.get(str(requirement), {}):  # what was left out is tried again
-                entries[str(requirement)] = fetch(client, requirement, cfg)
+                entries[str(requirement)] = fetch(client, requirement, cfg) | {"licences": cfg.licences}
                 runs.write(manifest, entries)
     files = [entry["files"] for entry in entries.values() if "files" in entry]
     print(f"{cfg.out}: {sum(files):,} files of {len(files):,} packages; {len(entries) - len(files)} left out")
@@ -100,9 +102,10 @@ def fetch(client, requirement, cfg):
         size = package.size or int(client.s.head(package.url, timeout=60).headers.get("Content-Length", 0))
         if size > ARCHIVE_BYTES:
             return entry | {"left_out": "huge"}
-        with tempfile.NamedTemporaryFile() as archive:
-            client.download_package(package, archive.name, timeout=60)  # and checks its hash
-            return entry | copy(archive.name, Path(cfg.out) / f"{name}-{version}", cfg.licences)
+        with tempfile.TemporaryDirectory() as temporary:
+            archive = Path(temporary) / "archive"
+            client.download_package(package, archive, timeout=60)  # and checks its hash
+            return entry | copy(archive, Path(cfg.out) / f"{name}-{version}", cfg.licences)
     except pypi_simple.NoSuchProjectError:
         return {"left_out": "unknown to the index"}
     except (OSError, ValueError) as error:  # of the network, a hash, the disk

@@ -155,8 +155,10 @@ def parse_problems(task, data, split="test", count=0, protocol=""):
         check_data(task, rows, protocol)
         for row in rows[: count or None]:
             problem = make(row)
-            others = tuple(shot for shot in shots if shot != problem.asked)  # without its own solution
-            problems[key_of(problem.id)] = problem._replace(asked=problem.asked._replace(shots=others))
+            key, others = key_of(problem.id), tuple(shot for shot in shots if shot != problem.asked)  # not its own
+            if key in problems:
+                raise ValueError(f"{problem.id} and {problems[key].id} have one number: they would be one problem")
+            problems[key] = problem._replace(asked=problem.asked._replace(shots=others))
     except (LookupError, TypeError, AttributeError, SyntaxError) as error:
         raise ValueError(f"problem {len(problems) + 1} is of another form: {error!r}") from None
     if not problems:

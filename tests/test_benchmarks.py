@@ -1068,6 +1068,13 @@ def test_pythoncoder_gets_a_hole_in_its_fill_in_the_middle_form(pythoncoder, tmp
     assert text == f"<|fim_prefix|>{SUM[0]}<|fim_suffix|>{SUM[2]}<|fim_middle|>"
 
 
+def test_problems_of_one_number_are_refused():
+    row = {"prompt": "def f():\n", "entry_point": "f", "test": "def check(f): 0\n", "canonical_solution": "    0\n"}
+    lines = "\n".join(json.dumps(row | {"task_id": f"{split}/0"}) for split in ("easy", "hard"))
+    with pytest.raises(ValueError, match="hard/0 and easy/0 have one number"):
+        tasks.parse_problems("humaneval", lines.encode())
+
+
 @needs_tasks
 def test_prompts_that_do_not_fit_the_model_fail_and_are_named(pythoncoder, tmp_path):
     cfg = config("humaneval", tmp_path, ckpt=str(pythoncoder), problems=3, max_new=5000, batch_size=2)

@@ -88,6 +88,14 @@ def test_verdicts_by_the_rules_of_evalplus(tmp_path, capsys):
     assert "3 problems; v0.1.10, of which scores are published, has 164" in capsys.readouterr().err
 
 
+def test_a_prompt_that_does_not_fit_the_model_fails_the_base_tests_too():
+    rows = [{"task_id": f"HumanEval/{i}", "sample": 0} for i in (0, 1)]
+    rows[0] |= {"passed": False, "result": "does not fit"}
+    rows[1] |= {"passed": False, "result": "fail", "base_status": "pass", "plus_status": "fail"}
+    row = benchmarks.report(benchmarks.Config(task="humaneval+"), rows, rows)
+    assert (row["pass@1"][0], row["base pass@1"][0]) == (0, 0.5)
+
+
 def test_a_call_that_is_late_is_a_timeout_and_the_other_inputs_count(tmp_path):
     samples = [("HumanEval/0", SPIN.format(10)), ("HumanEval/0", SPIN.format(1))]
     _, found = score(tmp_path, "humaneval+", [HALF], samples, timeout_s=0.4)

@@ -112,6 +112,16 @@ def test_the_column_of_text_is_found_and_rows_of_other_licences_are_dropped(tmp_
     cfg = config(tmp_path, roots=(str(tmp_path / "lists"),), out=str(tmp_path / "out2"))
     dp.main(cfg)
     assert Rows(cfg.out, "train").meta["dropped"]["licence"] == 2
+    # of merged data sets: a value that is missing hides no other
+    forms = ({"content": text, "license": None, "licenses": ["GPL-3.0"]} for text in texts[:2])
+    forms = [*forms, {"content": None, "text": texts[2], "license": float("nan")}]
+    forms += [{"content": texts[i], "license": {"key": key, "spdx_id": key}} for i, key in ((3, "MIT"), (4, "GPL-3.0"))]
+    (tmp_path / "forms.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (*forms, {"content": texts[5]})))
+    cfg = config(tmp_path, roots=(str(tmp_path / "forms.jsonl"),), out=str(tmp_path / "out3"))
+    dp.main(cfg)
+    assert texts_of(cfg.out) == sorted((texts[2], texts[3], texts[5]))
+    with pytest.raises(ValueError, match=r"forms.jsonl holds rows, other --roots hold .py files"):
+        dp.main(dataclasses.replace(cfg, roots=(*cfg.roots, str(Path(__file__).parent)), out=str(tmp_path / "out4")))
     pq.write_table(pa.table({"number": [1]}), tmp_path / "rows" / "c.parquet")
     with pytest.raises(ValueError, match=r"c.parquet has no text in a column content or text or code .it has number"):
         dp.main(config(tmp_path, roots=(str(tmp_path / "rows"),), out=str(tmp_path / "new")))

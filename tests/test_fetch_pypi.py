@@ -131,6 +131,8 @@ def test_packages_are_kept_by_licence_and_a_manifest_says_what_became_of_each(tm
     assert not list(tmp_path.rglob("out.py"))
     fetch_pypi.main(config(tmp_path, index, "viral", licences="any"))
     assert texts(cfg.out) == index[2] | {"viral-1/v.py": module(30)}
+    with pytest.raises(ValueError, match="src holds packages of any licence; choose another --out"):
+        fetch_pypi.main(cfg)
     # data_prep.py takes the folder, and keeps the problems of benchmarks out of it.
     monkeypatch.setattr("corpus.BENCHMARKS", ())
     data_prep.main(data_prep.Python(roots=(cfg.out,), out=str(tmp_path / "rows"), vocab_size=300, workers=1))
