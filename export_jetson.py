@@ -280,7 +280,7 @@ def add_engine(folder, length):
     runs.write(folder / "model.trt", plan)
     about["files"]["model.trt"] = about_file(plan, errors)
     runs.write(folder / "bundle.json", about | {"tensorrt": engine})
-    print(f"added model.trt to {folder}; generate text with: python inference_jetson.py --backend=tensorrt")
+    print(f"added model.trt to {folder}; now: python inference_jetson.py --backend=tensorrt --bundle={folder}")
 
 
 def main(cfg):

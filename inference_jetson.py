@@ -335,9 +335,9 @@ def why_no_sampler(vocab, device):
 def why_no_kernels(config, vocab, device):
     """The reason why the kernels cannot run this model on this device, or an empty string."""
     head = config.width // config.heads
-    if head != ops.HEAD or config.width > ops.MAX_WIDTH:
-        sizes = f"heads of {head} and width {config.width}"
-        return f"the kernels are for heads of {ops.HEAD} and widths to {ops.MAX_WIDTH}, this model has {sizes}"
+    if head != ops.HEAD or config.width > ops.MAX_WIDTH or config.positions > ops.MAX_LENGTH:
+        kinds = f"heads of {ops.HEAD}, widths to {ops.MAX_WIDTH}, {ops.MAX_LENGTH} positions"
+        return f"the kernels are for {kinds}; this model has {head}, {config.width} and {config.positions}"
     return why_no_sampler(vocab, device)
 
 
@@ -378,7 +378,7 @@ def run_tensorrt(data, built):
     here = f"TensorRT {trt.__version__} on {torch.cuda.get_device_name()}"
     engine = trt.Runtime(trt.Logger(trt.Logger.ERROR)).deserialize_cuda_engine(data) if there == here else None
     if engine is None:
-        raise ValueError(f"model.trt is of {there}, this is {here}; build it here: python export_jetson.py --tensorrt")
+        raise ValueError(f"model.trt is of {there}, this is {here}: export_jetson.py --tensorrt --bundle=...")
     context, vocab = engine.create_execution_context(), engine.get_tensor_shape("logits")[-1]
     names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
 
@@ -629,16 +629,16 @@ def answer(writer, cfg):
 
 def interact(writer, cfg):
     """Answer prompts, one per line, until the end of input."""
-    terminal = sys.stdin.isatty()
-    if terminal:
+    if terminal := sys.stdin.isatty():
         print("Write a beginning and press Enter; Ctrl-D ends.", file=sys.stderr)
     while True:
         try:
-            line = input(">>> " if terminal else "")
+            if line := input(">>> " if terminal else ""):
+                answer(writer, dataclasses.replace(cfg, prompt=line.replace("\\n", "\n")))
+        except ValueError as error:  # of this prompt
+            print(error, file=sys.stderr)
         except (EOFError, KeyboardInterrupt):
             return
-        if line:
-            answer(writer, dataclasses.replace(cfg, prompt=line.replace("\\n", "\n")))
 
 
 REQUEST = ("prompt", "max_new", "seed", "block", "steps", "sampler", "schedule", "temperature", "top_k", "top_p")

@@ -524,19 +524,19 @@ def follow_test(job, test, pids, out, ends):
     deadline, earlier_s = time.monotonic() + min(3 * job["timeout_s"], test["left_s"]), processor_s(pids)
     limits = [*test["limits"], job["timeout_s"]]  # processor seconds of every call; other tests are one call
     call, call_cpu_s, call_begun = -1, 0.0, 0.0  # the call that runs now, and both clocks when it began
-    while (now := time.monotonic()) < deadline:
+    while (now := time.monotonic()) < deadline or not size:  # what is not read before "+" the next process would read
         if now > next_look:
             next_look, cpu_s = now + 0.1, processor_s(pids) - earlier_s
             while len(limits) > 1 and (end := buffer.find(b"\n", counted, size)) >= 0:
                 counted, lines = end + 1, lines + 1
             if (number := min(lines, len(limits) - 1)) != call:
                 call, call_cpu_s, call_begun = number, cpu_s if number else 0.0, now
-            if cpu_s > job["timeout_s"] or cpu_s - call_cpu_s > limits[call] or now - call_begun > 3 * limits[call]:
+            if size and (cpu_s > limits[-1] or max(cpu_s - call_cpu_s, (now - call_begun) / 3) > limits[call]):
                 return "timeout", size
             # a file system of its own would be full
             if not job["namespaces"] and overfull(job["folder"], job["disk_mb"]):
                 return "output limit", 0
-        ready = select.select(watched, [], [], 0 if ended else min(0.1, deadline - now))[0]
+        ready = select.select(watched, [], [], 0 if ended else max(0.01, min(0.1, deadline - now)))[0]
         chunk = os.readv(out, [memoryview(buffer)[size : size + 65536]]) if out in ready else 0
         size += chunk
         if size > test["cap"]:

@@ -56,7 +56,7 @@ class Config:
     rope: bool = True  # rotary positions (RoPE); off: learned embeddings
     seq_len: Natural = 0  # tokens per row; 0: that of the data
     batch_size: Count = 64  # rows per optimizer step, all devices together
-    micro_batch: Natural = 0  # rows per device and forward pass; 0: 16 on a CPU, the device's whole share on a GPU
+    micro_batch: Natural = 0  # rows per device and forward pass; 0: all of a GPU's, up to 16 on a CPU
     steps: Count = 20_000  # optimizer steps
     optimizer: typing.Literal["muon", "adamw"] = "muon"  # of the blocks' matrices; the rest has AdamW
     lr: Positive = 1e-3  # peak learning rate of AdamW
@@ -76,7 +76,7 @@ class Config:
     eval_draws: Count = 8  # with --eval_only: noise draws, each a pass over the held-out rows
     save_every: Natural = 0  # steps between checkpoints; 0: eval_every
     keep: Count = 2  # newest checkpoints to keep
-    log_every: Count = 10  # steps between rows of the log
+    log_every: Count = 10  # steps between rows of the log, where several processes stop: torchrun waits for 30 s
     prompt: str = ""  # prefix of the samples drawn in training
     wandb: str = ""  # project name at Weights & Biases; default: log to files only
     seed: Natural = 0  # initial weights, row order, crops, noise
@@ -561,14 +561,15 @@ def resolve(cfg, devices):
 
 
 def train(cfg, devices):
-    cfg, dtype = resolve(cfg, devices)
+    given, (cfg, dtype) = {"micro_batch": cfg.micro_batch}, resolve(cfg, devices)
     rows, heldout, tokenizer_json = find_data(cfg)
     tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
     heldout_RL, bits = read_heldout(heldout, tokenizer, cfg.eval_rows)
-    own = {name: getattr(cfg, name) for name in ("tie", "rope", "dropout")}
-    architecture = dataclasses.replace(mdlm.CONFIGS[cfg.model], vocab=rows.meta["vocab_padded"], **own)
-    meta = {"model": dataclasses.asdict(architecture), "train": dataclasses.asdict(cfg)}
-    meta["data"] = rows.meta["fingerprint"]
+    own = {name: getattr(cfg, name) for name in ("tie", "rope", "dropout")} | {"vocab": rows.meta["vocab_padded"]}
+    own["positions"] = max(mdlm.CONFIGS[cfg.model].positions, rows.meta["seq_len"])
+    architecture = dataclasses.replace(mdlm.CONFIGS[cfg.model], **own)
+    meta = {"model": dataclasses.asdict(architecture), "data": rows.meta["fingerprint"]}
+    meta["train"] = dataclasses.asdict(cfg) | given  # as it was given: a resumed run may have other devices
     packed = packs(devices.device, dtype)
     name = torch.cuda.get_device_name(devices.device) if devices.device.type == "cuda" else "CPU"
     print(f"{devices.world} x {name}, {dtype} matmuls on float32 weights, {'packed' if packed else 'padded'} rows")
@@ -600,10 +601,9 @@ def train(cfg, devices):
             stop = run.signal if devices.world == 1 else ""
             if logs:
                 loss, norm, skipped, stop = metrics(state, loss, norm, run.signal, step, cfg, devices)
+                step_s = (time.perf_counter() - began) / len(tokens)
                 row = {"step": done, "loss": loss, "lr": cfg.lr * learning_rate(step, cfg), "grad_norm": norm}
-                seconds = time.perf_counter() - began
-                step_s = seconds / len(tokens)
-                row |= {"step_ms": 1e3 * step_s, "tok_per_s": sum(tokens) / seconds}
+                row |= {"step_ms": 1e3 * step_s, "tok_per_s": sum(tokens) / len(tokens) / step_s}
                 run.log(row | {"eta_min": (cfg.steps - done) * step_s / 60, "skipped": skipped})
             # All processes evaluate and sample, though one would do: FSDP gathers weights from all of them.
             if evaluates:

@@ -1070,7 +1070,8 @@ def test_pythoncoder_gets_a_hole_in_its_fill_in_the_middle_form(pythoncoder, tmp
 
 def test_problems_of_one_number_are_refused():
     row = {"prompt": 'def f():\n    """Go."""\n', "entry_point": "f", "test": "def check(f):\n    pass\n"}
-    lines = "\n".join(json.dumps(row | {"task_id": f"{split}/0", "canonical_solution": ""}) for split in ("easy", "hard"))
+    row["canonical_solution"] = ""
+    lines = "\n".join(json.dumps(row | {"task_id": f"{split}/0"}) for split in ("easy", "hard"))
     with pytest.raises(ValueError, match="hard/0 and easy/0 have one number"):
         tasks.parse_problems("humaneval", lines.encode())
 

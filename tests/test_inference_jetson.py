@@ -507,9 +507,10 @@ def run(bundle, *arguments):
 
 
 def test_interactive_prompts_and_infilling(bundle, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("once\nonce [MASK:4] dragon\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("once\nonce [MASK] dragon\nonce [MASK:4] dragon\n"))
     run(bundle, "--steps=3", "--max-new=5", "--n=2")
     out, err = capsys.readouterr()
+    assert "[MASK:12]" in err or "number of tokens" in err  # a prompt that is refused ends nothing
     assert out.count("---- ") == 4
     texts = re.split(r"---- [12]\n", out)[1:]
     assert [text.endswith(" dragon\n") for text in texts[2:]] == [True, True]

@@ -1259,6 +1259,11 @@ def test_time_of_programs_that_hang_is_bounded_by_the_workers(closed):
     assert seconds < 12 * 3 / 6 + 48 * 0.15, seconds  # one after another the hangs alone would take 36 s
 
 
+def test_a_test_that_had_no_time_takes_nothing_from_the_next_program(closed):
+    results = sandbox.run_tests(["def f(x): return x + 1"] * 8, [["assert f(1) == 2"]] * 8, timeout_s=2e-4, workers=1)
+    assert all((result.error, *result.verdicts) in (("", "pass"), ("", "timeout")) for result in results), results
+
+
 def test_all_tests_of_a_program_share_its_time(closed):
     program = "import time\ndef f(x): time.sleep(1000)"
     started = time.perf_counter()

@@ -803,10 +803,13 @@ def test_float16_resumes_with_muon(data, tmp_path):
     assert losses(out) == uninterrupted
 
 
-def test_a_tied_head_trains_and_is_read_again(data, tmp_path):
+def test_a_tied_head_trains_on_rows_longer_than_the_preset_and_is_read_again(data, tmp_path, monkeypatch):
+    monkeypatch.setitem(mdlm.CONFIGS, "tiny", dataclasses.replace(SMALLER, positions=16))
     out = tmp_path / "run"
-    train(data, out, steps=2, eval_every=2, tie=True)
-    assert mdlm.load(out / "step_2").cfg.tie
+    train(data, out, steps=2, eval_every=2, tie=True, micro_batch=0)
+    model = mdlm.load(out / "step_2").cfg
+    assert (model.tie, model.positions) == (True, 32)
+    assert runs.resumed(train_gpu.Config, [f"--resume={out}"]).micro_batch == 0  # other devices choose anew
     assert scored(out, eval_rows=4, eval_draws=2)["step"] == 2
 
 
