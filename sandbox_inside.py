@@ -683,14 +683,15 @@ def launch():
         kinds = ["socketpair"] * job["namespaces"], ["socketpair"] * job["namespaces"] + ["execve"]
         filters = [call_filter(machine, more, job["threads"], job["namespaces"]) for more in kinds]
         job["filters"] = [ctypes.create_string_buffer(code, len(code)) for code in filters]
+    exposed = sys.base_prefix in map(os.path.expanduser, ("~", "~/.local"))  # programs may read all of it
     job["readable"] = [path for path in (sys.base_prefix, *job["packages"], *READABLE) if os.path.exists(path)]
     if job["namespaces"]:
         enter_namespaces(libc, "/proc", job["readable"])  # mounts its root there, where nothing readable lies
     libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no core; no other process may trace this one or its forks
     found = {name: job[name] for name in ("namespaces", "landlock", "seccomp")}
     write(report, json.dumps(found | {"size": 0}).encode() + b"\n")
-    if not job["allow_unsafe"] and not (job["seccomp"] and (job["namespaces"] or job["landlock"])):
-        sys.exit("less than the safe minimum")
+    if not job["allow_unsafe"] and (exposed or not (job["seccomp"] and (job["namespaces"] or job["landlock"]))):
+        sys.exit("this Python lies in a home folder" if exposed else "less than the safe minimum")
 
     folder = f"{base or '/.sandbox'}/test"
     job |= {"folder": folder, "made": 0, "buffer": memory_of_ours(1 << 20)}
