@@ -258,7 +258,7 @@ class Batch(typing.NamedTuple):
 
 
 def micro_batches(row_R, size, devices=1):
-    """The rows in as few batches of `size` as hold them, of even lengths; padded with -1 to a multiple of devices."""
+    """The rows in the fewest batches of at most `size`, nearly equal; each padded with -1 to a multiple of devices."""
     width = math.ceil(size / devices) * devices
     batches = np.array_split(row_R, math.ceil(len(row_R) / size))
     return [np.pad(batch, (0, width - len(batch)), constant_values=-1) for batch in batches]
@@ -624,7 +624,7 @@ def resolve(cfg):
 
 
 def batch_sizes(cfg, devices):
-    """{"micro_batch", "generation_batch"}: where 0, for so many on each of the devices that share the rows."""
+    """{"micro_batch", "generation_batch"}: 0 becomes the preset's number for each device, at most all of a round."""
     most = cfg.tasks * cfg.group
     return {name: getattr(cfg, name) or min(size * devices, most) for name, size in ON_A_DEVICE[cfg.preset].items()}
 

@@ -269,7 +269,7 @@ def micro_loss(model, batch, mask_id, loss=Loss(), chunk=1024, scores_of=coupled
     """(value, metrics) of one micro-batch, to be differentiated: grpo_loss of scores_of, and the mean entropy.
 
     batch: what scores_of reads, advantage_B, counted_BC, old_BC, ref_BC if beta is not 0, update_tokens with "dapo".
-    Where batch["first"] is True nothing was learnt since old_BC was taken: the score stands for it.
+    With batch["first"] no update followed old_BC, so that the score itself replaces it.
     """
     score_BC, entropy_BC = scores_of(model, batch, mask_id, chunk)
     old_BC = jnp.where(batch["first"], jax.lax.stop_gradient(score_BC), batch["old_BC"])

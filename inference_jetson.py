@@ -64,7 +64,7 @@ class Config:
     device: str = setting("", "cpu or cuda; if empty cuda where there is one", ("", "cpu", "cuda"))
     prompt: str = setting("", "text to continue, \\n for a new line, [MASK:n] to fill in n tokens; empty: interactive")
     max_new: int = setting(64, "tokens to generate after a prompt without [MASK:n]", limits=(1, 2**62))
-    block: int = setting(0, "block size, filled from left to right; 0: all, or half a canvas", limits=(0, 2**62))
+    block: int = setting(0, "tokens filled at a time, from left to right; 0: all, or half a canvas", limits=(0, 2**62))
     steps: int = setting(64, "denoising steps of a canvas; 25 take 0.4 of the time and read worse", limits=(1, 10_000))
     sampler: str = setting("ancestral", "ancestral, or by confidence: max_prob, margin, entropy", SAMPLERS)
     schedule: str = setting("cosine_sq", f"how many tokens each step unmasks: {', '.join(SCHEDULES)}", SCHEDULES)

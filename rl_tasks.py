@@ -228,7 +228,7 @@ def humaneval_tasks(path):
         data = runs.as_path(path).read_bytes()
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
         for row in map(json.loads, text.strip().split("\n")):
-            # Helpers of the prompt are in the test: it calls some, and not as an answer may redefine them.
+            # The test repeats the prompt's helpers, so that an answer cannot replace those that it calls.
             nodes = ast.parse(row["prompt"]).body
             helpers = [ast.unparse(node) for node in nodes if getattr(node, "name", "") != row["entry_point"]]
             test = "\n".join([*helpers, row["test"], f"check({row['entry_point']})"])

@@ -5,9 +5,9 @@
 
 Where finished tokens attend causally, the model has two readings with the same keys: one token behind the other, and
 MASKs behind the last token that see each other. A step fills MASKs by the second reading (the drafts), then reads them
-by the first: that pass says for each slot what the model itself writes there, and its keys are final. Drafts stay as
-long as they are equal to that; behind them stands the model's own token. With draft_steps=0 that pass also fills MASKs
-behind each number of drafts that may stay, for the next step: a single pass, of drafts that do not know this token.
+by the first: that pass predicts the token of each slot, and its keys are final. The longest prefix of drafts that equal
+the predictions stays, and the model's own next token follows. With draft_steps=0 that pass also makes the next drafts,
+for each number of drafts that may stay: a single pass, of drafts that do not see the token which follows.
 
 A token is the argmax of its logits plus Gumbel noise, a function of the row's key and the slot alone: drafts and
 reading use the same noise. What is written is always the reading's token. So the text of a key is the same for every

@@ -117,7 +117,7 @@ class Given(typing.NamedTuple):
     made_BL: jax.Array  # masked at the start
     offset_BL: jax.Array  # slots counted from the row's first token
     key_B: jax.Array  # the data of a random key for each row
-    budget_BS: jax.Array  # threshold or bound, no blocks: how many more may be filled from step i on
+    budget_BS: jax.Array  # threshold or bound, no blocks: positions that step i adds to those that may be filled
     share_S: jax.Array  # else: the share of the masked positions that step i fills; origin: its chance
     banned_V: jax.Array  # ids that are never drawn
     bound: float  # the threshold, or the entropy bound
