@@ -52,8 +52,8 @@ def check(cfg):
 def command(main, config_class, doc, machine=()):
     """Run main(config) by tyro: flags are the fields of the dataclass, their comments the help.
 
-    With --resume=DIR the defaults are the settings of that run, but for the fields named in `machine`. An error of ours,
-    or of the system, is one line and status 1. What a library raises is a bug: its traceback stays; -X dev shows all.
+    With --resume=DIR the defaults are the settings of that run, without the fields named in `machine`. An error of ours
+    or of the system is one line and status 1. What a library raises is a bug: its traceback stays; -X dev shows all.
     """
     import tyro
 

@@ -156,8 +156,7 @@ def training_batch(rows, cfg, step):
     """The noised rows of step 0, 1, ..., sorted by length, so that micro-batches hold little PAD."""
     rng = np.random.default_rng([cfg.seed, step])
     token_BL = crop(rows.batch(cfg.seed, step, cfg.batch_size)[0].astype(np.int64), cfg.crop_rate, rng)
-    token_BL = token_BL[np.argsort((token_BL != mdlm.PAD).sum(1), kind="stable")]
-    return noise(token_BL, cfg.schedule, rng)
+    return noise(token_BL[np.argsort((token_BL != mdlm.PAD).sum(1), kind="stable")], cfg.schedule, rng)
 
 
 class Batch(typing.NamedTuple):
@@ -250,8 +249,7 @@ def learning_rate(step, cfg):
     warmup = max(1, min(cfg.warmup, cfg.steps // 10))
     if step < warmup:
         return (step + 1) / warmup
-    x = (step - warmup) / max(1, cfg.steps - warmup)
-    return 0.1 + 0.9 * (1 + math.cos(math.pi * x)) / 2
+    return 0.1 + 0.9 * (1 + math.cos(math.pi * (step - warmup) / max(1, cfg.steps - warmup))) / 2
 
 
 class Muon(torch.optim.Optimizer):
@@ -298,8 +296,7 @@ def make_optimizers(model, cfg, dtype="float32"):
 @torch.no_grad()
 def average(ema, model, decay, updates):
     """ema += (1 - d) (model - ema) with d = min(decay, (1 + updates) / (10 + updates)), the warm-up of the decay."""
-    d = min(decay, (1 + updates) / (10 + updates))
-    torch._foreach_lerp_([*ema.parameters()], [*model.parameters()], 1 - d)
+    torch._foreach_lerp_([*ema.parameters()], [*model.parameters()], 1 - min(decay, (1 + updates) / (10 + updates)))
 
 
 def local(tensor):

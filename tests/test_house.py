@@ -14,25 +14,25 @@ from conftest import ROOT
 CODE = {path.stem: ast.parse(path.read_text()) for path in sorted(ROOT.glob("*.py"))}
 CEILINGS = {  # script: files that it carries, with itself, and lines of all of them. They only ever fall
     "benchmarks": (7, 4168),
-    "convert_weights": (7, 4375),
-    "coupled_grpo": (11, 6206),
-    "data_prep": (4, 1874),
+    "convert_weights": (7, 4356),
+    "coupled_grpo": (11, 6202),
+    "data_prep": (4, 1873),
     "diff_attention": (1, 655),
     "diffusion": (1, 531),
     "export_jetson": (5, 2320),
     "generate": (4, 1545),
     "inference_jetson": (3, 1626),
-    "model_dream": (3, 1817),
+    "model_dream": (3, 1798),
     "model_mdlm": (2, 926),
     "model_pythoncoder": (3, 1948),
     "rl_tasks": (2, 648),
     "runs": (1, 397),
     "sandbox": (3, 1897),
-    "train_dream": (8, 4238),
-    "train_gpu": (5, 2203),
+    "train_dream": (8, 4228),
+    "train_gpu": (5, 2200),
     "train_tpu": (7, 3682),
-    "sample_rows": (11, 5805),
-    "serve": (12, 6185),
+    "sample_rows": (11, 5801),
+    "serve": (12, 6180),
 }
 LEAF = {"benchmarks", "problems", "protocols", "writers"}  # one program in four files
 TRAINERS = ("train_tpu", "train_dream", "train_gpu", "coupled_grpo")
