@@ -4,7 +4,7 @@
     python bench/speedrun.py code                                       # PythonCoder on this Python's standard library
     python bench/speedrun.py functions                                  # PythonCoder on TinyPython
     python bench/speedrun.py functions --family=dream                   # Dream on TinyPython, in the same table
-    python bench/speedrun.py functions --family=dream --ar_steps=0 --flags=--steps=2850 --change="masks from the start"
+    python bench/speedrun.py functions --family=dream --ar_steps=0 --flags=--steps=2700 --change="masks from the start"
     python bench/speedrun.py code --change="AdamW" --flags="--optimizer=adamw --lr=1e-3"
 
 Beat the last row: change the code, or the trainer's flags, and run the same command. Processor seconds of the trainer
