@@ -1075,6 +1075,13 @@ class Dump:
 
 RESULTS = Path(__file__).parent / "results" / "by_hardware.json"
 FINE_TUNE = "dream --model=7b --lora_rank=16 --seq_len=512 --batch_size=1 --remat=full"
+HEAD = """# Memory and times of compiled programs (PREDICTED, nothing ran)
+
+Each program was compiled for each device, which was not there. GiB: all that the program holds, of what is usable.
+Rows: those of a micro-batch. Estimated: the compiler's own time, for TPUs alone. At least: arithmetic at the peak, or
+bytes at the bandwidth of the data sheet. **no**: it does not fit. `python bench/compile_for.py table`
+
+"""
 CELLS = {  # columns of the table -> flags
     "train 300m": "train --model=300m",
     "train 1b": "train --model=1b",
@@ -1135,7 +1142,7 @@ def markdown(entries):
     columns = list(dict.fromkeys(column for row in found.values() for column in row))
     kin = [["model, program", *columns], ["---"] * (1 + len(columns))]
     kin += [[program, *row.values()] for program, row in found.items()]
-    return "\n".join("".join(f"| {' | '.join(line)} |\n" for line in table) for table in (lines, kin))
+    return HEAD + "\n".join("".join(f"| {' | '.join(line)} |\n" for line in table) for table in (lines, kin))
 
 
 @dataclasses.dataclass(frozen=True)

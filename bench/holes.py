@@ -99,7 +99,8 @@ def main(cfg):
     split = "--splits=composed", "--formats=rows", f"--tasks={cfg.holes}"
     runs.script("tinypython.py", "--n=20000", *split, f"--out={out / 'world'}")
     tasks = [json.loads(line) for line in (out / "world/composed.jsonl").read_text().splitlines()]
-    lines = ["| masks | --valid | exact | pass | parse | tokens | forward passes | seconds | of them mending |"]
+    lines = ["# Holes of unknown length", ""]
+    lines += ["| masks | --valid | exact | pass | parse | tokens | forward passes | seconds | of them mending |"]
     lines.append("|---" * 9 + "|")
     error = 100 / cfg.holes**0.5  # two standard errors of a share of a half
     about = ["", f"{cfg.holes} holes of the split composed; two standard errors of a share are at most {error:.1f} %."]

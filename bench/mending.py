@@ -321,7 +321,7 @@ def main(cfg):
     file = "mending" if cfg.file == "cpu" else cfg.file
     titles = {"planted": "a planted bug", "own": "the model's own failure"}
     plot({titles[group]: found for group, found in measured.items()}, RESULTS / f"{file}.png")
-    lines = []
+    lines = ["# Functions repaired by their own examples", ""]
     for group, found in measured.items():
         lines += [f"## {len(functions[group]):,} functions with {titles[group]}", ""]
         lines += [*table(found, KINDS if group == "planted" else ["its own"]), ""]
