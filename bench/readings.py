@@ -257,7 +257,7 @@ def main(cfg):
     found.sort(key=lambda row: ([*ARMS, CODER].index(row["arm"]), row["seed"]))
     plot(found, cfg.tasks, RESULTS / f"{cfg.file}.png")
     lines = ["# One set of weights, two readings", "", *ABOUT.splitlines(), "", *table(found, cfg.tasks), ""]
-    lines += [f"The seeds side by side; {cfg.tasks} tasks of TinyPython's split composed, at most {CANVAS} tokens, greedy."]
+    lines += [f"The seeds side by side; {cfg.tasks} tasks of the split composed, at most {CANVAS} tokens, greedy."]
     lines += [f"{found[0]['cpu']}. `python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"]
     (RESULTS / f"{cfg.file}.md").write_text("\n".join(lines) + "\n")
 
