@@ -2,6 +2,7 @@
 
     python bench/grpo_run.py                                   # three seeds, 15 minutes; keep the machine idle
     python bench/grpo_run.py --seeds 0 1 2 3 4 5 6 7 8 9 10 11 --out=out/grpo_seeds        # base and after; an hour
+    python bench/grpo_run.py --kinds coupled shuffled --seeds 0 1 2 3 4 5 6 7 8 9 10 11 --out=out/grpo_seeds   # signal?
     python bench/grpo_run.py --kinds naive sure --rounds=20 --out=out/grpo_rollouts    # fast rollouts
     python bench/grpo_run.py --kinds coupled independent coupled_elbo --seeds 0 1 2 3 4 5 6 7 8 9 10 11 \
         --rounds=12 --eval_every=12 --eval_samples=8 --out=out/grpo_paired     # estimators; two hours of one core
@@ -14,7 +15,8 @@ runs, differences from the first kind are paired by seed. All estimators of a co
 Writes the name of the folder --out with .png and, of several kinds, .md, and an entry for each kind in cpu.json, under
 bench/results/.
 
-"coupled" is what coupled_grpo.py does. Independent masks show a token in none, one or both of the two masked versions
+"coupled" is what coupled_grpo.py does, "shuffled" the same with the advantages of each group in random order: updates
+of the same size that have learnt nothing. Independent masks show a token in none, one or both of the two masked versions
 of a canvas; "coupled_elbo" weighs coupled masks so that the mean score is the ELBO. The other scores of `views_of` are
 those of published methods, with the ratio that each has, or none, and without a KL divergence, as "coupled_alone": its
 weight means another thing for each.
@@ -56,6 +58,7 @@ import runs
 FAST = {"lr": 1e-4, "temperature": 0.5, "threshold": 0.5}
 KINDS = {  # what differs from the demo's settings
     "coupled": {},
+    "shuffled": {},
     "independent": {},
     "coupled_elbo": {},
     "coupled_alone": {"beta": 0.0},
@@ -183,6 +186,14 @@ def run_demo(kind, settings):
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(settings["out"]).parent.absolute() / "compiled")
     coupled_grpo.EVAL_SAMPLES = settings.pop("eval_samples")
     functions = (draw_uniforms, functools.partial(scores_by, kind)) if kind in SCORED_HERE else ()
+    if kind == "shuffled":
+        of_rewards, rng = grpo.group_advantages, np.random.default_rng(settings["seed"])
+
+        def shuffled(rewards, weights, group, scale):
+            found = of_rewards(rewards, weights, group, scale)
+            return found._replace(advantage_B=rng.permuted(found.advantage_B.reshape(-1, group), axis=1).reshape(-1))
+
+        grpo.group_advantages = shuffled
     if kind == "naive":
         of_maximum = coupled_grpo.rule_of
         coupled_grpo.rule_of = lambda *inputs: dataclasses.replace(of_maximum(*inputs), score="drawn")
