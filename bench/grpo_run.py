@@ -16,10 +16,10 @@ Writes the name of the folder --out with .png and, of several kinds, .md, and an
 bench/results/.
 
 "coupled" is what coupled_grpo.py does, "shuffled" the same with the advantages of each group in random order: updates
-of the same size that have learnt nothing. Independent masks show a token in none, one or both of the two masked versions
-of a canvas; "coupled_elbo" weighs coupled masks so that the mean score is the ELBO. The other scores of `views_of` are
-those of published methods, with the ratio that each has, or none, and without a KL divergence, as "coupled_alone": its
-weight means another thing for each.
+of the same size that have learnt nothing. Independent masks show a token in none, one or both of the two masked
+versions of a canvas; "coupled_elbo" weighs coupled masks so that the mean score is the ELBO. The other scores of
+`views_of` are those of published methods, with the ratio that each has, or none, and without a KL divergence, as
+"coupled_alone": its weight means another thing for each.
 
 The last two kinds fill positions at a low threshold and a low temperature, and learn fast. "naive" compares the
 threshold with the probability of the drawn token, "sure", as coupled_grpo.py, with the maximum of the distribution.
