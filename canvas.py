@@ -180,7 +180,7 @@ def chat_template(folder):
         raise jinja2.TemplateError(message)
 
     # The template is code of whoever made the model, so it runs in jinja2's sandbox, as in transformers.
-    special = {f"{name}_token": config.get(f"{name}_token") for name in ("bos", "eos", "pad")}
+    special = {f"{name}_token": config.get(f"{name}_token") or "" for name in ("bos", "eos", "pad")}
     special = {name: token["content"] if isinstance(token, dict) else token for name, token in special.items()}
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.globals |= {"raise_exception": refuse, **special}
@@ -192,7 +192,7 @@ def chat_template(folder):
         messages = [{"role": role, "content": text} for role, text in (*turns, ("user", prompt))]
         try:
             return compiled(template).render(messages=messages, add_generation_prompt=True)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError) as error:
             raise ValueError(f"the chat template of {folder} fails: {error}") from None
 
     return wrap
@@ -250,19 +250,16 @@ def read_requests(data, name):
 
 
 def on_new_line(prompt):
-    """The prompt, with a line break behind a docstring's last quotes, or behind the colon of a def or a class.
-
-    Tokenizers join the line break to them: a model has never seen a text go on behind those alone.
-    """
+    """The prompt, with a line break behind closing quotes or a def's or class's colon: tokenizers join it to those."""
     quotes = re.search(r"(\"{3}|'{3})\Z", prompt)
     closing = quotes and prompt.count(quotes[0]) % 2 == 0
     return prompt + "\n" if closing or re.search(r"^ *(async def|def|class) .*:\Z", prompt, flags=re.M) else prompt
 
 
-def interact(complete, end):
+def interact(complete, end, whole):
     """Read prompts from standard input until its end, complete([(prompt, "")]) each: lines up to an empty one are one.
 
-    end follows a prompt.
+    end follows a prompt, and whole() makes it what is continued. A prompt that is refused ends nothing.
     """
     terminal = sys.stdin.isatty()
     if terminal:
@@ -276,7 +273,10 @@ def interact(complete, end):
         if line:
             lines.append(line)
         elif lines:
-            complete([(on_new_line("\n".join(lines) + end), "")])
+            try:
+                complete([(whole("\n".join(lines) + end), "")])
+            except ValueError as error:
+                print(error, file=sys.stderr)
             lines = []
 
 
@@ -332,11 +332,11 @@ def examples(prompt):
                 call, want = ast.unparse(ast.parse(example.source)).replace("\n", "\n "), example.want.strip()
                 value, result = f"repr({call})", want
                 if call.startswith("print("):
-                    value = f"str({call[6:-1]})" if "," not in call else f"' '.join(map(str, [{call[6:-1]}]))"
+                    value = printed(call)
                 else:
                     with contextlib.suppress(ValueError, SyntaxError):  # no literal
                         value, result = f"({call})", ast.literal_eval(want)
-                if want and not example.exc_msg:
+                if want and value and not example.exc_msg:
                     test = ast.unparse(ast.parse(f"assert {value} == {result!r}"))
                     found.append((call, want, "\n ".join(["if 1:", *before, test]) if before else test))
                 if before or not want:
@@ -346,6 +346,13 @@ def examples(prompt):
     if not found:
         raise ValueError("the >>> examples in the docstring of a prompt are what is run; there are none")
     return found
+
+
+def printed(call):
+    """What print(...) writes, as an expression; "" where it has keywords, which is not tested."""
+    node, values = ast.parse(call).body[0].value, call[6:-1]
+    single = len(node.args) == 1 and not isinstance(node.args[0], ast.Starred)
+    return "" if node.keywords else f"str({values})" if single else f"' '.join(map(str, [{values}]))"
 
 
 def definitions(prompt, text):
@@ -380,7 +387,7 @@ def verdicts(program, tests):
 
 def judged(prompt, text):
     """The verdicts on a text that goes on from a prompt, by the examples in the prompt."""
-    return verdicts(definitions(prompt, text), examples(prompt))
+    return verdicts(text if "[MASK" in prompt else definitions(prompt, text), examples(prompt))
 
 
 def checked(completions, n, tests):
@@ -393,10 +400,12 @@ def checked(completions, n, tests):
     for i, of_prompt in enumerate(tests):
         shown = []
         for row, text in completions[i * n : (i + 1) * n]:
-            program = definitions(row["prompt"], text)
+            given = row["suffix"] or "completion" not in row  # text behind what was generated
+            program = text if given else definitions(row["prompt"], text)
             said = verdicts(program, of_prompt)
             passed = all(line.startswith("pass") for line in said)
-            shown.append((row | {"passed": passed, "examples": said}, "\n# ".join([program, *said])))
+            lines = "\n".join(said).replace("\n", "\n# ")
+            shown.append((row | {"passed": passed, "examples": said}, f"{program}\n# {lines}"))
             if passed:
                 print(f"completion {len(shown)} of {n} passes", file=sys.stderr)
                 break
@@ -481,10 +490,6 @@ def write_page(path, texts):
         Path(path).write_text((animation if path.endswith(".svg") else page)(texts), "utf-8")
 
 
-def colour(step, steps):
-    return f"hsl({220 - 220 * step / max(steps, 1):.0f} 80% 85%)" if step else "#eee"
-
-
 def page(texts):
     """serve.html with the texts inside: a page that replays their steps without a server."""
     record = json.dumps([[list(token) for token in tokens] for tokens in texts]).replace("<", "\\u003c")
@@ -500,7 +505,8 @@ def animation(texts, step_s=0.4, rest_s=3.0):
     shapes, line, column, longest = [], 0, 0, 0
     for tokens in texts:
         for token in tokens:
-            fill, starts = colour(token.step, steps), token.step * step_s / total_s
+            fill = f"hsl({220 - 220 * token.step / max(steps, 1):.0f} 80% 85%)" if token.step else "#eee"
+            starts = token.step * step_s / total_s
             timing = f'keyTimes="0;{starts:.3f}" dur="{total_s:.1f}s" calcMode="discrete" repeatCount="indefinite"'
             # A box and the letters over it, grey in their step. What was given is there from the beginning.
             turns = f'<animate {timing} attributeName="fill" values="#aaa;{fill}"/>' if token.step else ""

@@ -597,7 +597,7 @@ def fetch(repository, revision, out):
     print(f"check it with: hf cache verify {repository}; delete it with: hf cache rm model/{repository}", flush=True)
     try:
         return Path(huggingface_hub.snapshot_download(repository, revision=revision, **wanted))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise OSError(f"{repository} is no folder here and cannot be downloaded: {runs.first_line(error)}") from None
 
 
@@ -612,7 +612,7 @@ def main(cfg):
     if cfg.block_length and not cfg.to:
         raise ValueError("--block_length goes with --to=dream")
     checkpoints.orbax()  # it logs no errors from here on
-    started, folder, out, repository = time.time(), Path(cfg.source), Path(cfg.out), ""
+    started, folder, out, repository = time.time(), Path(cfg.source).expanduser(), Path(cfg.out), ""
     if not compare:
         refuse_existing(out)
     if not folder.exists():

@@ -365,7 +365,7 @@ class Trainer:
             filled.append(token_BL[: len(task_B) - i])
             passes.append(sum(stats["windows"]) / canvas_BL.shape[1])
         token_BL = np.concatenate(filled)
-        counted_BC = grpo.completion_mask(token_BL[:, -self.cfg.max_new :], self.rule.eos_ids[0])
+        counted_BC = grpo.completion_mask(np.isin(token_BL[:, -self.cfg.max_new :], self.rule.eos_ids), True)
         rows = prompts.completions(task_B, token_BL, counted_BC)
         return Batch(token_BL, see_BL, counted_BC, rows, np.mean(passes))
 
@@ -400,8 +400,9 @@ class Trainer:
         if not kept_B.any():
             return {}
         batches = micro_batches(np.flatnonzero(kept_B), cfg.micro_batch, self.mesh.size)
-        # counted tokens per micro-batch, on average: the update is the mean of their gradients
-        update_tokens = jnp.float32(batch.counted_BC[kept_B].sum() / len(batches))
+        # counted tokens, and completions, per micro-batch, on average: the update is the mean of their gradients
+        counts = {"update_tokens": batch.counted_BC[kept_B].sum(), "update_rows": kept_B.sum()}
+        counts = {name: jnp.float32(count / len(batches)) for name, count in counts.items()}
         advantage_B = advantages.advantage_B.astype(np.float32)
         # An update goes through all micro-batches under masks of its own. The reference takes those of (step + 1) mod
         # iterations: with two micro-batches and two iterations it shows a micro-batch the same masks twice.
@@ -409,7 +410,7 @@ class Trainer:
             total = jax.tree.map(jnp.zeros_like, self.trained)
             for row_R in batches:
                 inputs = self.to_devices(batch, row_R, scored[i] | {"advantage_B": advantage_B})
-                inputs |= {"first": jnp.asarray(i == 0), "update_tokens": update_tokens}
+                inputs |= {"first": jnp.asarray(i == 0)} | counts
                 total, metrics = self.gradients(self.trained, self.base, total, inputs)
                 measured.append(metrics)
             self.trained, self.opt, norm = self.update(self.trained, self.opt, total, len(batches))
@@ -446,7 +447,7 @@ class Trainer:
 # ---- what is logged ------------------------------------------------------------------------------------------------
 
 
-def summary(cfg, batch, reward_BF, advantages, eos_id):
+def summary(cfg, batch, reward_BF, advantages, eos_ids):
     """Rewards and completions of a round as numbers for the log."""
     counted_B, counted_BC = advantages.counted_B, batch.counted_BC
     row = {"reward": float(advantages.reward_B[counted_B].mean()) if counted_B.any() else math.nan}
@@ -462,7 +463,7 @@ def summary(cfg, batch, reward_BF, advantages, eos_id):
         "constant_groups": float(advantages.constant_B.mean()),
         "no_reward": int((~counted_B).sum()),
         "timeouts": sum(task.get("verdicts", []).count("timeout") for task in batch.rows),  # known to host 0
-        "ended": float((token_BC == eos_id).any(-1).mean()),
+        "ended": float(np.isin(token_BC, eos_ids).any(-1).mean()),
         "length": float(counted_BC.sum(-1).mean()),
         "duplicates": 1 - different / len(token_BC),
         "passes": float(batch.passes),
@@ -568,7 +569,7 @@ def train(run, store, meta, trainer, first, draw):
         clock.append(time.perf_counter())
 
         # log.jsonl has a row per round, rounds.jsonl a row per completion.
-        row = {"round": done} | summary(cfg, batch, reward_BF, advantages, trainer.rule.eos_ids[0]) | metrics
+        row = {"round": done} | summary(cfg, batch, reward_BF, advantages, trainer.rule.eos_ids) | metrics
         due = done % cfg.eval_every == 0 or done == cfg.rounds
         if due and trainer.heldout:
             row |= trainer.evaluate()

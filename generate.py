@@ -3,8 +3,7 @@
     python generate.py --prompt='def f(n):\\n    \"\"\"Double n.\"\"\"'    # by out/train_tpu, or weights/pythoncoder
     python generate.py                                 # reads prompts from the terminal
     python generate.py --prompt="def area(r):\\n    " --suffix="\\n    return a"    # fill in the middle
-    python generate.py --file=prompts.jsonl --json > completions.jsonl
-    python generate.py --file=prompts.jsonl --n=20 --check    # of each the first that passes its >>> examples
+    python generate.py --file=prompts.jsonl --n=20 --check --json > done.jsonl    # the first that passes its examples
     python generate.py --prompt="def area(r):\\n" --show_steps --html=steps.html    # accepted drafts, probabilities
     python generate.py --model=dream --ckpt=out/diffucoder --chat=on --prompt="Sort a list in Python." --show_steps
     python generate.py --model=dream --prompt="def area(r):\\n    [MASK]\\n    return a" --valid=python
@@ -132,10 +131,10 @@ def main(cfg):
     cfg = resolve(cfg)
     requests = [(cfg.prompt, cfg.suffix)]
     if cfg.file:
-        data = sys.stdin.read() if cfg.file == "-" else runs.as_path(cfg.file).read_bytes()
+        data = sys.stdin.buffer.read() if cfg.file == "-" else runs.as_path(cfg.file).read_bytes()
         requests = canvas.read_requests(data, cfg.file)
-    if not cfg.raw:
-        requests = [(canvas.on_new_line(prompt), suffix) for prompt, suffix in requests]
+    whole = str if cfg.raw else canvas.on_new_line
+    requests = [(whole(prompt), suffix) for prompt, suffix in requests]
     if cfg.check:
         tests = [canvas.examples(prompt) for prompt, _ in requests]  # before a model is read
     family, advice = PythonCoder, "a smaller --n or --max_new"
@@ -146,7 +145,7 @@ def main(cfg):
         if cfg.prompt or cfg.file:
             completions = model.complete(requests)
         else:
-            canvas.interact(model.complete, end="\n" if cfg.model == "pythoncoder" else "")
+            canvas.interact(model.complete, "\n" if cfg.model == "pythoncoder" else "", whole)
     except Exception as error:  # JAX raises its own when memory runs out, and Orbax wraps them
         if not isinstance(error, MemoryError) and not re.search("RESOURCE_EXHAUSTED|out of memory", str(error)):
             raise
@@ -186,6 +185,10 @@ def resolve(cfg):
     cfg = dataclasses.replace(cfg, check=cfg.check or cfg.dream.repair > 0, **defaults)
     if cfg.prompt and cfg.file:
         raise ValueError("give --prompt or --file, not both")
+    if cfg.suffix and not cfg.prompt:
+        raise ValueError("--suffix follows --prompt; each line of a --file has its own")
+    if cfg.json and cfg.show_steps:
+        raise ValueError("--show_steps writes between the lines of --json; give one of them")
     if cfg.html and (Path(cfg.html).is_dir() or not Path(cfg.html).parent.is_dir()):
         raise ValueError(f"--html={cfg.html} is no file in a folder that exists")
     if cfg.raw:
@@ -199,8 +202,7 @@ def resolve(cfg):
 
 def show(cfg, row, text, number=0):
     """Print a completion: its JSON line, or its text, under a number where there are several."""
-    text = f"---- {number}\n{text}" if number else text
-    print(json.dumps(row) if cfg.json else text, flush=True)
+    print(json.dumps(row) if cfg.json else f"---- {number}\n{text}" if number else text, flush=True)
 
 
 # ---- PythonCoder: from left to right -------------------------------------------------------------------------------
@@ -234,8 +236,7 @@ class PythonCoder:
             print(requests[0][0], end="", flush=True)
 
         self.key, key = jax.random.split(self.key)
-        self.passes = []  # tokens of each text after each forward pass
-        started = time.perf_counter()
+        self.passes, started = [], time.perf_counter()  # passes: tokens of each text after each forward pass
         settings = prompts, cfg.max_new, self.rule, key, self.on_tokens
         watching = cfg.show_steps or cfg.html
         with inference.mesh_context(self.mesh):
@@ -247,11 +248,11 @@ class PythonCoder:
             row = {"prompt": prompt, "suffix": suffix, "completion": text, "tokens": len(ids), "seed": cfg.seed}
             completions.append((row, prompt + text + suffix))
             if self.streams:
-                self.stream(text + "\n", ids)  # what is missing at its end
+                self.stream(text + suffix + "\n", ids)  # what is missing at its end
             elif not cfg.check:
-                show(cfg, row, prompt + text, number)
+                show(cfg, row, prompt + text + suffix, number)
         if watching:
-            self.show_probabilities(prompts, texts)
+            self.show_probabilities(requests, prompts, texts)
         rate = f"{stats['tokens'] / stats['forwards']:.2f} tokens per forward pass"
         if self.rule.speculate:
             rate += f", {stats['accepted']} draft tokens accepted"
@@ -284,7 +285,7 @@ class PythonCoder:
         print(completion[len(self.printed) :], end="", flush=True)
         self.printed = completion
 
-    def show_probabilities(self, prompts, texts):
+    def show_probabilities(self, requests, prompts, texts):
         """The texts in the colours of their probabilities in a terminal, and the page of --html."""
         import canvas
         import model_pythoncoder as pc
@@ -303,7 +304,7 @@ class PythonCoder:
         with inference.mesh_context(self.mesh):
             found = of_next(nnx.merge(graph, nnx.state(self.model)), token_BL)
 
-        pages, cut = [], functools.partial(canvas.truncate, stops=self.cfg.stop)
+        pages, tokenizer, cut = [], self.tokenizer, functools.partial(canvas.truncate, stops=self.cfg.stop)
         for i, (prompt, new) in enumerate(zip(prompts, texts, strict=True)):
             prob, logp, ids = (np.asarray(x[i, len(prompt) - 1 : len(rows[i]) - 1]).tolist() for x in found)
             likely = [canvas.others_of(self.tokenizer, *pair) for pair in zip(ids, logp, strict=True)]
@@ -312,7 +313,8 @@ class PythonCoder:
             if self.cfg.show_steps and sys.stdout.isatty():
                 shaded = (canvas.shaded(token.text, token.probability) for token in tokens)
                 print("---- by probability\n" + "".join(shaded))
-            pages.append([canvas.Token(text, 0) for text in canvas.pieces(self.tokenizer, prompt)] + tokens)
+            head, tail = (canvas.pieces(tokenizer, canvas.encode(tokenizer, x, "")) for x in requests[i])
+            pages.append([*(canvas.Token(t, 0) for t in head), *tokens, *(canvas.Token(t, 0) for t in tail)])
         canvas.write_page(self.cfg.html, pages)
 
 
@@ -352,11 +354,10 @@ class Dream:
         # What ends a text: the model's own ids, and tokens that end a turn of a conversation.
         ends = map(tokenizer.token_to_id, ("<|endoftext|>", *canvas.TURN_ENDS, "<|dlm_pad|>"))
         ends = dict.fromkeys((dream.eos_id, dream.pad_id, *(i for i in ends if i not in (None, dream.expand_id))))
-        self.never_in_a_hole = dream.mask_id, dream.expand_id, *ends
-        self.grows = dream.expand_id >= 0
+        self.grows, self.never_in_a_hole = dream.expand_id >= 0, (dream.mask_id, dream.expand_id, *ends)
         self.hole = flags.hole or (infill.START if self.grows else dream.hole_masks)  # 0: the likeliest length
-        self.sampler = sample_dream
-        self.rule = dataclasses.replace(rule, vocab=tokenizer.get_vocab_size(), eos_ids=tuple(ends))
+        settings = {"vocab": tokenizer.get_vocab_size(), "eos_ids": tuple(ends)}
+        self.sampler, self.rule = sample_dream, dataclasses.replace(rule, **settings)
         self.together = flags.batch_size * (1 if self.watching or dream.block_length else 8)  # texts of a batch
         if dream.block_length and (flags.valid or flags.repair):
             raise ValueError("--valid=python and --repair are for a Dream without blocks")
@@ -377,8 +378,7 @@ class Dream:
         jax.monitoring.register_event_duration_secs_listener(self.on_event)
         begin, ask, how = self.conversation(folder, tokenizer, canvas.chat_template(folder))
         self.texts = canvas.Texts(tokenizer, dream.mask_id, ends, dream.positions, begin, ask, flags.chat == "on")
-        weights = f"int{bits} and {self.model.run.dtype}" if bits else self.model.run.dtype
-        print(f"{folder}, {weights}, {how}", file=sys.stderr)
+        print(f"{folder}, {f'int{bits} and ' if bits else ''}{self.model.run.dtype}, {how}", file=sys.stderr)
 
     def conversation(self, folder, tokenizer, wrap):
         """(ids before a plain text, a function that encodes a prompt by the template wrap or None, this in words).
@@ -501,8 +501,8 @@ class Dream:
                     filled[i], is_python = infill.mend(self.read, canvases[i].ids, ids, self.texts.ends)
                     if not is_python:
                         print("--valid=python: found no valid Python for what was given", file=sys.stderr)
-        seconds = time.perf_counter() - started - self.compile_s
-        return canvases, filled, stats | {"seconds": seconds, "compile_s": self.compile_s}
+        times = {"seconds": time.perf_counter() - started - self.compile_s, "compile_s": self.compile_s}
+        return canvases, filled, stats | times
 
     def on_event(self, name, seconds, **_):
         """Called by JAX after each of its stages."""

@@ -207,21 +207,22 @@ class Loss:
     limit: float = 20.0  # both logarithms are clipped to +- limit, where their gradients end
 
 
-def grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, loss=Loss(), update_tokens=0):
+def grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, loss=Loss(), update_tokens=0, update_rows=None):
     """(value, metrics): -min(r A, clip(r, 1 - low, 1 + high) A) + beta KL, over the counted tokens, float32.
 
     r = exp(score - old), with "gspo" the exponential of the mean of that over the completion; old None stands for the
     score itself, so r = 1. With delta r is at most delta in the first term. KL = exp(d) - d - 1 with d = ref - score;
     ref None leaves it out. The sum over tokens is divided by their number ("bnpo"), by update_tokens ("dapo"), by B C
-    ("dr_grpo"), or is a mean over the completions of each one's mean over tokens ("grpo", "gspo"). What is not counted
-    may have any value. Without a counted token, value and metrics are 0. metrics: "kl", "clip_low" and "clip_high"
-    (shares of tokens without gradient at either side), "ratio_max", "tokens".
+    ("dr_grpo"), or is a mean over the completions of each one's mean over tokens ("grpo", "gspo"). B counts completions
+    with a token, or is update_rows, so that uneven micro-batches weigh all alike. What is not counted may have any
+    value. Without a counted token, value and metrics are 0. metrics: "kl", "clip_low" and "clip_high" (shares of tokens
+    without gradient at either side), "ratio_max", "tokens".
     Refs: PPO, arXiv:1707.06347, eq. 7; k3, http://joschu.net/blog/kl-approx.html; DAPO, arXiv:2503.14476; Dr. GRPO,
     arXiv:2503.20783; GSPO, arXiv:2507.18071; two-sided clip, arXiv:2505.07291.
     """
     counted_BC = counted_BC.astype(bool)
     tokens, tokens_B1 = counted_BC.sum(), jnp.maximum(counted_BC.sum(1, keepdims=True), 1)
-    rows = jnp.maximum(counted_BC.any(1).sum(), 1)
+    rows = jnp.maximum(counted_BC.any(1).sum(), 1) if update_rows is None else update_rows
 
     def mean(x_BC):
         return jnp.where(counted_BC, x_BC, 0.0).sum() / jnp.maximum(tokens, 1)
@@ -268,13 +269,13 @@ def grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, loss=Loss(), up
 def micro_loss(model, batch, mask_id, loss=Loss(), chunk=1024, scores_of=coupled_scores):
     """(value, metrics) of one micro-batch, to be differentiated: grpo_loss of scores_of, and the mean entropy.
 
-    batch: what scores_of reads, advantage_B, counted_BC, old_BC, ref_BC if beta is not 0, update_tokens with "dapo".
+    batch: what scores_of reads, advantage_B, counted_BC, old_BC, ref_BC if beta is not 0, update_tokens, update_rows.
     With batch["first"] no update followed old_BC, so that the score itself replaces it.
     """
     score_BC, entropy_BC = scores_of(model, batch, mask_id, chunk)
     old_BC = jnp.where(batch["first"], jax.lax.stop_gradient(score_BC), batch["old_BC"])
     terms = old_BC, batch.get("ref_BC"), batch["advantage_B"], batch["counted_BC"]
-    value, metrics = grpo_loss(score_BC, *terms, loss, batch.get("update_tokens", 0))
+    value, metrics = grpo_loss(score_BC, *terms, loss, batch.get("update_tokens", 0), batch.get("update_rows"))
     counted_BC = batch["counted_BC"].astype(bool)
     entropy = jnp.where(counted_BC, entropy_BC, 0.0).sum() / jnp.maximum(counted_BC.sum(), 1)
     return value, metrics | {"entropy": entropy}

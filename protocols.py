@@ -217,11 +217,13 @@ def longest_program(lines, least):
 
     Blank lines do not count, and only those in front stay. Of equal runs the first and shortest is taken.
     """
-    best, most = [], 0
+    best, most, tried = [], 0, 0
     for first in range(len(lines)):
         run = lines[first:]
         while error := first_error(run):
-            run = run[: error - 1]
+            run, tried = run[: error - 1], tried + len(run)
+            if tried > 1_000_000:
+                raise ValueError("a text in which it takes too long to find a program")
         while len(run) > least and not run[-1].strip() and not first_error(run[:-1]):  # behind a last \ they are needed
             run = run[:-1]
         length = sum(bool(line.strip()) for line in run)
@@ -337,7 +339,7 @@ def evalplus_names(node):
 
 # No text continues its answer behind one of these. [DONE] is Austin et al.'s.
 NO_ANSWER = ("<|endoftext|>", "<|file_sep|>", "<|im_end|>", "<|dlm_pad|>", "<|mask|>", "[DONE]")
-FENCE = re.compile(r"(?m)^([ \t]*)(```+)[ \t]*([^`\n]*?)[ \t]*$")  # indentation, backticks, language
+FENCE = re.compile(r"(?m)^([ \t]*)(```+)([^`\n]*)$")  # indentation, backticks, language between spaces
 # a line that begins with two words, the first not a keyword of Python, or with the mark of a list item
 PROSE = re.compile(rf"(?!({'|'.join([*keyword.kwlist, *keyword.softkwlist])})\b)[\w'’-]+[,:;]? [A-Za-z]|\d+[.)] |[-*] ")
 
@@ -385,7 +387,7 @@ def fenced(text, fences):
     for i, fence in enumerate(fences):
         if fence.start() < behind:
             continue
-        ends = [f for f in fences[i + 1 :] if f[2].startswith(fence[2]) and not f[3]]
+        ends = [f for f in fences[i + 1 :] if f[2].startswith(fence[2]) and not f[3].strip()][:100]
         codes = [re.sub(f"(?m)^{fence[1]}", "", text[fence.end() + 1 : end.start()]) for end in ends]
         last = next((k for k, code in enumerate(codes) if parses(code)), 0)
         behind = ends[last].end() if ends else len(text)

@@ -245,6 +245,6 @@ def repaired(dream, completions):
             if cfg.show_steps:
                 print(draft.prompt + before + canvas.coloured(new, green) + behind)
         if draft.rounds:
-            row = completions[i][0] | {"completion": draft.body, "repair": [each._asdict() for each in draft.rounds]}
-            completions[i] = row, draft.prompt + draft.body + draft.suffix
+            text, rounds = draft.prompt + draft.body + draft.suffix, [each._asdict() for each in draft.rounds]
+            completions[i] = completions[i][0] | {"completion": draft.body, "text": text, "repair": rounds}, text
     return completions

@@ -58,7 +58,7 @@ def command(main, config_class, doc, machine=()):
     import tyro
 
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # of a GPU's memory; JAX alone takes three quarters
-    status = 0
+    status, poll = 0, select.poll()
     try:
         default = resumed(config_class, sys.argv[1:], machine)
         main(check(tyro.cli(config_class, default=default, description=doc, config=(tyro.conf.OmitArgPrefixes,))))
@@ -67,7 +67,6 @@ def command(main, config_class, doc, machine=()):
         status = 130
     except Exception as error:
         if isinstance(error, BrokenPipeError):  # nobody reads our output any more, as after `| head`
-            poll = select.poll()
             poll.register(sys.stdout.fileno(), 0)
             if any(event & select.POLLERR for _, event in poll.poll(0)):
                 os._exit(141)  # silently, as SIGPIPE ends other programs
@@ -111,8 +110,8 @@ def settings_of(config_class, saved, machine=()):
 
 def script(name, *flags):
     """Run another stage as a program, which gets our Ctrl-C and SIGTERM. RuntimeError if it fails."""
-    path = Path(__file__).parent / name
-    with subprocess.Popen([sys.executable, str(path), *flags]) as process, contextlib.ExitStack() as exits:
+    command = [sys.executable, str(Path(__file__).with_name(name)), *flags]
+    with subprocess.Popen(command) as process, contextlib.ExitStack() as exits:
         for number in (signal.SIGINT, signal.SIGTERM):
             exits.callback(signal.signal, number, signal.signal(number, lambda number, _: process.send_signal(number)))
         if status := process.wait():
@@ -177,8 +176,7 @@ def write(path, data):
 @contextlib.contextmanager
 def new_folder(path):
     """A folder to write in, which gets its name when all went well; an error leaves nothing under that name."""
-    path = Path(path)
-    partial = path.with_name(path.name + ".tmp")
+    path, partial = Path(path), Path(f"{Path(path)}.tmp")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -238,6 +236,8 @@ def read_tokenizer(folder, vocab=2**31):
     path = as_path(folder) / "tokenizer.json"
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(as_path(path).read_bytes())
+        for unset in (tokenizer.no_truncation, tokenizer.no_padding):  # as a file may have been saved with
+            unset()
     except Exception as error:  # tokenizers raises nothing narrower for a broken file
         raise ValueError(f"{path} cannot be read ({error}); put the tokenizer.json of the model there") from None
     if (largest := max(tokenizer.get_vocab().values(), default=0)) >= vocab:

@@ -638,7 +638,9 @@ def load_adapters(folder, new):
     """New adapters with the values of those that peft or save_adapters() wrote, which may be of fewer matrices."""
     folder = runs.as_path(folder)
     keys = runs.read_json(folder / "adapter_config.json", "r", "lora_alpha")
-    if other := [name for name in ("use_dora", "use_rslora", "alpha_pattern") if keys.get(name)]:
+    other = [name for name in "use_dora use_rslora alpha_pattern rank_pattern".split() if keys.get(name)]
+    changes = str(keys.get("init_lora_weights")).startswith(("pissa", "olora", "corda", "loftq"))  # the base, too
+    if other := other + ["init_lora_weights"] * changes:
         raise ValueError(f"{folder}: adapters with {' and '.join(other)} are no plain LoRA")
     try:
         found = safetensors.flax.load_file(folder / "adapter_model.safetensors")

@@ -18,7 +18,6 @@ programs or any files but Python's own. Four layers enforce this (sandbox_inside
 The minimum is seccomp and one of the first two. Without namespaces a program cannot make folders, remove files or use
 asyncio, and can find out whether a path exists. All processes are forks of a template that reads no program or test:
 they share its addresses and the seed of hash(), and see how many tests it has run. Record locks are the machine's.
-
 An exit status proves nothing: a program controls all of its own process, builtins, frames, memory, open pipes. So
 nothing that decides is there. A test runs in a second process, the judge, confined alike, that never runs a line of the
 program. The functions that it calls are pipes to the program's process, for arguments and results. The kernel keeps the
@@ -32,7 +31,6 @@ a test in plain Python does so here (an empty array for numpy.allclose). No othe
 A test cannot subclass a program's class, compare type() of its objects, look at their __dict__ or signature, copy or
 dump them (copy, dataclasses, json), redirect the program's output or input, seed its random numbers, set its globals,
 give it objects of the library such as io.StringIO, or get async generators, memoryviews and cyclic data from it.
-
 A program imports the standard library and the site-packages of the Python that runs this, read-only. The local sandbox
 needs Linux on x86-64 or aarch64 (--runner=e2b does not), and only the standard library of Python 3.10 to 3.13.
 """

@@ -699,6 +699,8 @@ def launch():
     sys.path += job["packages"]
     for name in USUAL.split():
         importlib.import_module(name)
+    for name in ("exit", "quit"):  # as without -S
+        setattr(builtins, name, importlib.import_module("_sitebuiltins").Quitter(name, "Ctrl-D"))
     gc.collect()
     gc.freeze()  # a fork shares what no collection writes to
     try:

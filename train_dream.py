@@ -222,8 +222,9 @@ def step_flops(cfg, model):
     """Training FLOPs of a step, of all devices together, without what remat computes again."""
     halves = 2 if model.block_length > 1 else 1  # each row noised and clean, side by side
     length, copies = halves * cfg.seq_len, halves * (2 if cfg.blocks.complement else 1)
-    frozen = md.flops_per_token(model, 0) / 3 if cfg.lora_rank else 0  # of the gradients that frozen matrices lack
-    return copies * (md.flops_per_token(model, length) - frozen) * cfg.batch_size * cfg.seq_len
+    unused = md.flops_per_token(model, 0) / 3 if cfg.lora_rank else 0  # the gradients of frozen matrices
+    unused += (3 - bool(cfg.lora_rank)) * model.vocab * model.width * (halves - 1) * (not model.causal)  # clean logits
+    return copies * (md.flops_per_token(model, length) - unused) * cfg.batch_size * cfg.seq_len
 
 
 def find_data(cfg):
@@ -627,14 +628,13 @@ def main(cfg):
     if cfg.eval_only:
         return evaluate(cfg)
     trainer = Trainer(cfg)
-    given, cfg = {"steps": cfg.steps, "micro_batch": cfg.micro_batch}, trainer.cfg
+    given, cfg = {"steps": cfg.steps, "micro_batch": cfg.micro_batch}, trainer.cfg  # a resumed run may have others
     with runs.Run(cfg, rank=jax.process_index(), hosts=jax.process_count()) as folder:
         model, settings = dataclasses.asdict(trainer.model), dataclasses.asdict(cfg)
         same = {name: value for name, value in settings.items() if name not in OF_A_HOST}
         checkpoints.check_hosts(folder.out, {"model": model, "train": same, "data": trainer.train.meta["fingerprint"]})
         store = checkpoints.Checkpoints(folder.out, cfg.keep, best="heldout_nats" if trainer.heldout.total else "")
         first, skipped = trainer.begin(store)
-        # Written as they were given: a resumed run may have more --epochs, or a larger machine.
         config = {"train": settings | given, "model": model, "data": str(trainer.train.folder)}
         if cfg.init:  # the name by which generate.py knows a chat model
             config["source"] = runs.read_json(runs.as_path(cfg.resume or cfg.init) / "config.json").get("source", "")

@@ -116,7 +116,7 @@ def fused_kernel(device, dtype):
 
 
 def most_rows(name, devices, memory):
-    """Rows per device at a time that fit its memory in GiB, 0 if none do; infinite where no step was compiled."""
+    """Rows at a time that fit the memory in GiB of each of `devices`, which share the weights; infinite: unknown."""
     recorded = STEP_GIB.get(devices[0].platform, {}).get(name)
     if not recorded:
         return math.inf
@@ -134,7 +134,7 @@ def pick_model(cfg, devices, data=None, memory=None):
     for larger in STEP_GIB.get(devices[0].platform, ()) if not cfg.model else ():
         params = pc.count_params(pc.CONFIGS[larger])["total"]
         fed = not data or cfg.epochs * data["splits"]["train"]["tokens"] >= TOKENS_PER_PARAMETER * params
-        if fed and most_rows(larger, devices, memory):
+        if fed and most_rows(larger, devices[: cfg.fsdp * cfg.tensor or None], memory):
             name = larger
     if name not in pc.CONFIGS:
         raise ValueError(f"--model={name}: not one of {', '.join(pc.CONFIGS)}; train_dream.py trains Dream")
@@ -178,7 +178,7 @@ def resolve(cfg, devices, data=None, memory=None):
     on_cpu = memory is None
     name, model = pick_model(cfg, devices, data, memory)
     cfg = dataclasses.replace(cfg, model=name)
-    fitting = most_rows(name, devices, memory)
+    fitting = most_rows(name, devices[: cfg.fsdp * cfg.tensor or None], memory)
     seq_len = row_length(cfg, model, data)
     batch, micro = pick_batch(cfg, seq_len, max(1, len(devices) // cfg.tensor), on_cpu, data, fitting)
     mesh = checkpoints.training_mesh(cfg, model, devices)
@@ -539,14 +539,13 @@ def main(cfg):
     if cfg.eval_only:
         return evaluate(cfg)
     trainer = Trainer(cfg)
-    given, cfg = {"steps": cfg.steps, "micro_batch": cfg.micro_batch}, trainer.cfg
+    given, cfg = {"steps": cfg.steps, "micro_batch": cfg.micro_batch}, trainer.cfg  # a resumed run may have others
     with runs.Run(cfg, rank=jax.process_index(), hosts=jax.process_count()) as folder:
         model, settings = dataclasses.asdict(trainer.model), dataclasses.asdict(cfg)
         same = {name: value for name, value in settings.items() if name not in OF_A_HOST}
         checkpoints.check_hosts(folder.out, {"model": model, "train": same, "data": trainer.train.meta["fingerprint"]})
         store = checkpoints.Checkpoints(folder.out, cfg.keep, best="heldout_nats" if trainer.heldout.total else "")
         first, skipped = trainer.begin(store)
-        # Written as they were given: a resumed run may have more --epochs, or a larger machine.
         config = {"train": settings | given, "model": model, "data": str(trainer.train.folder)}
         folder.begin(first, config, trainer.files)
         if first < cfg.steps:

@@ -1068,6 +1068,12 @@ def test_pythoncoder_gets_a_hole_in_its_fill_in_the_middle_form(pythoncoder, tmp
     assert text == f"<|fim_prefix|>{SUM[0]}<|fim_suffix|>{SUM[2]}<|fim_middle|>"
 
 
+def test_no_text_takes_minutes_to_cut():
+    assert protocols.extract("```" + " " * 20_000 + "`\n", "f", ())  # cubic time, once
+    with pytest.raises(ValueError, match="takes too long"):
+        protocols.evalplus_sanitize("@a\n" * 400, protocols.Question("f"))
+
+
 def test_problems_of_one_number_are_refused():
     row = {"prompt": 'def f():\n    """Go."""\n', "entry_point": "f", "test": "def check(f):\n    pass\n"}
     row["canonical_solution"] = ""

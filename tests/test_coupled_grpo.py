@@ -575,11 +575,11 @@ PLAIN = grpo.Loss()
 
 
 @functools.partial(jax.jit, static_argnames="form")
-def loss_of(score, old, ref, advantage, counted, form=PLAIN, update_tokens=0):
+def loss_of(score, old, ref, advantage, counted, form=PLAIN, update_tokens=0, update_rows=None):
     """((loss, metrics), gradient of the score), compiled."""
 
     def loss(score):
-        return grpo.grpo_loss(score, old, ref, advantage, counted, form, update_tokens)
+        return grpo.grpo_loss(score, old, ref, advantage, counted, form, update_tokens, update_rows)
 
     return jax.value_and_grad(loss, has_aux=True)(score)
 
@@ -702,6 +702,9 @@ def test_an_update_by_micro_batches_is_that_of_all_its_completions_except_for_bn
     counted = jnp.asarray(np.arange(11) < np.array([11, 11, 9, 1, 2, 1])[:, None])
     inputs, form = (score, old, ref, jnp.linspace(-1, 1, 6), counted), grpo.Loss(kind, beta=0.1)
     _, whole = loss_of(*inputs, form, counted.sum())
+    uneven = [loss_of(*(x[i:j] for x in inputs), form, counted.sum() / 3, 2)[1] for i, j in ((0, 3), (3, 5), (5, 6))]
+    if kind != "bnpo":
+        close(jnp.concatenate(uneven) / 3, whole)
     parts = [loss_of(*(x[i : i + 2] for x in inputs), form, counted.sum() / 3)[1] for i in (0, 2, 4)]
     # the reference's form divides by the tokens of a micro-batch
     expected = whole * jnp.repeat(counted.sum() / jnp.array([22, 10, 3]), 2)[:, None] / 3 if kind == "bnpo" else whole

@@ -140,6 +140,8 @@ def test_a_file_of_prompts_is_checked_while_it_is_read(tmp_path):
     for line in ('{"prompt": \n', '{"prompt": null}', '{"prompt": "x", "suffix": 3}', '["x"]', '{"prompt": ["x"]}'):
         (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n' + line)
         refused("in.jsonl, line 2 is not", file=str(tmp_path / "in.jsonl"), ckpt=str(tmp_path / "none"))
+    refused("--suffix follows --prompt", suffix="x", file=str(tmp_path / "in.jsonl"))
+    refused("between the lines of --json", prompt="x", json=True, show_steps=True)
 
 
 def test_a_file_that_is_no_text_is_named(tmp_path):
@@ -193,6 +195,8 @@ def test_examples_of_docstrings_become_tests_of_the_sandbox():
         "assert ' '.join(map(str, [f(1), 'x'])) == '1 x'",
         "assert str(f(3)) == '3'",
     ]
+    given = '>>> print(*f(3))\n1 2\n>>> print(f(1), end="!")\n1!\n'  # what has other keywords is not tested
+    assert [test for *_, test in canvas.examples(given)] == ["assert ' '.join(map(str, [*f(3)])) == '1 2'"]
     assert canvas.examples("Write it.\n>>> f(1)\n<Odd>\n") == [("f(1)", "<Odd>", "assert repr(f(1)) == '<Odd>'")]
     for prompt, part in (
         ("def f(x):", "there are none"),

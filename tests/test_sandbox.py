@@ -1259,6 +1259,28 @@ def test_time_of_programs_that_hang_is_bounded_by_the_workers(closed):
     assert seconds < 12 * 3 / 6 + 48 * 0.15, seconds  # one after another the hangs alone would take 36 s
 
 
+def test_programs_may_end_by_exit_and_quit(closed):
+    program = "def f(x): return x + 1\nif __name__ == '__main__':\n    {0}()"
+    for name in ("exit", "quit"):
+        (result,) = sandbox.run_tests([program.format(name)], [["assert f(1) == 2"]], main_block=True)
+        assert result.verdicts == ["pass"], (name, result)
+
+
+def test_an_exception_makes_the_judge_import_no_module_of_a_librarys_examples(closed):
+    program = """
+import sys, types
+name = "numpy.random._examples.numba.extending_distributions"
+sys.modules[name] = types.ModuleType(name)
+class E(Exception): pass
+E.__module__, E.__qualname__ = name, "E"
+sys.modules[name].E = E
+def f(x): raise E
+"""
+    test = "import sys\ntry:\n    f(1)\nexcept Exception:\n    pass\nassert not any('_examples' in name for name in sys.modules)"
+    (result,) = sandbox.run_tests([program], [[test]])
+    assert result.verdicts == ["pass"], result
+
+
 def test_a_test_that_had_no_time_takes_nothing_from_the_next_program(closed):
     results = sandbox.run_tests(["def f(x): return x + 1"] * 8, [["assert f(1) == 2"]] * 8, timeout_s=2e-4, workers=1)
     assert all((result.error, *result.verdicts) in (("", "pass"), ("", "timeout")) for result in results), results
