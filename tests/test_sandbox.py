@@ -1276,8 +1276,9 @@ E.__module__, E.__qualname__ = name, "E"
 sys.modules[name].E = E
 def f(x): raise E
 """
-    test = "import sys\ntry:\n    f(1)\nexcept Exception:\n    pass\nassert not any('_examples' in name for name in sys.modules)"
-    (result,) = sandbox.run_tests([program], [[test]])
+    test = ["import sys", "try:", "    f(1)", "except Exception:", "    pass"]
+    test += ["assert not any('_examples' in name for name in sys.modules)"]
+    (result,) = sandbox.run_tests([program], [["\n".join(test)]])
     assert result.verdicts == ["pass"], result
 
 
