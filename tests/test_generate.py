@@ -229,6 +229,12 @@ def test_the_first_completion_that_passes_in_the_sandbox_is_taken(capsys):
     row, text = next(canvas.checked(rows[:1], 1, [canvas.examples(ADD)]))
     assert row["examples"] == ["fail: add_1([1][0]) gives 1, not 2", "fail: add_1(2.5) gives 2.5, not 3.5"]
     assert not row["passed"]
+    stars = 'def f(n):\n    """Stars.\n\n    >>> print(f(2))\n    *\n    **\n    """\n'
+    behind = "    return TEXT\n\n\nTEXT = '*\\n**'\n"  # a suffix is no text of the model, and stays
+    written = {"prompt": stars, "suffix": behind}, stars + behind
+    row, text = next(canvas.checked([written], 1, [canvas.examples(stars)]))
+    assert row["passed"]
+    assert text == stars + behind + "\n# pass: print(f(2)) gives *\n# **"
     said = ["pass: c.add(2) gives 5", "pass: print(c.add(1)) gives 6"]
     assert canvas.verdicts(COUNTER, canvas.examples(COUNTER)) == said
     wrong = COUNTER.replace("+= k", "+= 2")
@@ -801,7 +807,7 @@ def test_special_tokens_in_a_users_text_stay_text(coder, capsys):
 def test_dream_answers_a_file_of_prompts_in_batches_as_it_answers_each(coder, capsys, monkeypatch, tmp_path):
     requests = [{"prompt": CODE}, {"prompt": "def"}, {"prompt": "return ", "suffix": " * 3"}, {"prompt": "x [MASK:3]"}]
     lines = "".join(json.dumps(r) + "\n" for r in requests)
-    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
     settings = {"temperature": 0.0, "json": True}
     together = dream_says(capsys, coder / "model", file="-", batch_size=3, **settings)[0].splitlines()
     (tmp_path / "in.jsonl").write_text(lines)
