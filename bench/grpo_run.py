@@ -2,7 +2,7 @@
 
     python bench/grpo_run.py                                   # three seeds, 15 minutes; keep the machine idle
     python bench/grpo_run.py --seeds 0 1 2 3 4 5 6 7 8 9 10 11 --out=out/grpo_seeds        # base and after; an hour
-    python bench/grpo_run.py --kinds coupled shuffled --seeds 0 1 2 3 4 5 6 7 8 9 10 11 --out=out/grpo_seeds   # signal?
+    python bench/grpo_run.py --kinds coupled shuffled --seeds 0 1 2 3 4 5 6 7 --out=out/grpo_signal    # or noise?
     python bench/grpo_run.py --kinds naive sure --rounds=20 --out=out/grpo_rollouts    # fast rollouts
     python bench/grpo_run.py --kinds coupled independent coupled_elbo --seeds 0 1 2 3 4 5 6 7 8 9 10 11 \
         --rounds=12 --eval_every=12 --eval_samples=8 --out=out/grpo_paired     # estimators; two hours of one core
