@@ -365,12 +365,13 @@ def run_test(text, peer, main):
     taken = [name for name in own if name in offered]
     if {*taken} <= COMPARERS.keys():
         taken += [name for name in builtin if name in offered]
-    attributes = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    read = {node.id for node in attributes if isinstance(node, ast.Name)}
+    attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    read = {(node.value.id, node.attr) for node in attributes if isinstance(node.value, ast.Name)}
     for name in taken:  # whatever else it offers
         value = offered[name]
         # a module that only the program imports is replaced by ours of that name, and so is what poses as one
-        poses = isinstance(value, types.ModuleType) or (name in read and name in sys.stdlib_module_names)
+        asked = {attribute for owner, attribute in read if owner == name and name in sys.stdlib_module_names}
+        poses = isinstance(value, types.ModuleType) or (asked and asked <= {*dir(importlib.import_module(name))})
         if module := COMPARING.get(name) or (poses and name):
             value = importlib.import_module(module)
         elif name in COMPARERS and others:

@@ -1266,6 +1266,15 @@ def test_programs_may_end_by_exit_and_quit(closed):
         assert result.verdicts == ["pass"], (name, result)
 
 
+def test_a_programs_object_with_the_name_of_a_module_is_its_own():
+    program = "class Q(list):\n    enqueue, dequeue = list.append, list.pop\nqueue = Q()\n"
+    (result,) = sandbox.run_tests([program], [["queue.enqueue(3)\nassert queue.dequeue() == 3"]])
+    assert result.verdicts == ["pass"], result
+    fake = "class S:\n    def mean(self, x): return 7\nstatistics = S()\ndef f(x): return 7\n"
+    (result,) = sandbox.run_tests([fake], [["assert f(1) == statistics.mean([1, 3])"]])
+    assert result.verdicts == ["fail"], result
+
+
 def test_an_exception_makes_the_judge_import_no_module_of_a_librarys_examples(closed):
     program = """
 import sys, types
