@@ -349,10 +349,12 @@ def examples(prompt):
 
 
 def printed(call):
-    """What print(...) writes, as an expression; "" where it has keywords, which is not tested."""
+    """What print(...) writes, as an expression; "" (not tested) if it has keywords or is part of an expression."""
     node, values = ast.parse(call).body[0].value, call[6:-1]
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.keywords:
+        return ""
     single = len(node.args) == 1 and not isinstance(node.args[0], ast.Starred)
-    return "" if node.keywords else f"str({values})" if single else f"' '.join(map(str, [{values}]))"
+    return f"str({values})" if single else f"' '.join(map(str, [{values}]))"
 
 
 def definitions(prompt, text):

@@ -615,8 +615,8 @@ def resolve(cfg):
         raise ValueError(f"--resume={cfg.resume} goes on in its own folder; leave --out={cfg.out} out")
 
     folder = runs.as_path(cfg.prompts)
-    if cfg.prompts and folder.is_dir():  # of rl_tasks.py: it holds all files; an empty one is as none
-        found = {path.stem: str(path) for path in folder.glob("*.jsonl") if path.read_bytes()}
+    if cfg.prompts and folder.is_dir():  # of rl_tasks.py: it holds all files; an empty one is as none, but in a bucket
+        found = {path.stem: str(path) for path in folder.glob("*.jsonl") if getattr(path.stat(), "st_size", 1)}
         heldout = cfg.heldout or tuple(found[name] for name in ("heldout", "humaneval") if name in found)
         cfg = dataclasses.replace(cfg, prompts=str(folder / "train.jsonl"), heldout=heldout)
     if len({Path(path).stem for path in cfg.heldout}) < len(cfg.heldout):

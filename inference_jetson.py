@@ -378,7 +378,7 @@ def run_tensorrt(data, built):
     here = f"TensorRT {trt.__version__} on {torch.cuda.get_device_name()}"
     engine = trt.Runtime(trt.Logger(trt.Logger.ERROR)).deserialize_cuda_engine(data) if there == here else None
     if engine is None:
-        raise ValueError(f"model.trt is of {there}, this is {here}: export_jetson.py --tensorrt --bundle=...")
+        raise ValueError(f"model.trt is of {there}, this is {here}; build: export_jetson.py --tensorrt --bundle=...")
     context, vocab = engine.create_execution_context(), engine.get_tensor_shape("logits")[-1]
     names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
 

@@ -51,7 +51,7 @@ class Config:
     host: str = "127.0.0.1"  # address to listen at; 0.0.0.0 is open to the network
     port: Natural = 8000
     api_key: str = "UNMASK_API_KEY"  # environment variable with the key that clients have to send
-    batch_size: Count = 8  # texts of a batch; canvases of one width and order are a batch
+    batch_size: Count = 8  # texts that are generated together; those of another canvas width are another batch
     queue: Count = 64  # texts that may wait; more are refused with status 429
     warm: bool = False  # compile all programs before the first request
     grace: Count = 30  # seconds that SIGTERM leaves running requests

@@ -64,7 +64,7 @@ class Blocks:
 class Config:
     data: str = ""  # folder of rows from data_prep.py; default: the Python standard library, prepared under data/
     out: str = "out/train_dream"  # folder of the run
-    resume: str = ""  # folder of a run to continue, with its settings, those of its devices excepted: see MACHINE
+    resume: str = ""  # folder of a run to continue, with its settings, not those of devices (--fsdp, --hosts, ..)
     eval_only: str = ""  # folder of a model to score on held-out rows, instead of training
     model: str = ""  # preset, see CONFIGS in model_dream.py; default: tiny, or the model of --init
     init: str = ""  # folder of a Dream to start from, converted or trained here
@@ -92,9 +92,9 @@ class Config:
     device: typing.Literal["", "cpu"] = ""  # "cpu" trains on the CPU although JAX leaves an accelerator idle
     hosts: str = ""  # "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process; default: one host
     log_every: Count = 10  # steps between rows of the log
-    eval_every: Natural = 0  # steps between evaluations, each with a sample and a checkpoint; 0: 50 to 1000
+    eval_every: Natural = 0  # steps between evaluations, each with a sample and a checkpoint; 0: by the run, 50 to 1000
     eval_rows: Count = 512  # held-out rows per evaluation, at most
-    save_minutes: NonNegative = 30.0  # minutes after which a row of the log comes with a checkpoint; 0: never
+    save_minutes: NonNegative = 30.0  # minutes between checkpoints, checked when it logs; 0: only at evaluations
     keep: Count = 2  # newest checkpoints to keep, besides the best
     prompt: str = "def read_lines(path):\n"  # prefix of the samples drawn in training
     wandb: str = ""  # project name at Weights & Biases; default: log to files only

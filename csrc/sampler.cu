@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(THREADS) sample_kernel(Sample<T> a) {
             }
             if (block_sum(count, ints) >= a.top_k) key |= 1u << bit;
         }
-        const float kth = value_of_key<T>(key);  // NaN where only ids that are banned are beyond: all stay
+        const float kth = value_of_key<T>(key);  // NaN if the k-th logit is the -inf of a banned id: nothing is dropped
         for (int i = thread; i < a.vocab; i += THREADS)
             if (to_float(logit[i]) < kth) put(logit[i], -INFINITY);
         __syncthreads();

@@ -195,7 +195,8 @@ def test_examples_of_docstrings_become_tests_of_the_sandbox():
         "assert ' '.join(map(str, [f(1), 'x'])) == '1 x'",
         "assert str(f(3)) == '3'",
     ]
-    given = '>>> print(*f(3))\n1 2\n>>> print(f(1), end="!")\n1!\n'  # what has other keywords is not tested
+    # what has keywords, or is no plain call, is not tested
+    given = '>>> print(*f(3))\n1 2\n>>> print(f(1), end="!")\n1!\n>>> print(1) or f(2)\n1\n'
     assert [test for *_, test in canvas.examples(given)] == ["assert ' '.join(map(str, [*f(3)])) == '1 2'"]
     assert canvas.examples("Write it.\n>>> f(1)\n<Odd>\n") == [("f(1)", "<Odd>", "assert repr(f(1)) == '<Odd>'")]
     for prompt, part in (

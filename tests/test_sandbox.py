@@ -25,6 +25,7 @@ from conftest import run
 
 import sandbox
 import sandbox_inside
+import sandbox_wire
 
 FILES = {"sandbox.py", "sandbox_inside.py", "sandbox_wire.py"}
 ROOT = Path(__file__).resolve().parent.parent
@@ -1273,6 +1274,12 @@ def test_a_programs_object_with_the_name_of_a_module_is_its_own():
     fake = "class S:\n    def mean(self, x): return 7\nstatistics = S()\ndef f(x): return 7\n"
     (result,) = sandbox.run_tests([fake], [["assert f(1) == statistics.mean([1, 3])"]])
     assert result.verdicts == ["fail"], result
+
+
+def test_no_exception_that_steers_a_test_is_taken_for_the_librarys():
+    names = "asyncio.CancelledError", "unittest.case.SkipTest", "test.support.ResourceDenied", "numpy.testing.SkipTest"
+    assert [sandbox_wire.library_class(name) for name in names] == [None] * 4
+    assert sandbox_wire.library_class("json.JSONDecodeError") is json.JSONDecodeError
 
 
 def test_an_exception_makes_the_judge_import_no_module_of_a_librarys_examples(closed):
