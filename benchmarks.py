@@ -27,6 +27,7 @@ and MBPP+ follow EvalPlus' rules: pass@k needs all inputs, base pass@k the origi
 import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -132,7 +133,7 @@ def main(cfg):
         except KeyboardInterrupt:
             print(f"stopped; what is done is in {out}, and the same command resumes", file=sys.stderr)
             raise
-        row = report(cfg, problems, read_own(out / "results.jsonl", "passed", settings["protocol"]))
+        row = report(cfg, problems, read_own(out / "results.jsonl", "passed"))
         row |= {"version": VERSION, "settings": settings}
         runs.write(out / "summary.json", row)
     print(json.dumps(row) if cfg.json else describe(row), flush=True)
@@ -204,9 +205,8 @@ def settings_of(cfg):
 
 def check_settings(out, settings):
     """Raises ValueError if a folder holds results of other settings."""
-    if not (out / "config.json").exists():
-        return
-    saved = runs.read_json(out / "config.json")
+    path = out / "config.json"
+    saved = runs.read_json(path) if path.exists() else settings
     if names := [key for key in saved | settings if saved.get(key) != settings.get(key) and key != "version"]:
         changed = ", ".join(f"{name}={saved.get(name)!r}" for name in names)
         raise ValueError(f"{out} holds results with {changed}; choose another --out")
@@ -243,7 +243,7 @@ def generated_samples(cfg, problems, settings, path):
     Samples in `path` are kept. Batches do not depend on which samples exist, so a resumed run equals one without stop.
     """
     name, record = protocol_of(cfg)
-    rows = {(tasks.key_of(row["task_id"]), row["sample"]): row for row in read_own(path, "fits", name)}
+    rows = {(tasks.key_of(row["task_id"]), row["sample"]): row for row in read_own(path, "fits")}
     # Problems of similar length share a batch, and the first sample of all comes before the second of any.
     by_length = sorted(problems, key=lambda key: len(problems[key].asked.prompt))
     order = [(key, i) for i in range(cfg.n) for key in by_length]
@@ -300,10 +300,7 @@ def write_batch(cfg, record, writer, problems, prompts, batch, number):
     fitting = {key for key, length in lengths.items() if length <= writer.longest}
     if not fitting & {*keys}:
         return [{"fits": False}] * len(batch)
-
-    def decode(ids_of_texts):
-        """Texts with the names of special tokens."""
-        return writer.tokenizer.decode_batch(ids_of_texts, skip_special_tokens=False)
+    decode = functools.partial(writer.tokenizer.decode_batch, skip_special_tokens=False)
 
     def finished(ids_of_texts):
         pairs = zip(decode(ids_of_texts), keys, strict=True)
@@ -331,19 +328,16 @@ class Solution(str):
     """The text of a sample that is a whole program; others continue the prompt."""
 
 
-def read_own(path, key, protocol):
+def read_own(path, key):
     """The rows of a file that this program appends to. An incomplete last line, which a kill leaves, is cut off."""
     data = path.read_bytes() if path.exists() else b""
     complete = data[: data.rfind(b"\n") + 1]
     if complete != data:
         os.truncate(path, len(complete))
     try:
-        rows = [*tasks.parse_lines(complete.decode().split("\n"), ("task_id", "sample", key), SAMPLE)]
-        if others := {row.get("protocol", protocol) for row in rows} - {protocol}:
-            raise ValueError(f"it holds samples of --protocol={', '.join(sorted(others))}, and this is {protocol}")
+        return [*tasks.parse_lines(complete.decode().split("\n"), ("task_id", "sample", key), SAMPLE)]
     except ValueError as error:
         raise ValueError(f"{path}: {error}; remove it, or choose another --out") from None
-    return rows
 
 
 def append(path, rows):
@@ -400,10 +394,9 @@ def given_samples(cfg, problems):
             raise ValueError(f"{found}; the texts as written are needed, as in samples.jsonl")
         if "solution" in row and "written" not in row:
             samples[key, number] = Solution(row["solution"])
-        elif "written" in row or not record.ours or cfg.task in ("livecodebench", "humaneval_infilling"):
-            samples[key, number] = candidate(record, row.get("written", row.get("completion")), question)
         else:
-            samples[key, number] = protocols.extract(row["completion"], question.entry, ())[0]
+            cuts = record._replace(stops=()) if record.ours and "written" not in row else record
+            samples[key, number] = candidate(cuts, row.get("written", row.get("completion")), question)
     return samples
 
 
@@ -419,12 +412,9 @@ def candidate(record, text, question):
 
 def program(cfg, problem, code):
     """The program of a sample, without its tests."""
-    _, record = protocol_of(cfg)
-    if isinstance(code, Solution) and not isinstance(problem.cases, tasks.Live):  # whose head is imports
-        return code
-    if not record.ours or cfg.task == "humaneval_infilling":
-        return protocols.program(record, code, problem.asked)
-    return problem.head + protocols.without_future(code, problem.asked)
+    if isinstance(problem.cases, tasks.Live):
+        return tasks.LIVE_HEAD + protocols.without_future(code, problem.asked)
+    return code if isinstance(code, Solution) else protocols.program(protocol_of(cfg)[1], code, problem.asked)
 
 
 class Scorer:
@@ -440,7 +430,7 @@ class Scorer:
         self.protocol, self.record = protocol_of(cfg)
         self.flags = dataclasses.asdict(cfg.sandbox)
         self.several = any(number for _, number in samples)
-        rows = read_own(path, "passed", self.protocol)
+        rows = read_own(path, "passed")
         self.done = {(tasks.key_of(row["task_id"]), row["sample"]) for row in rows}
         self.passed = collections.defaultdict(list)  # {task_id: [whether a sample passed]}
         for row in rows:
@@ -498,6 +488,9 @@ class Scorer:
         programs, tests = [problem.reference for problem in references], [[problem.test] for problem in references]
         results = sandbox.run_tests(programs, tests, **self.flags | {"timeout_s": 60.0, "program_s": 180.0})
         for late, result in zip(self.late.values(), results, strict=True):
+            if result.rate is None:
+                self.unscored += [(sample, result.error) for sample, _ in late]
+                continue
             limit = self.record.factor * sum(result.cpu_s)
             if limit > self.cfg.sandbox.timeout_s:
                 self.run([sample for sample, _ in late], limit)
@@ -578,7 +571,7 @@ def report(cfg, problems, rows):
             values = [pass_at_k(n, c, k) for n, c in counts]
             row[f"{kind}pass@{k}"] = [float(np.mean(values)), *interval(values)]
             row |= {f"{kind}pass@{k} problems": len(counts)} if len(counts) < len(by_problem) else {}
-    if n > 1 and cfg.task != "livecodebench":
+    if n > 1 and cfg.task not in ("livecodebench", "humaneval_infilling"):  # they have nothing to choose by
         values = [choose(group)["passed"] for group in by_problem.values()]
         row["best of n"] = [float(np.mean(values)), *interval(values)]
     return row

@@ -411,7 +411,7 @@ def checked(completions, n, tests):
             if passed:
                 print(f"completion {len(shown)} of {n} passes", file=sys.stderr)
                 break
-        failed += not passed
+        failed += 0 if passed else 1
         yield shown[-1 if passed else 0]
     if failed:
         raise ValueError(f"no completion passes all examples of {failed} of {len(tests)} prompts")

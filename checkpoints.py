@@ -16,6 +16,7 @@ import itertools
 import json
 import logging
 import math
+import operator
 import os
 import re
 import shutil
@@ -57,10 +58,8 @@ def bit_sum(x):
 
 
 def bit_sums(tree):
-    """{name: checksum} of a tree: the sum of each array's words modulo 2^32, the same however the array is split.
-
-    One array at a time: a CPU copies the words, and reductions over devices that run side by side can deadlock.
-    """
+    """{name: checksum} of a tree: the sum of each array's words modulo 2^32, the same however the array is split."""
+    # One array at a time: a CPU copies the words, and reductions over devices that run side by side can deadlock.
     arrays = {name: on_host(x) for name, x in flatten(tree).items()}
     return {name: int((bit_sum if isinstance(x, np.ndarray) else jax.jit(bit_sum))(x)) for name, x in arrays.items()}
 
@@ -110,17 +109,13 @@ def check_hosts(folder, settings):
 class Checkpoints:
     """Orbax checkpoints <folder>/checkpoints/<step>/: the newest `keep`, and the one whose metric `best` is lowest."""
 
-    def __init__(self, folder, keep=2, best="", own=True):
-        ocp = orbax()
+    def __init__(self, folder, keep=2, best="heldout_nats", own=True):
+        ocp, self.folder, metric = orbax(), absolute(folder), operator.itemgetter(best)
         kept, self.args = ocp.checkpoint_managers, ocp.args
-        rules = [kept.LatestN(keep)]  # a step stays if any rule wants it
-        how = {"cleanup_tmp_directories": own}  # of a killed save; in the folder of another run one may be going on
-        if best:  # as an option, too: else Orbax does not store the metric, and a resumed run forgets the best step
-            how |= {"best_fn": lambda metrics: metrics[best], "best_mode": "min"}
-            lowest = {"get_metric_fn": how["best_fn"], "reverse": True, "n": 1}
-            rules.append(kept.BestN(**lowest, keep_checkpoints_without_metrics=False))
-        how["preservation_policy"] = kept.AnyPreservationPolicy(rules)
-        self.folder = absolute(folder)
+        lowest = kept.BestN(get_metric_fn=metric, reverse=True, n=1, keep_checkpoints_without_metrics=False)
+        how = {"preservation_policy": kept.AnyPreservationPolicy([kept.LatestN(keep), lowest])}
+        how["best_fn"] = metric  # without it Orbax stores no metric, and a resumed run forgets the best step
+        how["cleanup_tmp_directories"] = own  # of a killed save; in the folder of another run one may be going on
         how["async_options"] = ocp.AsyncOptions(post_finalization_callback=(self.folder / runs.SAVED).touch)
         self.manager = ocp.CheckpointManager(self.folder / "checkpoints", options=ocp.CheckpointManagerOptions(**how))
 
@@ -143,7 +138,6 @@ class Checkpoints:
         # The checksums are of what is in memory now: restore() compares them with what the disk gives back.
         items = {name: self.args.StandardSave(tree) for name, tree in state.items() if tree}
         items["meta"] = self.args.JsonSave(meta | {"sums": bit_sums(state)})
-        self.wait()
         with self.writing():
             self.manager.save(step, args=self.args.Composite(**items), metrics=metrics, force=True)
 
@@ -152,10 +146,7 @@ class Checkpoints:
         return runs.read_json(self.folder / f"checkpoints/{self.newest()}/meta/metadata", "model", "sums")
 
     def restore(self, like):
-        """The state in the newest checkpoint, laid out as the arrays or ShapeDtypeStructs of `like` are.
-
-        ValueError for one that is damaged, also where only a bit differs from what was saved.
-        """
+        """The newest checkpoint, laid out as the arrays or ShapeDtypeStructs of `like`; ValueError if a bit differs."""
         step, sums = self.newest(), self.meta()["sums"]
         items = {name: self.args.StandardRestore(tree) for name, tree in like.items() if tree}
         try:
@@ -165,7 +156,8 @@ class Checkpoints:
             wrong = [runs.first_line(error)]
         if wrong:
             where = f"{self.folder}/checkpoints/{step}"
-            raise ValueError(f"{where} cannot be read ({', '.join(wrong)}); delete its folder to use the one before")
+            advice = "if it is damaged, delete its folder to use the one before"
+            raise ValueError(f"{where} cannot be read ({', '.join(wrong)}); {advice}")
         return state
 
     def resume(self, folder, meta, like):
@@ -184,15 +176,10 @@ class Checkpoints:
         print(f"resuming {folder} after step {saved['step']}")
         return store.restore(like), saved
 
-    def wait(self):
-        """Wait for the save under way."""
-        with self.writing():
-            self.manager.wait_until_finished()
-
     def close(self):
         """Wait for the save under way."""
-        self.wait()
-        self.manager.close()
+        with self.writing():
+            self.manager.close()
 
 
 def absolute(folder):
@@ -235,15 +222,13 @@ def stored_shapes(family, params, dtype, bits=0):
 
 # ---- models in folders ---------------------------------------------------------------------------------------------
 
-# What lies beside the weights of a model: its tokenizer, chat template, and the code that transformers runs.
-COMPANIONS = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"]
-COMPANIONS += ["merges.txt", "chat_template.jinja", "generation_config.json"]
-
 
 def companions(folder):
-    """{name: bytes} of the files COMPANIONS and *.py that a model's folder holds."""
+    """{name: bytes} of what lies beside a model's weights: tokenizer, chat template, code that transformers runs."""
+    names = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"]
+    names += ["merges.txt", "chat_template.jinja", "generation_config.json"]
     folder = runs.as_path(folder)
-    paths = [*map(folder.joinpath, COMPANIONS), *sorted(folder.glob("*.py"))]
+    paths = [*map(folder.joinpath, names), *sorted(folder.glob("*.py"))]
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
 
@@ -254,12 +239,12 @@ def find_weights(folder, step=0):
     """
     if (folder / "meta.json").is_file():  # written by convert_weights.py
         meta = runs.read_json(folder / "meta.json", "sums")
-        return folder, meta, step or meta.get("step", 0)
+        return folder, meta, meta.get("step", 0)
     keys = runs.read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     if (folder / "model.safetensors").is_file() and keys.get("model_type") == "pythoncoder":
         about = {name: keys.pop(name, None) for name in ("model_type", "source", "step", "torch_dtype")}
         meta = {"model": keys, "dtype": about["torch_dtype"] or "float32", "step": about["step"] or 0}
-        return folder, meta, step or meta["step"]
+        return folder, meta, meta["step"]
     if any(folder.glob("model*.safetensors")):  # a run with LoRA holds adapter_model.safetensors
         raise ValueError(f"{folder} is in the Hub's form: python convert_weights.py --source={folder} --out=DIR")
     step, path = runs.newest(folder, step)
@@ -268,7 +253,7 @@ def find_weights(folder, step=0):
     return path, runs.read_json(path / "meta" / "metadata", "model", "sums"), step
 
 
-def load(family, folder, step=0, dtype=None, run=None, mesh=None, bits=0):
+def load(family, folder, step=0, dtype=None, mesh=None, bits=0):
     """(model, step) in the folder of a run, or of convert_weights.py. dtype None is the stored one; step 0 the newest.
 
     With a mesh each device reads its own part of every parameter. With bits (Dream), 8 or 4, matrices are quantised as
@@ -309,15 +294,13 @@ def load(family, folder, step=0, dtype=None, run=None, mesh=None, bits=0):
         if wrong := [name for name, total in bit_sums(found).items() if total != sums.get(name, total)]:
             raise ValueError(f"{path}/model.safetensors is damaged: {', '.join(wrong)} differ from what was saved")
         params = {name: convert(name, jax.device_put(found[name], want.sharding)) for name, want in like.items()}
-    return nnx.merge(family.graph_of(cfg, run or family.Run(dtype=dtype)), unflatten(params)), step
+    return nnx.merge(family.graph_of(cfg, family.Run(dtype=dtype)), unflatten(params)), step
 
 
 def read_orbax(path, like, sums, convert):
-    """{name: convert(name, array)} of the parameters {name: ShapeDtypeStruct}, each on the devices of its sharding.
-
-    A layer at a time: the stored model is never whole in memory beside another form of it.
-    """
+    """{name: convert(name, array)} of the parameters {name: ShapeDtypeStruct}, each on the devices of its sharding."""
     ocp, params = orbax(), {}
+    # A layer at a time: the stored model is never whole in memory beside another form of it.
     for _, names in itertools.groupby(like, lambda name: name.rpartition(".")[0]):
         item = unflatten({name: like[name] for name in names})
         how = {"restore_args": ocp.checkpoint_utils.construct_restore_args(item), "partial_restore": True}
@@ -336,8 +319,6 @@ def read_orbax(path, like, sums, convert):
 def save(family, folder, model, files=(), source=""):
     """Write a Dream as an Orbax folder, whole or not at all: config.json, params/, meta.json, and copies of `files`."""
     folder = Path(folder).absolute()
-    if folder.exists():
-        raise FileExistsError(f"{folder} exists; delete it or choose another name")
     params = nnx.to_pure_dict(nnx.state(model))
     leaves = jax.tree.leaves(params)
     (dtype,) = {x.dtype.name for x in leaves}  # a checkpoint has one
@@ -353,14 +334,11 @@ def save(family, folder, model, files=(), source=""):
 
 
 def save_merged(family, cfg, folder, given, dtype, adapters, files=(), source=""):
-    """save() the model in the folder `given`, in dtype, with LoRA's adapters added to its matrices.
-
-    On the host, unless JAX_PLATFORMS leaves it out: devices that hold the model in few bits may have no room for more.
-    """
+    """save() the model in the folder `given`, in dtype, with LoRA's adapters added to its matrices."""
+    # On the CPU, unless JAX_PLATFORMS leaves it out: devices that hold the model in few bits may have no room for more.
     host = mesh_of(jax.devices("cpu" if "cpu" in (jax.config.jax_platforms or "cpu") else None)[:1], (1, 1, 1))
     base = nnx.to_pure_dict(nnx.state(load(family, given, dtype=dtype, mesh=host)[0]))
     merged = family.merge_adapters(base, jax.device_put(adapters, host.devices.item()))
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was continued
     save(family, folder, nnx.merge(family.graph_of(cfg, family.Run()), merged), files, source)
 
 
@@ -452,13 +430,10 @@ def mesh_of(devices, shape):
 
 
 def inference_mesh(model, devices, rows):
-    """A mesh (data, fsdp, tensor) for inference: tensor up to the model's key/value heads, `rows` texts over data.
-
-    Of the devices only those that this divides evenly; with rows 0 all of them.
-    """
+    """A mesh (data, fsdp, tensor) of the devices that divide evenly: tensor over key/value heads, data over `rows`."""
     heads = model.kv_heads // getattr(model, "maps", 1)
     tensor = math.gcd(len(devices), heads, model.ffn, model.vocab)
-    data = math.gcd(len(devices) // tensor, rows)
+    data = math.gcd(len(devices) // tensor, rows)  # rows 0: all devices
     return jax.make_mesh((data, 1, tensor), **AXES, devices=devices[: data * tensor])
 
 
@@ -475,8 +450,7 @@ def on_mesh(rows, row_ids, sharding):
 
 def bytes_on_a_device(tree):
     """Of a tree of arrays, or of ShapeDtypeStructs that say how they are laid out."""
-    leaves = flatten(tree).values()
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def smaller_forms(cfg):

@@ -347,9 +347,16 @@ def output_folder(out):
 
 # ---- the files beside the weights ----------------------------------------------------------------------------------
 
-CODE = {  # model_type: repository of the Hub with the code for transformers, and its classes
-    "Dream": ("Dream-org/Dream-v0-Instruct-7B", "AutoModel", "dream.Dream", "dream.DreamModel"),
-    "sdar": ("JetLM/SDAR-4B-Chat", "AutoModelForCausalLM", "sdar.SDAR", "sdar.SDARForCausalLM"),
+CODE = {  # model_type: repository of the Hub with the code for transformers, ending of its files and name, its model
+    "Dream": ("Dream-org/Dream-v0-Instruct-7B", "_dream.Dream", "Model"),
+    "llada": ("GSAI-ML/LLaDA-8B-Instruct", "_llada.LLaDA", "ModelLM"),
+    "sdar": ("JetLM/SDAR-4B-Chat", "_sdar.SDAR", "ForCausalLM"),
+    "Fast_dLLM_Qwen": ("Efficient-Large-Model/Fast_dLLM_v2_7B", ".Fast_dLLM_Qwen", "ForCausalLM"),
+    "nemotron_labs_diffusion": (
+        "nvidia/Nemotron-Labs-Diffusion-8B",
+        "_nemotron_labs_diffusion.NemotronLabsDiffusion",
+        "Model",
+    ),
 }
 DREAM_TOKENS = {"<|beginoftext|>": 151_665, "<|mask|>": 151_666, "<|dlm_pad|>": 151_667}  # behind Qwen2.5's tokens
 # where Qwen2.5's tokenizer splits a text before byte-pair encoding
@@ -380,12 +387,15 @@ def files_beside(checkpoint):
 
 def with_code(config, files, origin):
     """The config with an auto_map that transformers resolves: file.Class of a file beside it, else with a prefix
-    OWNER/NAME-- for the repository that the model came from, or Dream's. A config.json of ours gets that of CODE.
+    OWNER/NAME-- for the repository that the model came from, or that of CODE, as a config.json without one gets.
     """
-    repository = origin if origin.count("/") == 1 else CODE["Dream"][0]
-    if config.get("model_type") in CODE and "auto_map" not in config:
-        repository, auto, name, model = CODE[config["model_type"]]
-        config = config | {"auto_map": {"AutoConfig": f"configuration_{name}Config", auto: f"modeling_{model}"}}
+    kind = config.get("model_type")
+    repository, name, model = CODE.get(kind, CODE["Dream"])
+    if "auto_map" in config:
+        repository = origin if origin.count("/") == 1 else repository
+    elif kind in CODE:
+        auto = "AutoModelForCausalLM" if model == "ForCausalLM" else "AutoModel"
+        config = config | {"auto_map": {"AutoConfig": f"configuration{name}Config", auto: f"modeling{name}{model}"}}
 
     def locate(name):
         is_here = "--" in name or f"{name.split('.')[0]}.py" in files
@@ -521,8 +531,6 @@ def write_safetensors(path, arrays, source):
 def to_safetensors(source, out, shard_gb):
     """Write the safetensors form of a checkpoint in Orbax."""
     files, (arrays, dtype) = files_beside(source), open_orbax(source)
-    if dtype not in DTYPES.values():
-        raise ValueError(f"{source.params} is in {dtype}, not one of {', '.join(map(str, DTYPES.values()))}")
     files_of = {"filename_pattern": "model{suffix}.safetensors", "max_shard_size": int(shard_gb * 1e9)}
     split = huggingface_hub.split_state_dict_into_shards_factory(arrays, get_storage_size=byte_count, **files_of)
     count = split.metadata["total_size"] // dtype.itemsize

@@ -461,9 +461,9 @@ def rows_of(item, rules):
                     where = f"{item.path}, line {number},"
                     if line.strip():
                         yield dict(json.loads(line))
-    except OSError:
-        raise
     except Exception as error:  # of json, pyarrow, datasets, the network: there is no narrower class
+        if isinstance(error, OSError) and error.errno:
+            raise
         advice = "put that right and run the same command to go on"
         raise ValueError(f"{where} cannot be read ({runs.first_line(error)}); {advice}") from None
 

@@ -525,7 +525,7 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
             meta["base"] = checkpoints.find_weights(runs.as_path(cfg.ckpt))[1]["sums"]
         store, files = checkpoints.Checkpoints(run.out), checkpoints.companions(cfg.ckpt)
         first = trainer.restore(store, meta) if cfg.resume else 0
-        run.begin(first or -1, meta, files, ("log.jsonl", "rounds.jsonl"))  # -1: cut round 0, an evaluation, too
+        run.begin(first, meta, files)
         with jax.set_mesh(mesh):
             train(run, store, meta, trainer, first, draw)
         store.close()

@@ -201,7 +201,7 @@ class Block(nnx.Module):
         self.w_up = normal(D, cfg.ffn)
         self.w_down = normal(cfg.ffn, D, std=cfg.std(cfg.ffn) / math.sqrt(2 * N))
         if cfg.maps == 2:
-            vectors = (normal(cfg.head_size, std=0.01) for _ in range(4))
+            vectors = (normal(cfg.head_size, std=0.1 if cfg.diff == "paper" else 0.01) for _ in range(4))
             self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = vectors
             self.subln = nnx.Param(jnp.ones((N, 2 * cfg.head_size)))
         if cfg.diff == "v2":

@@ -31,6 +31,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
 import protocols
+import runs
 import sandbox
 
 # ---- files, HumanEval and MBPP -------------------------------------------------------------------------------------
@@ -75,7 +76,6 @@ class Problem(typing.NamedTuple):
     id: str | int
     entry: str  # name of the function to write
     asked: protocols.Question  # source of the prompts
-    head: str  # text in front of a completion when it runs
     test: str  # hidden test
     public: list  # asserts made from the examples in the prompt
     probes: list  # PROBE, if there are inputs for it
@@ -84,7 +84,7 @@ class Problem(typing.NamedTuple):
 
 
 def tasks_url(cfg):
-    """Some protocols use the full MBPP, the others the sanitized one."""
+    """The address of the official file; of MBPP the full or the sanitized one, as the protocol has it."""
     if cfg.task == "humaneval_infilling":
         return HOLES.format(INFILLING[cfg.split])
     full = cfg.task == "mbpp" and protocols.named(cfg.protocol, cfg.task)[1].data == ("mbpp",)
@@ -93,16 +93,13 @@ def tasks_url(cfg):
 
 def tasks_path(cfg):
     """The official file: --tasks_file, or the file that the download writes."""
-    path = Path(cfg.tasks_file or Path(cfg.downloads or "data/tasks") / tasks_url(cfg).rsplit("/", 1)[1])
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise ValueError(f"{path} is no regular file")
-    return path
+    return runs.as_path(cfg.tasks_file or Path(cfg.downloads or "data/tasks") / tasks_url(cfg).rsplit("/", 1)[1])
 
 
 def task_files(cfg):
     """The official file in a list; of LiveCodeBench all files of a folder."""
     path = tasks_path(cfg)
-    return sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    return sorted(path.glob("*.jsonl*")) if path.is_dir() else [path]
 
 
 def read_problems(cfg):
@@ -129,9 +126,7 @@ def download(task, url, path):
         advice = f"fetch it by hand into {path.parent}, or name it with --tasks_file"
         raise OSError(f"{url} cannot be downloaded ({error}); {advice}") from None
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.tmp")
-    partial.write_bytes(data)
-    partial.replace(path)
+    runs.write(path, data)
 
 
 def parse_problems(task, data, split="test", count=0, protocol=""):
@@ -145,10 +140,9 @@ def parse_problems(task, data, split="test", count=0, protocol=""):
         raise ValueError(f"broken gzip: {error}") from None
     make, keys = MAKERS[task]
     one_list = task == "mbpp" and text.lstrip().startswith("[")  # the full MBPP is JSON lines
-    rows = json.loads(text) if one_list else [*parse_lines(text.split("\n"), keys)]
-    problems = {}
+    problems, shots = {}, ()
     try:
-        shots = ()
+        rows = json.loads(text) if one_list else [*parse_lines(text.split("\n"), keys)]
         if task == "mbpp":  # the solved problems of the prompt are not in the test split
             shots = tuple(mbpp_question(row) for row in rows if row["task_id"] in SHOTS)
             rows = [row for row in rows if split == "all" or 11 <= row["task_id"] <= 510]
@@ -159,7 +153,7 @@ def parse_problems(task, data, split="test", count=0, protocol=""):
             if key in problems:
                 raise ValueError(f"{problem.id} and {problems[key].id} have one number: they would be one problem")
             problems[key] = problem._replace(asked=problem.asked._replace(shots=others))
-    except (LookupError, TypeError, AttributeError, SyntaxError) as error:
+    except (LookupError, TypeError, AttributeError, SyntaxError, RecursionError) as error:
         raise ValueError(f"problem {len(problems) + 1} is of another form: {error!r}") from None
     if not problems:
         raise ValueError("it holds no problems")
@@ -179,8 +173,7 @@ def check_data(task, rows, protocol):
         return
     name, record = protocols.named(protocol, task)
     mbpp = "mbpp" if "text" in rows[0] else "sanitized"
-    kinds = {"humaneval": "humaneval", "humaneval+": "humaneval", "mbpp+": "mbppplus"}
-    kind = (kinds | {"humaneval_infilling": "infilling"}).get(task, mbpp)
+    kind = {"humaneval_infilling": "infilling", "mbpp": mbpp, "mbpp+": "mbppplus"}.get(task, "humaneval")
     (wanted, _), (given, counts) = protocols.DATA[record.data[0]], protocols.DATA[kind]
     if kind not in record.data:
         raise ValueError(f"--protocol={name} asks for {wanted}, and this is {given}")
@@ -222,7 +215,7 @@ def humaneval_problem(row):
     helpers = [node for node in ast.parse(prompt).body if getattr(node, "name", "") != entry]
     test = "\n".join([*map(ast.unparse, helpers), row["test"], f"check({entry})"])
     asked = protocols.Question(entry, prompt, row["test"])
-    return Problem(task_id, entry, asked, prompt, test, public, probes(task_id, entry, arguments), reference)
+    return Problem(task_id, entry, asked, test, public, probes(task_id, entry, arguments), reference)
 
 
 def infilling_problem(row):
@@ -230,7 +223,7 @@ def infilling_problem(row):
     prompt, suffix, entry = row["prompt"], row["suffix"], row["entry_point"]
     asked = protocols.Question(entry, prompt, row["test"], suffix=suffix)
     test, reference = f"{row['test']}\ncheck({entry})", prompt + row["canonical_solution"] + suffix
-    return Problem(row["task_id"], entry, asked, prompt, test, [], [], reference)
+    return Problem(row["task_id"], entry, asked, test, [], [], reference)
 
 
 def mbpp_question(row):
@@ -250,7 +243,7 @@ def mbpp_problem(row):
     test = "\n".join([*row.get("test_imports", row.get("test_setup_code", "").splitlines()), *row["test_list"]])
     arguments = [literals(call, asked.entry) for call in calls_of(row["test_list"])]
     found = probes(row["task_id"], asked.entry, [args for args in arguments if args is not None])
-    return Problem(row["task_id"], asked.entry, asked, "", test, [], found, row["code"])
+    return Problem(row["task_id"], asked.entry, asked, test, [], found, row["code"])
 
 
 def calls_of(tests):
@@ -387,15 +380,12 @@ def plus_problem(row):
     public, arguments = docstring_examples(prompt, entry) if task_id.startswith("HumanEval/") else ([], base[:3])
     found, cases = probes(task_id, entry, arguments), Plus(base, plus, float(row["atol"]))
     asked = protocols.Question(entry, prompt)
-    return Problem(task_id, entry, asked, prompt, "", public, found, prompt + solution, cases)
+    return Problem(task_id, entry, asked, "", public, found, prompt + solution, cases)
 
 
 MAKERS = {  # task: (function from a row to a Problem, keys that every line of the file has)
     "humaneval": (humaneval_problem, ("task_id", "prompt", "entry_point", "test")),
-    "humaneval_infilling": (
-        infilling_problem,
-        ("task_id", "prompt", "suffix", "canonical_solution", "entry_point", "test"),
-    ),
+    "humaneval_infilling": (infilling_problem, "task_id prompt suffix canonical_solution entry_point test".split()),
     "mbpp": (mbpp_problem, ("task_id", "text", "code", "test_list")),
     "humaneval+": (plus_problem, PLUS_KEYS),
     "mbpp+": (plus_problem, PLUS_KEYS),
@@ -408,8 +398,9 @@ def plus_tests(problem, limits, most=(1 << 26, 1 << 26), wanted=(None, None)):
     wanted are the values of the reference solution; without them what the calls return comes back.
     """
     entry, cases = problem.entry, problem.cases
-    rules = f"entry, mbpp, atol = {entry!r}, {problem.id.startswith('Mbpp/')}, {cases.atol!r}\n"
-    check = source_of(SETS, NOT_NONE, value_is_right, special, holds_range, floats) + rules + PLUS_RIGHT
+    head = f"import itertools, math\nSETS, NOT_NONE = {SETS!r}, {NOT_NONE!r}\n"
+    head += f"entry, mbpp, atol = {entry!r}, {problem.id.startswith('Mbpp/')}, {cases.atol!r}\n"
+    check = head + "".join(map(inspect.getsource, (value_is_right, special, holds_range, floats))) + PLUS_RIGHT
     sets = zip((cases.base, cases.plus), limits, most, wanted, strict=True)
     return [
         sandbox.Calls(entry, args, each, min(60.0, sum(each)) + 1, size, "" if values is None else check, values)
@@ -422,12 +413,6 @@ PLUS_RIGHT = """def right(i, inputs, value):
     same, atol = value_is_right(entry, mbpp, atol, inputs, value, data[i])
     return same
 """
-
-
-def source_of(sets, not_none, *functions):
-    """The text of functions for a check, which the judge of the sandbox runs."""
-    head = f"import itertools, math\nSETS, NOT_NONE = {sets!r}, {not_none!r}\n"
-    return head + "\n".join(map(inspect.getsource, functions))
 
 
 def plus_expected(problems, keys, flags):
@@ -468,7 +453,7 @@ def plus_verdict(problem, result):
 def value_is_right(entry, mbpp, atol, args, value, want):
     """(whether a value is right by EvalPlus' rules, the tolerance for the values that follow).
 
-    Runs in the judge of the sandbox, whatever it raises there is a wrong value: with what source_of() sends alone.
+    The judge of the sandbox runs its text, see plus_tests(); an exception there is a wrong value.
     """
     if entry == "find_zero" and not mbpp:  # any root will do
         return abs(sum(factor * math.pow(value, power) for power, factor in enumerate(args[0]))) <= atol, atol
@@ -579,20 +564,23 @@ def live_problem(row):
     prompt = LIVE_PROMPT.format(content, LIVE_STARTER.format(starter) if starter else LIVE_STDIN)
     entry = json.loads(row["metadata"] or "{}").get("func_name") or ""
     cases = Live(row["public_test_cases"], row["private_test_cases"])
-    return Problem(row["question_id"], entry, protocols.Question(entry, prompt), LIVE_HEAD, "", [], [], "", cases)
+    return Problem(row["question_id"], entry, protocols.Question(entry, prompt), "", [], [], "", cases)
 
 
 def live_cases(problem):
-    """[(input, output)] of all tests: two texts, or arguments and result."""
+    """[(input, output)] of all tests: two texts, or arguments and result. Of damaged tests the reason, a text."""
     private = problem.cases.private
     try:
-        tests = json.loads(private)
-    except ValueError:
-        tests = json.loads(text_of_pickle(zlib.decompress(base64.b64decode(private))))
-    tests = [*json.loads(problem.cases.public), *tests]
-    if any(test["testtype"] == "functional" for test in tests):
-        return [([*map(json.loads, t["input"].split("\n"))], json.loads(t["output"])) for t in tests]
-    return [(test["input"], test["output"]) for test in tests]
+        try:
+            tests = json.loads(private)
+        except ValueError:
+            tests = json.loads(text_of_pickle(zlib.decompress(base64.b64decode(private))))
+        tests = [*json.loads(problem.cases.public), *tests]
+        if any(test["testtype"] == "functional" for test in tests):
+            return [([*map(json.loads, t["input"].split("\n"))], json.loads(t["output"])) for t in tests]
+        return [(test["input"], test["output"]) for test in tests]
+    except (ValueError, LookupError, TypeError, zlib.error) as error:
+        return f"its tests cannot be read: {error}"
 
 
 def text_of_pickle(data):

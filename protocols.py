@@ -451,13 +451,10 @@ PROTOCOLS = {  # "harness/task"; the comments say who quotes its scores
         stops=("\nclass ", "\nassert ", '\n"""', "\nprint(", "\nif "), rules=(without_future,), ours=True, limit_s=4,
         factor=4,
     ),
-    "ours/infilling": Protocol(
-        ask_prompt, ("infilling",), max_new=64, stop_rule="none", prompt_first=True, ours=True, limit_s=3
-    ),
+    "ours/infilling": Protocol(ask_prompt, ("infilling",), max_new=64, prompt_first=True, ours=True),
     # DreamOn's eval_humaneval_infilling.sh: BOS before the text, EOS behind it; holes grow as there, see writers.py
     "dreamon/infilling": Protocol(
-        ask_prompt, ("infilling",), bos=True, max_new=64, temperature=0.2, top_p=0.9, stop_rule="none",
-        prompt_first=True,
+        ask_prompt, ("infilling",), bos=True, max_new=64, temperature=0.2, top_p=0.9, prompt_first=True
     ),
     "ours/livecodebench": Protocol(
         ask_prompt, ("livecodebench",), top_p=0.95, ends=IM_END, drops=True, rules=(last_block,), ours=True, limit_s=6,

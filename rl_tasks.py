@@ -62,7 +62,8 @@ def main(cfg):
         meta = runs.read_json(out / "meta.json") if (out / "meta.json").exists() else {}
         if meta and meta.get("settings") != settings:
             raise ValueError(f"{out} holds tasks of other settings or files; choose another --out or delete it")
-        if meta and all((out / f"{split}.jsonl").exists() for split in ("train", "heldout")):
+        names = ("train", "heldout", "humaneval") if cfg.humaneval else ("train", "heldout")
+        if meta and all((out / f"{name}.jsonl").exists() for name in names):
             print(f"{out} is complete, nothing to do")
             return
         meta = write_acecode(cfg, out, paths)

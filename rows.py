@@ -128,7 +128,7 @@ class Rows:
         try:
             self.meta = runs.read_json(path, "splits", "seq_len", "tokenizer_sha256", "vocab_size", "vocab_padded")
             self.shards = self.meta["splits"][split]["shards"]
-            self.first = np.cumsum([0] + [shard["rows"] for shard in self.shards])  # row number at which each begins
+            self.first = np.cumsum([0] + [shard["rows"] for shard in self.shards])  # first row number of each shard
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path} is damaged; delete the folder and write it again with data_prep.py") from None
         self.total = int(self.first[-1])
@@ -161,7 +161,7 @@ class Rows:
     def read(self, row_ids):
         """int32 [columns, ..., L] for an array of row numbers; -1 gives a row of zeros."""
         flat = row_ids.ravel()
-        shards = np.searchsorted(self.first, flat, side="right") - 1  # that each row is in
+        shards = np.searchsorted(self.first, flat, side="right") - 1  # shard of each row
         out = np.zeros((len(self.columns), len(flat), self.meta["seq_len"]), np.int32)
         for i in np.unique(shards[flat >= 0]):
             here = (shards == i) & (flat >= 0)

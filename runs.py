@@ -140,7 +140,7 @@ def read_json(path, *needed):
     except (ValueError, AttributeError, RecursionError):
         raise ValueError(f"{path} is damaged: it is not a JSON object") from None
     if missing:
-        raise ValueError(f"{path} is damaged: it has no {' and no '.join(sorted(missing))}")
+        raise ValueError(f"{path} is damaged or another file: it has no {' and no '.join(sorted(missing))}")
     return found
 
 
@@ -161,7 +161,8 @@ def writing(path):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a full disk names no file
+        if error.errno:
+            error.filename = error.filename or str(path)  # a full disk names no file
         raise
     finally:
         temporary.unlink(missing_ok=True)
@@ -200,7 +201,7 @@ def new_folder(path):
 
 @contextlib.contextmanager
 def lock(path):
-    """Hold a lock file, which ends with the process, however it ends. BlockingIOError if another process holds it."""
+    """Hold a lock file; the lock ends with the process. BlockingIOError if another process holds it."""
     if not isinstance(path, str | Path):  # a bucket has no locks
         yield
         return
@@ -208,7 +209,7 @@ def lock(path):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BlockingIOError(f"another process is writing to {Path(path).parent}; choose another --out") from None
+            raise BlockingIOError(f"another process is writing, it holds {path}; choose another --out") from None
         yield
 
 
@@ -236,8 +237,8 @@ def read_tokenizer(folder, vocab=2**31):
     path = as_path(folder) / "tokenizer.json"
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(as_path(path).read_bytes())
-        for unset in (tokenizer.no_truncation, tokenizer.no_padding):  # as a file may have been saved with
-            unset()
+        tokenizer.no_truncation()  # as a file may have been saved with
+        tokenizer.no_padding()
     except Exception as error:  # tokenizers raises nothing narrower for a broken file
         raise ValueError(f"{path} cannot be read ({error}); put the tokenizer.json of the model there") from None
     if (largest := max(tokenizer.get_vocab().values(), default=0)) >= vocab:
@@ -276,18 +277,20 @@ class Run:
             why = f"{kind.__name__}: {first_line(error)}"
             raise InterruptedError(f"stopped in the middle of a {self.unit} ({why}); {after}") from error
 
-    def begin(self, first, settings, files=None, logs=("log.jsonl",)):
+    def begin(self, first, settings, files=None):
         """Write config.json and files, {name: bytes}. From here on a signal asks the run to stop, a second one ends it.
 
-        What a killed run logged and sampled after its last checkpoint, step `first`, is cut off: it will come again.
+        Logs and samples after step `first`, the last checkpoint, are cut off: the run writes them again.
         """
         for number in {signal.SIGINT, signal.SIGHUP} | (set() if self.hosts > 1 else {signal.SIGTERM}):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
                 self.exits.callback(signal.signal, number, signal.signal(number, self.on_signal))
         if self.rank:
             return
-        for path in (self.out / name for name in (*logs, "samples.txt") if (self.out / name).exists()):
-            write(path, rows_until(first, path, self.unit))
+        last = first if saved_steps(self.out) else -1  # a folder without a checkpoint begins anew
+        logs = [self.out / name for name in ("log.jsonl", "rounds.jsonl", "samples.txt")]
+        for path in filter(lambda path: path.exists(), logs):
+            write(path, rows_until(last, path, self.unit))
         for name, data in {"config.json": settings, **(files or {})}.items():
             write(self.out / name, data)
         if self.cfg.wandb:
@@ -367,24 +370,15 @@ def check_tensors(found, want, where):
         raise ValueError(f"{len(wrong)} of the tensors of {where} do not fit the model: {'; '.join(sorted(wrong)[:3])}")
 
 
-def check_same(theirs, ours, where):
-    """Raise ValueError that lists the fields in which the model of a checkpoint differs from ours."""
-    names = [name for name in theirs | ours if theirs.get(name) != ours.get(name)]
-    if names:
-        listed = "; ".join(f"{name} {theirs.get(name)} there, {ours.get(name)} here" for name in names)
-        raise ValueError(f"{where} is of another model: {listed}")
-
-
 def check_resumed(saved, ours, where, fixed=(), unit="step"):
-    """Compare the checkpoint in the folder `where` with the run that goes on with it; print which settings changed.
-
-    ValueError for another model or other data, or if a setting of `fixed` changed, to which the arrays would not fit.
-    """
-    saved, ours = (json.loads(json.dumps(each)) for each in (saved, ours))  # tuples become lists
-    then, now = saved["train"], ours["train"]
+    """Print which settings changed since the checkpoint `where`; ValueError for another model, data or `fixed` one."""
+    ours = json.loads(json.dumps(ours))  # tuples become lists, as they did in what was saved
+    then, now, there, here = saved["train"], ours["train"], saved["model"], ours["model"]
     changed = [name for name in now if then.get(name, "") not in ("", now[name]) and name not in ("out", "resume")]
-    flags = [name for name in changed if name in fixed]
-    check_same(*(each["model"] | {f"--{name}": each["train"][name] for name in flags} for each in (saved, ours)), where)
+    other = [f"{k} {there.get(k)} there, {here.get(k)} here" for k in there | here if there.get(k) != here.get(k)]
+    other += [f"--{name} {then[name]} there, {now[name]} here" for name in changed if name in fixed]
+    if other:
+        raise ValueError(f"{where} is of another model: {'; '.join(other)}")
     if saved.get("data") != ours.get("data"):
         raise ValueError(f"{where} was trained on other data; pass its --data, or start anew with another --out")
     if not str(where).endswith((f"/{saved[unit]}", f"/step_{saved[unit]}")):

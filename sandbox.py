@@ -57,8 +57,7 @@ import typing
 import urllib.request
 from pathlib import Path
 
-from sandbox_inside import Opaque as Opaque
-from sandbox_inside import opaque, plain, unwire, wire
+from sandbox_wire import opaque, plain, unwire, wire
 
 
 @dataclasses.dataclass(frozen=True)
@@ -616,7 +615,7 @@ def main(program: Path, /, tests: Path, options: Options = Options()):
     if missing := ", ".join(str(path) for path in (program, tests) if not path.is_file()):
         raise FileNotFoundError(f"{missing} is no file; name a program and, with --tests, a file of one test per line")
     cases = []
-    lines = [line for line in tests.read_text("utf-8").splitlines() if line.strip() and not line.startswith("#")]
+    lines = [line for line in tests.read_text("utf-8").split("\n") if line.strip() and not line.startswith("#")]
     for line in lines:
         if line[0].isspace() and cases:  # continues the test above
             cases[-1] += "\n" + line

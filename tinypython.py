@@ -55,7 +55,7 @@ Entry = collections.namedtuple("Entry", "names code constants phrasings")  # an 
 
 
 def table(name, codes=1):
-    """{first name: Entry} of a table with so many fields of code. A field of phrasings is a list of lists of texts."""
+    """{first name: Entry} of a table with `codes` fields of code. A field of phrasings is a list of lists of texts."""
     found = {}
     for text in re.split(r"\n(?=\w)", TABLES[name]):
         names, *fields = re.sub(r"\s*\n\s+", " ", text).split(" | ")
@@ -354,7 +354,7 @@ class World:
                 n -= 1
 
     def tasks(self, split, count, levels):
-        """Up to so many tasks of a split, as rows of its file; train must have been drawn."""
+        """Up to `count` tasks of a split, as rows of its file; call train() first."""
         rng, found = random.Random(f"{self.seed} {split}"), 0
         wanted = ("constants", "composed") if split == "level4" else (split,)
         for _ in range(count * 300):
@@ -398,7 +398,7 @@ def main(cfg):
             if all((out / f"{name.replace('rows', 'train')}.jsonl").exists() for name in (*cfg.formats, *cfg.splits)):
                 print(f"{out} is complete, nothing to do")
                 return
-        for name in ("train", *FORMATS, *SPLITS):  # of a run with other settings that was killed
+        for name in ("train", "pairs", "holes", *SPLITS):  # of a run with other settings that was killed
             (out / f"{name}.jsonl").unlink(missing_ok=True)
         world, rng = World(cfg.seed), random.Random(f"{cfg.seed} holes")
         columns = [*zip(*((p, body, *hole(body, rng)) for p, body in world.train(cfg.n, cfg.levels)), strict=True)]

@@ -633,7 +633,7 @@ def main(cfg):
         model, settings = dataclasses.asdict(trainer.model), dataclasses.asdict(cfg)
         same = {name: value for name, value in settings.items() if name not in OF_A_HOST}
         checkpoints.check_hosts(folder.out, {"model": model, "train": same, "data": trainer.train.meta["fingerprint"]})
-        store = checkpoints.Checkpoints(folder.out, cfg.keep, best="heldout_nats" if trainer.heldout.total else "")
+        store = checkpoints.Checkpoints(folder.out, cfg.keep)
         first, skipped = trainer.begin(store)
         config = {"train": settings | given, "model": model, "data": str(trainer.train.folder)}
         if cfg.init:  # the name by which generate.py knows a chat model

@@ -152,6 +152,7 @@ READERS = {  # script: {flags with a file: kinds of file that it does not refuse
     "benchmarks.py": {
         "--tasks_file={file} --samples={samples}": "",
         "--task=livecodebench --tasks_file={file} --samples={samples}": "",
+        "--task=mbpp --tasks_file={file} --samples={samples}": "",
         "--tasks_file={humaneval} --samples={file}": "",
     },
     "fetch_pypi.py": {"{file}": "deep nul binary"},  # names of packages

@@ -278,7 +278,7 @@ def test_writing_ends_when_nothing_could_change_the_code():
 def test_prompts_are_the_standard_ones():
     problems = tasks.parse_problems("humaneval", FILES["humaneval"].read_bytes())
     asked = protocols.prompt(protocols.PROTOCOLS["ours/humaneval"], problems["0"].asked)
-    assert problems["0"].head == asked + "\n"
+    assert problems["0"].asked.prompt == asked + "\n"
     problems = tasks.parse_problems("mbpp", FILES["mbpp"].read_bytes())
     assert len(problems) == 257
     question = protocols.PROTOCOLS["ours_chat/mbpp"].ask(problems["11"].asked, ())
@@ -323,7 +323,7 @@ def test_official_solutions_pass_the_examples_found_in_docstrings():
     assert sum(bool(problem.probes) for problem in problems.values()) >= 140
     solutions = {task_id: text for task_id, _, text in official("humaneval")}
     chosen = [p for key, p in problems.items() if p.public and (int(key) % 5 == 0 or int(key) in WRONG)]
-    ran = sandbox.run_tests([p.head + solutions[p.id] for p in chosen], [p.public for p in chosen])
+    ran = sandbox.run_tests([p.asked.prompt + solutions[p.id] for p in chosen], [p.public for p in chosen])
     for problem, result in zip(chosen, ran, strict=True):
         assert (result.rate == 1) != (int(tasks.key_of(problem.id)) in WRONG), (problem.id, problem.public, result)
 
@@ -475,7 +475,7 @@ def test_a_main_block_does_not_run_and_all_calls_are_of_one_process(tmp_path):
 @needs_tasks
 def test_a_sample_has_four_times_the_time_of_a_slow_reference(tmp_path, monkeypatch):
     spin = "import time\ndef f():\n    while time.process_time() < {0}:\n        pass\n"
-    slow = tasks.Problem("slow", "f", protocols.Question("f", ""), "", "assert f() is None", [], [], spin.format(0.25))
+    slow = tasks.Problem("slow", "f", protocols.Question("f", ""), "assert f() is None", [], [], spin.format(0.25))
     quick = slow._replace(id="quick", reference=spin.format(0))
     monkeypatch.setattr(tasks, "read_problems", lambda cfg: {"slow": slow, "quick": quick})
     samples = [("slow", spin.format(0.5)), ("slow", spin.format(9)), ("quick", spin.format(0.5))]
@@ -629,10 +629,7 @@ def test_what_protocols_have_cut_is_not_mixed_and_nothing_is_lost(tmp_path):
     cfg = config("humaneval", tmp_path, [ADD[:2]])
     benchmarks.main(cfg)
     path = tmp_path / "out" / "results.jsonl"
-    other = path.read_text().replace("ours/humaneval", "dream_base/humaneval")
-    path.write_text(other)
-    refused(cfg, "results.jsonl: it holds samples of --protocol=dream_base/humaneval, and this is ours/humaneval")
-    assert path.read_text() == other
+    path.write_text(path.read_text().replace("ours/humaneval", "dream_base/humaneval"))
     # a result holds what a protocol has left of a text, which says nothing of the others
     again = explained(cfg, samples=str(path), out=str(tmp_path / "explained"))
     refused(again, "cut by --protocol=dream_base/humaneval", "samples.jsonl")

@@ -338,6 +338,12 @@ def test_pickled_tests_are_read_and_never_loaded(capsys):
     assert "this was run" not in capsys.readouterr().out
 
 
+def test_damaged_tests_of_one_problem_do_not_end_the_run():
+    for private in ("AAAA", "[", "[1]", '[{"input": "1"}]'):
+        problem = tasks.Problem(0, "", None, "", [], [], "", tasks.Live("[]", private))
+        assert tasks.live_cases(problem).startswith("its tests cannot be read: ")
+
+
 def test_lines_are_compared_as_livecodebench_compares_them():
     same = [("3\n", "3"), (" 3 \n4", "3\n4\n\n"), ("1.0 2", "1 2.00"), ("1e3", "1000"), ("a  b", "a  b"), ("", "\n")]
     other = [("3", "4"), ("3\n\n4", "3\n4"), ("a b", "a  b"), ("YES", "Yes"), ("1.0001", "1"), ("", "0"), ("nan", "1")]

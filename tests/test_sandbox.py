@@ -1099,11 +1099,11 @@ def test_what_calls_return_comes_back_to_the_first_that_raises_or_is_late(closed
         ["timeout"], ["pass"], ["fail"], ["fail"], ["pass"]]  # fmt: skip
     assert [value[0] for value, _ in late.values[0]] == [{1}]
     assert [value[0] for value, _ in good.values[0]] == [{1}, {2}, {3}]
-    assert all(isinstance(value[1], sandbox.Opaque) for value, _ in good.values[0])
+    assert all(isinstance(value[1], sandbox_wire.Opaque) for value, _ in good.values[0])
     assert 0.05 < good.values[0][1][1] < 0.3
     assert [value for value, _ in raising.values[0]] == [-0.5, -1]
     assert missing.values == [[]]
-    assert {type(value) for value, _ in objects.values[0]} == {sandbox.Opaque}
+    assert {type(value) for value, _ in objects.values[0]} == {sandbox_wire.Opaque}
     program = "import collections\ndef f(x): return collections.defaultdict(lambda: 0, {x: 1})"
     right = "def right(i, inputs, value): return value == {1: 1}"
     (result,) = sandbox.run_tests([program], [[sandbox.Calls("f", [[1]], [1.0], 1.0, check=right)]])
@@ -2556,6 +2556,8 @@ def test_values_are_shown_and_the_exit_status_says_whether_all_passed(layers, tm
     assert sandbox.main(*files(tmp_path, power, "assert f(1) == 1\nassert f(-1) == 1\nassert f(9) == 1")) == 1
     expected = ["fail         assert f(-1) == 1    # got -1", "fail         assert f(9) == 1"]
     assert capsys.readouterr().out.splitlines()[1:3] == expected
+    same = files(tmp_path, "def f(x):\n    return x", "assert f('a\u2028b\x0c') == 'a\\u2028b\\x0c'\n")
+    assert sandbox.main(*same) == 0
     good = files(tmp_path, GOOD, "assert f(1) == 2\n")
     assert sandbox.main(*good, sandbox.Options(timeout_s=2)) == 0
     assert sandbox.main(*good, sandbox.Options(runner="e2b", e2b_router_url="127.0.0.1:1")) == 2
