@@ -40,7 +40,6 @@ import runs
 
 # Folders of the standard library that are left out: packages, and its own tests, 60 % of the bytes.
 NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-REASONS = "unreadable huge non_utf8 empty generated minified unparsable exact_duplicate near_duplicate".split()
 TEXT_COLUMNS = "content,text,code"  # names of a text column, in order of preference
 LICENCE_COLUMNS = "license", "licence", "licenses", "max_stars_repo_licenses", "detected_licenses", "license_type"
 TASKS = "data/tasks"  # folder of the benchmarks' files, that of benchmarks.py
@@ -175,18 +174,15 @@ def download(name, otherwise, **options):
 
 def gather_text(found, cfg, vocabulary):
     """Ranges of the text files, the same in both splits: a hash of each document decides which split it is in."""
-    items, dropped = [], {"unreadable": 0, "binary": 0, "empty": 0}
-    for file in found:
-        if not file.sha256:
-            dropped["unreadable"] += 1
-            continue
+    readable = [file for file in found if file.sha256]
+    items, dropped = [], {"unreadable": len(found) - len(readable), "binary": 0, "empty": 0}
+    for file in readable:
         try:
             ranges = text_ranges(file, cfg.shard_bytes)
+            items += ranges
+            dropped["empty"] += not ranges
         except ValueError:
             dropped["binary"] += 1
-            continue
-        items += ranges
-        dropped["empty"] += not ranges
     # A range of this size holds about one shard of held-out documents.
     heldout = batched(items, cfg.shard_bytes / cfg.heldout) if cfg.heldout else []
     return {"train": list(batched(items, cfg.shard_bytes)), "heldout": list(heldout)}, dropped
@@ -327,15 +323,10 @@ def eos_documents(path, eos):
 def gather(found, cfg, vocabulary=None):
     """({split: [Items of each shard]} of the documents that stay, {reason: number of dropped ones})."""
     readable = [item for item in found if item.sha256]
-    dropped = collections.Counter(dict.fromkeys(REASONS, 0), unreadable=len(found) - len(readable))
+    dropped = collections.Counter(unreadable=len(found) - len(readable))
     if cfg.hf:
-        batches = [[Item(f"{cfg.hf}@{i}", "", "", 0, i)] for i in range(stream(cfg.hf).num_shards)]
-    elif cfg.column:
-        batches = [[item] for item in found]
-    else:
-        batches = list(batched(readable, EXAMINED_BYTES))
-    if cfg.benchmarks:
-        dropped["benchmark"] = 0
+        readable = [Item(f"{cfg.hf}@{i}", "", "", 0, i) for i in range(stream(cfg.hf).num_shards)]
+    batches = list(batched(readable, 0 if cfg.column else EXAMINED_BYTES))  # a file of rows is one by itself
     texts = [text for path in cfg.benchmarks for text in read_problems(runs.as_path(path).read_bytes(), path)]
     rules = {name: getattr(cfg, name) for name in ("hf", "column", "licences", "max_bytes")}
 
@@ -381,9 +372,7 @@ def python_documents(items, split, cfg):
 
 
 def benchmark_files(cfg):
-    """Paths of the benchmark files to decontaminate against: --benchmarks; for rows, data sets and packages by default
-    HumanEval and MBPP, which are downloaded. A download that fails is one line.
-    """
+    """Paths of --benchmarks; for rows and packages by default those of HumanEval and MBPP, which are downloaded."""
     packages = any((Path(root) / "manifest.json").exists() for root in cfg.roots)  # of fetch_pypi.py
     if cfg.benchmarks or not (cfg.column or packages):
         return tuple(path for path in cfg.benchmarks if path not in ("", "none"))

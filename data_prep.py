@@ -24,13 +24,12 @@ Packed rows, for PythonCoder and Dream, hold documents one after the other, each
 hold one document each: BOS, tokens, EOS, PAD; a long one goes on in the next row.
 
 Writes --out: tokenizer.json, shards (see rows.py) and, last of all, meta.json: special ids, counts, shards with their
-hashes, for padded rows a histogram of document lengths; with --chat also the model's chat template. The same command
-goes on with a run that was stopped or killed, and ends with the same bytes.
+hashes; with --chat also the model's chat template. The same command goes on with a run that was stopped or killed, and
+ends with the same bytes.
 
 Axes: N documents, T tokens, R rows, L row length, V vocabulary.
 """
 
-import bisect
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -39,7 +38,6 @@ import itertools
 import json
 import os
 import random
-import re
 import shutil
 import sys
 import time
@@ -50,7 +48,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import tyro
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
 import corpus
@@ -149,14 +147,12 @@ class Config:
 FIM = {role: f"<|fim_{role}|>" for role in ("prefix", "middle", "suffix")}  # Qwen2.5's names; its ids are 151659-151661
 SPECIAL = {"pad": "<pad>", "bos": "<bos>", "eos": "<eos>", "mask": "<mask>", "unk": "<unk>"}  # of padded rows, in order
 CHAT_FILES = "tokenizer_config.json", "chat_template.jinja"  # one of them holds a model's chat template
-HIDDEN = "\ufdd0"  # breaks the names of special tokens in what people wrote; a noncharacter, which no text holds
 # Qwen2.5's split: single digits, runs of indentation together, line ends with the punctuation before them
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 BATCH_BYTES = 4_000_000  # text tokenised at a time: the results take about 40 times its memory
 TRAIN_BYTES = 200_000_000  # text that a new tokenizer is trained on
-LENGTHS = (*range(16, 257, 16), 512, 1024, 2048, 4096)  # steps of meta.json's histogram: tokens with BOS and EOS
 MOST_DELETED = 64  # masks at the end of a hole that stand for no token
 PARQUET = {"compression": "zstd", "use_dictionary": False, "use_byte_stream_split": True, "write_statistics": False}
 
@@ -212,7 +208,7 @@ def prepare(cfg, out):
         cfg = dataclasses.replace(cfg, benchmarks=corpus.benchmark_files(cfg))
     vocabulary = load_vocabulary(runs.as_path(cfg.tokenizer).read_bytes(), cfg) if cfg.tokenizer else None
     if cfg.chat:
-        chat_writer(cfg.tokenizer)  # fails here where it fails at all
+        next(chat_turns([], cfg, vocabulary), None)  # fails here where it fails at all
     settings = settings_of(cfg, vocabulary)
     if is_complete(out, settings, inputs):
         print(f"{out} is complete, nothing to do")
@@ -243,7 +239,11 @@ def prepare(cfg, out):
         runs.write(out / name, content)
 
     splits = {split: write_split(out, split, groups[split], cfg, vocabulary, fingerprint) for split in groups}
-    meta = describe(cfg, vocabulary, splits) | {"dropped": dropped} | noted
+    meta = {"format": 1, "source": type(cfg).__name__.lower(), "seq_len": cfg.seq_len, "vocab_size": vocabulary.size}
+    meta["vocab_padded"] = -(-vocabulary.size // 256) * 256  # a size that matrix units like
+    meta |= {f"{role}_id": id for role, id in vocabulary.special.items()}
+    meta |= {"fim": vocabulary.fim, "tokenizer_sha256": sha256(vocabulary.data), "splits": splits, "dropped": dropped}
+    meta |= noted
     runs.write(out / "progress.json", meta)
     (out / "progress.json").rename(out / "meta.json")
     shutil.rmtree(out / ".rows", ignore_errors=True)
@@ -293,7 +293,7 @@ def write_split(out, split, groups, cfg, vocabulary, fingerprint):
     """Write the shards of one split that are not there yet, one for each group; returns their counts and hashes."""
     (out / split).mkdir(exist_ok=True)
     total = {"documents": 0, "tokens": 0, "bytes": 0, "rows": 0} | ({"too_long": 0} if isinstance(cfg, Pairs) else {})
-    shards, lengths = [], np.zeros(len(LENGTHS) + 1, np.int64)
+    shards = []
     for number, items in enumerate(groups):
         path = out / split / f"{number:05}.parquet"
         counts = counts_of(path, fingerprint) or write_shard(path, items, cfg, vocabulary, fingerprint)
@@ -302,16 +302,15 @@ def write_split(out, split, groups, cfg, vocabulary, fingerprint):
             continue
         for key in total:
             total[key] += counts[key]
-        lengths += counts.get("lengths", 0)
         digest = sha256(path.read_bytes())
         shards.append({"file": f"{split}/{path.name}", "rows": counts["rows"], "sha256": digest})
         print(f"{split} | shard {number + 1:,} of {len(groups):,} | {total['tokens']:,} tokens", flush=True)
     if split == "train" and not total["rows"]:
-        raise ValueError("no document is left to train on; lower --heldout or give more to read")
+        raise ValueError("no document is left to train on; raise --seq_len for long pairs, lower --heldout, or give more to read")
     if split == "heldout" and cfg.heldout and not total["rows"]:
         print(f"nothing is held out: the documents are few for --heldout={cfg.heldout}", file=sys.stderr)
     print(" | ".join([split, *(f"{key} {count:,}" for key, count in total.items())]))
-    return total | {"shards": shards, "lengths": lengths}
+    return total | {"shards": shards}
 
 
 def write_shard(path, items, cfg, vocabulary, fingerprint):
@@ -332,7 +331,6 @@ def write_shard(path, items, cfg, vocabulary, fingerprint):
         batches = batched(documents, BLOCK_TOKENS, lambda pair: len(pair[0]))
         blocks = (pair_rows(batch, cfg.seq_len, eos) for batch in batches)
     elif cfg.rows == "padded":
-        counts["lengths"] = [0] * (len(LENGTHS) + 1)
         batches = batched(documents, BLOCK_TOKENS, lambda ids: len(ids) + cfg.seq_len)
         blocks = (pad_rows(batch, cfg.seq_len, vocabulary.special) for batch in batches)
     else:
@@ -362,23 +360,9 @@ def counted(documents, counts, cfg):
         if isinstance(cfg, Pairs) and len(ids[0]) + 1 > cfg.seq_len:
             counts["too_long"] += 1
             continue
-        if cfg.rows == "padded":
-            counts["lengths"][bisect.bisect_left(LENGTHS, len(ids) + 2)] += 1  # with BOS and EOS
         counts["documents"] += 1
         counts["bytes"] += size
         yield ids
-
-
-def describe(cfg, vocabulary, splits):
-    """What meta.json says of the rows and the tokenizer."""
-    lengths = sum(total.pop("lengths") for total in splits.values()).tolist()
-    meta = {"format": 1, "source": type(cfg).__name__.lower(), "seq_len": cfg.seq_len, "vocab_size": vocabulary.size}
-    meta["vocab_padded"] = -(-vocabulary.size // 256) * 256  # a size that matrix units like
-    meta |= {f"{role}_id": id for role, id in vocabulary.special.items()}
-    meta |= {"fim": vocabulary.fim, "tokenizer_sha256": sha256(vocabulary.data), "splits": splits}
-    if cfg.rows == "padded":
-        meta["lengths"] = {"up_to": [*LENGTHS, None], "documents": lengths}
-    return meta
 
 
 def find(cfg):
@@ -394,7 +378,12 @@ def find(cfg):
     code = [item for item in found if not item.path.endswith(corpus.ROWS)]
     if (named := [root for root in cfg.roots if root.endswith(corpus.ROWS)]) and code and not cfg.column:
         raise ValueError(f"{named[0]} holds rows, other --roots hold .py files: prepare each in an --out of its own")
-    return found if cfg.column else code or found  # rows where there are no .py files
+    if cfg.column or not code:  # rows where there are no .py files
+        return found
+    if len(code) < len(found):
+        beside = f"{len(found) - len(code):,} files of rows beside .py files"
+        print(f"left out: {beside}; --column reads them", file=sys.stderr)
+    return code
 
 
 # ---- documents to ids ----------------------------------------------------------------------------------------------
@@ -426,16 +415,12 @@ def load_vocabulary(data, cfg):
     try:
         description = json.loads(data)
         for token in description["added_tokens"]:  # only runs of spaces, as GPT-NeoX has them, stay what they are
-            token["special"] = not token["content"].isspace()
-            token["normalized"] &= not cfg.chat  # found before HIDDEN goes
+            token["special"] = token["special"] if cfg.chat else not token["content"].isspace()  # a chat's: as marked
         encoder = Tokenizer.from_str(json.dumps(description))
     except Exception as error:  # tokenizers raises no narrower class
         problem = f"is no tokenizer.json of the library tokenizers ({runs.first_line(error)})"
         raise ValueError(f"--tokenizer={cfg.tokenizer} {problem}; name another") from None
-    encoder.encode_special_tokens = not cfg.chat  # True: as plain text
-    if cfg.chat:
-        own = [encoder.normalizer] if encoder.normalizer else []
-        encoder.normalizer = normalizers.Sequence([normalizers.Replace(HIDDEN, ""), *own])
+    encoder.encode_special_tokens = True  # as plain text
     encoder.no_truncation()
     encoder.no_padding()
 
@@ -509,37 +494,30 @@ def chat_files(cfg):
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
 
-def chat_writer(tokenizer):
-    """A function: (prompt, response) -> the same as the turns of a chat, by the template beside a tokenizer.json.
+def chat_turns(documents, cfg, vocabulary):
+    """([ids of prompt, ids of response], bytes) of pairs as turns of a chat, by the template beside --tokenizer.
 
-    The special tokens of the template become tokens; their names in what people wrote are broken by HIDDEN, and stay
-    text. Raises ValueError if there is no template, or no token that ends a turn.
+    ValueError if there is no template, or no token that ends a turn.
     """
     import canvas
 
-    folder = Path(tokenizer).parent
-    names = [token["content"] for token in json.loads(Path(tokenizer).read_bytes())["added_tokens"]]
-    turn_end = next((name for name in canvas.TURN_ENDS if name in names), None)
+    encoder, folder = vocabulary.encoder, Path(cfg.tokenizer).parent
+    wrap, turn_end = canvas.chat_template(folder), canvas.turn_end(encoder)
     if turn_end is None:
-        raise ValueError(f"--chat: {tokenizer} has no token {' or '.join(canvas.TURN_ENDS)}")
-    wrap = canvas.chat_template(folder)
+        raise ValueError(f"--chat: {cfg.tokenizer} has no token {' or '.join(canvas.TURN_ENDS)}")
     if wrap is None:
         raise ValueError(f"--chat: {folder} holds no chat template ({' or '.join(CHAT_FILES)})")
-    special = re.compile("|".join(re.escape(name) for name in names if not name.isspace()))
-
-    def plain(text):
-        return special.sub(lambda name: name[0][0] + HIDDEN + name[0][1:], text)
-
-    return lambda prompt, response: (wrap(plain(prompt)), plain(response) + turn_end)
+    for prompt, response in documents:
+        answer = [*encoder.encode(response, add_special_tokens=False).ids, turn_end]
+        yield [canvas.encode_chat(encoder, wrap, prompt), answer], text_bytes((prompt, response))
 
 
 def pair_ids(items, split, cfg, vocabulary):
     """((int32 ids, int32 fixed), bytes) of each pair of this split, without its last EOS; see rows.pair_rows."""
     eos, numbers = vocabulary.special["eos"], itertools.count()
     documents = corpus.pair_documents(items, split, cfg)
-    if cfg.chat:
-        documents = itertools.starmap(chat_writer(cfg.tokenizer), documents)
-    for texts, size in encoded(documents, vocabulary):
+    pairs = chat_turns(documents, cfg, vocabulary) if cfg.chat else encoded(documents, vocabulary)
+    for texts, size in pairs:
         prompt, response, suffix = texts if len(texts) == 3 else (*texts, [])
         fixed = [0] * len(response)
         if suffix and cfg.edit_rate and split == "train":
@@ -548,6 +526,7 @@ def pair_ids(items, split, cfg, vocabulary):
         fill = -(len(response) + 1) % cfg.eos_to
         if suffix:
             fill = 0 if cfg.edit_rate else np.random.default_rng([cfg.seed, next(numbers)]).integers(cfg.eos_to)
+        fill = min(fill, max(0, cfg.seq_len - 1 - len(prompt) - len(response) - len(suffix)))  # as far as the row goes
         ids = [*prompt, *response, *[eos] * fill, *suffix]
         fixed = [*[1] * len(prompt), *fixed, *[0] * fill, *[1] * len(suffix)]
         yield (np.array(ids, np.int32), np.array(fixed, np.int32)), size

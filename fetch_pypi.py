@@ -99,7 +99,10 @@ def fetch(client, requirement, cfg):
             return {"left_out": "no source distribution"}
         package = found[version]
         entry = {"version": str(version), "archive": package.filename, "digests": package.digests}
-        size = package.size or int(client.s.head(package.url, timeout=60).headers.get("Content-Length", 0))
+        size = package.size
+        if not size:
+            answer = client.s.head(package.url, timeout=60, allow_redirects=True)
+            size = int(answer.headers.get("Content-Length", 0))
         if size > ARCHIVE_BYTES:
             return entry | {"left_out": "huge"}
         with tempfile.TemporaryDirectory() as temporary:

@@ -85,8 +85,7 @@ class Config:
 SMALLEST_RATE = 1e-3  # lowest mask rate in training, for any schedule: the NELBO's weights grow like 1 / rate
 
 
-@dataclasses.dataclass(frozen=True)
-class Devices:
+class Devices(typing.NamedTuple):
     device: torch.device  # of this process
     rank: int = 0
     world: int = 1  # number of processes
@@ -97,12 +96,12 @@ class Devices:
 
 def find_data(cfg):
     """Training rows, held-out rows and tokenizer.json. The default data is prepared first."""
-    folder = cfg.data or "data/python-padded"
+    folder = cfg.data or "data/python-padded" + (f"-{cfg.seq_len}" if cfg.seq_len else "")
     if not cfg.data and not Path(folder, "meta.json").exists():
         if dist.is_initialized():
             raise ValueError("several processes need --data: first python data_prep.py python --rows=padded")
         print(f"no --data: preparing the Python standard library in {folder}")
-        runs.script("data_prep.py", "python", "--rows=padded", f"--out={folder}")
+        runs.script("data_prep.py", "python", "--rows=padded", f"--seq_len={cfg.seq_len}", f"--out={folder}")
     train, heldout, tokenizer_json = open_data(folder, cfg.seq_len)
     ids = [train.meta.get(f"{name}_id") for name in ("pad", "bos", "eos", "mask", "unk")]
     if ids != [mdlm.PAD, mdlm.BOS, mdlm.EOS, mdlm.MASK, mdlm.UNK]:
@@ -500,7 +499,7 @@ def evaluate(model, token_RL, rng, micro_batch, dtype):
 def scores(sums_T4, bits):
     """Scores for the log, of the sums of `evaluate`; bits per byte of text is a nat per token."""
     nats, masked_nats, correct, masks = sums_T4.sum(0).tolist()
-    row = {"heldout_nats": nats, "perplexity": math.exp(nats), "bits_per_byte": bits * nats}
+    row = {"heldout_nats": nats, "perplexity": math.exp(min(nats, 700)), "bits_per_byte": bits * nats}
     return row | {"masked_ce": masked_nats / masks, "masked_accuracy": correct / masks}
 
 

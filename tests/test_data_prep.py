@@ -644,7 +644,7 @@ def test_bad_input_is_one_line_that_says_what_to_do(python_run, tmp_path, capsys
     cases = [
         ({"roots": (str(tmp_path / "nowhere"),)}, ["nowhere: No such file", "run the same command"]),
         ({"roots": (str(tmp_path / "none"),)}, ["no .py, .parquet, .jsonl files below", "name other folders"]),
-        ({"roots": (str(tmp_path / "bad"),)}, ["1 empty, 1 unparsable", "no document to train on", "name more"]),
+        ({"roots": (str(tmp_path / "bad"),)}, ["1 unparsable, 1 empty", "no document to train on", "name more"]),
         ({"roots": (str(tmp_path / "one"),)}, ["no document to train on"]),
         ({"tokenizer": str(tmp_path / "nowhere.json")}, ["No such file", "nowhere.json"]),
         ({"tokenizer": str(tmp_path / "broken.json")}, ["broken.json is no tokenizer.json"]),
@@ -892,12 +892,6 @@ def test_text_file_is_split_at_separators_and_padded_rows_decode_to_the_document
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
     assert [tokenizer.id_to_token(id) for id in range(5)] == SPECIAL_TOKENS
     assert tokenizer.get_vocab_size() == 400
-    vocabulary = dp.load_vocabulary((out / "tokenizer.json").read_bytes(), text_config(tmp_path))
-    lengths = np.sort([len(vocabulary.encoder.encode(text)) + 2 for text in texts])
-    limits = meta["lengths"]["up_to"]
-    want = np.diff([0, *np.searchsorted(lengths, limits[:-1], side="right"), len(lengths)])
-    assert meta["lengths"]["documents"] == want.tolist()
-    assert limits[-1] is None
 
 
 def test_defaults_are_padded_rows_of_256_for_text_and_packed_rows_of_2048_for_python(tmp_path):
@@ -1350,7 +1344,20 @@ def test_pairs_of_a_chat_are_turns_and_special_tokens_are_the_templates_alone(ch
 def test_a_response_ends_with_lladas_token_where_the_tokenizer_has_that(chat_model):
     text = (chat_model / "tokenizer.json").read_text()
     (chat_model / "tokenizer.json").write_text(text.replace("<|im_end|>", "<|eot_id|>"))
-    assert dp.chat_writer(chat_model / "tokenizer.json")("a", "b")[1] == "b<|eot_id|>"
+    cfg = pair_config(chat_model, chat=True, tokenizer=str(chat_model / "tokenizer.json"))
+    vocabulary = dp.load_vocabulary((chat_model / "tokenizer.json").read_bytes(), cfg)
+    (((_, response), size),) = dp.chat_turns([("a", "b")], cfg, vocabulary)
+    assert (vocabulary.encoder.decode(response, skip_special_tokens=False), size) == ("b<|eot_id|>", 2)
+
+
+def test_eos_fills_a_row_as_far_as_it_goes(tmp_path):
+    write_pairs(tmp_path / "pairs.jsonl", 60)
+    dp.main(pair_config(tmp_path, seq_len=128, eos_to=1, heldout=0.0))
+    whole = runs.read_json(tmp_path / "out" / "meta.json")["splits"]["train"]
+    assert (whole["documents"], whole["too_long"]) == (60, 0)
+    dp.main(pair_config(tmp_path, seq_len=128, eos_to=2048, heldout=0.0, out=str(tmp_path / "filled")))
+    filled = runs.read_json(tmp_path / "filled" / "meta.json")["splits"]["train"]
+    assert (filled["documents"], filled["rows"], filled["tokens"]) == (60, 60, 60 * 128)
 
 
 def test_a_chat_needs_a_template_and_a_token_that_ends_a_turn(chat_model, python_run, tmp_path, capsys):
