@@ -43,7 +43,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.experimental import multihost_utils
 
 import checkpoints
 import grpo
@@ -264,12 +263,6 @@ def micro_batches(row_R, size, devices=1):
     return [np.pad(batch, (0, width - len(batch)), constant_values=-1) for batch in batches]
 
 
-def arrays_of(meta):
-    """What decides which arrays a checkpoint holds."""
-    flags = meta["train"]
-    return meta["model"] | {"--lora_rank": flags["lora_rank"], "--beta above 0": flags["beta"] > 0}
-
-
 class Trainer:
     """A Dream in training: weights, reference model, optimizer state, tasks, and the compiled programs."""
 
@@ -316,7 +309,7 @@ class Trainer:
 
         # The programs of an update.
         graph, self.rollout_graph = graphs_of(model_cfg, dtype, on_cpu)
-        rate = functools.partial(grpo.learning_rate, peak=cfg.lr, steps=cfg.rounds * cfg.iterations)
+        rate = grpo.learning_rate(cfg.lr, cfg.rounds * cfg.iterations)
         optimizer = grpo.make_optimizer(rate, *OPTIMIZER[cfg.preset])
         state = self.trained, jax.eval_shape(optimizer.init, self.trained)
         layouts = tuple(md.shardings(mesh, tree) for tree in state)
@@ -333,11 +326,13 @@ class Trainer:
         """Go on from the newest checkpoint, and return its round; 0 without one. ValueError if it has other arrays."""
         if store.newest() is None:
             return 0
-        saved = store.meta()
-        if saved.get("base", meta.get("base")) != meta.get("base"):
+        saved, where = store.meta(), f"{store.folder}/checkpoints/{store.newest()}"
+        runs.check_resumed(saved, meta, where, ("lora_rank",), "round")
+        before, now = (each["train"]["beta"] for each in (saved, meta))
+        if (before > 0) != (now > 0):
+            raise ValueError(f"{where}: --beta {before} there, {now} here; only one of them has a reference model")
+        if saved.get("base") != meta.get("base"):
             raise ValueError(f"{self.cfg.ckpt} holds other weights than those that {store.folder} began with")
-        arrays = (each | {"model": arrays_of(each)} for each in (saved, meta))
-        runs.check_resumed(*arrays, f"{store.folder}/checkpoints/{store.newest()}", unit="round")
         arrays = store.restore(self.arrays())
         self.trained, self.ref, self.opt = (arrays[name] for name in self.arrays())
         self.updates = saved["updates"]
@@ -386,10 +381,8 @@ class Trainer:
             for row_R in micro_batches(np.arange(len(batch.rows)), self.cfg.micro_batch, self.mesh.size):
                 inputs = self.to_devices(batch, row_R, mask)
                 for name, trained in models.items():
-                    score_RC = self.scores(trained, self.base, inputs)
-                    if jax.process_count() > 1:  # rows of all hosts on each
-                        score_RC = multihost_utils.process_allgather(score_RC, tiled=True)
-                    scores[name][row_R[row_R >= 0]] = np.asarray(score_RC)[row_R >= 0]
+                    score_RC = np.asarray(self.scores(trained, self.base, inputs))
+                    scores[name][row_R[row_R >= 0]] = score_RC[row_R >= 0]
             scored.append(mask | scores)
         return scored
 
@@ -425,7 +418,7 @@ class Trainer:
         combine = {"ratio_max": max, "tokens": sum}  # the mean of other metrics
         for name in measured[0]:
             figures[name] = float(combine.get(name, np.mean)([float(metrics[name]) for metrics in measured]))
-        return figures | {"grad_norm": max(norms)}
+        return figures | {"grad_norm": float(np.max(norms))}  # NaN if one of them is: max() may pass over it
 
     def evaluate(self):
         """Mean of the first reward, and the share of completions where it is 1, of each "split" of held-out tasks."""
@@ -434,8 +427,9 @@ class Trainer:
         for prompts in self.heldout:
             task_B = np.repeat(np.arange(min(cfg.eval_tasks, len(prompts.tasks))), EVAL_SAMPLES)
             rows = self.rollout(prompts, task_B, key).rows
-            rewards = functools.partial(sandbox.score, rows, self.rewards, **sandbox_options(cfg))
-            reward_B = grpo.by_host_0(rewards, (len(rows), len(self.rewards)))[:, 0]
+            first = dict([*self.rewards.items()][:1])
+            rewards = functools.partial(sandbox.score, rows, first, **sandbox_options(cfg))
+            reward_B = grpo.by_host_0(rewards, (len(rows), 1))[:, 0]
             split_B = np.array([row.get("split", Path(prompts.path).stem) for row in rows])
             for split in dict.fromkeys(split_B.tolist()):
                 of_split_B = reward_B[split_B == split]
@@ -584,8 +578,7 @@ def train(run, store, meta, trainer, first, draw):
             store.save(done, trainer.arrays(), meta | {"round": done, "updates": trainer.updates})
         if stops:
             store.close()
-            if run.hosts > 1:
-                jax.distributed.shutdown()  # waits for the other hosts, until all have saved
+            jax.distributed.shutdown()  # waits for the other hosts, until all have saved
             run.leave(done)
 
 
@@ -601,7 +594,7 @@ def resolve(cfg):
     # What would fail late, or silently.
     if cfg.delta and cfg.delta <= 1 + cfg.epsilon_high:
         raise ValueError(f"--delta={cfg.delta}: above 1 + --epsilon_high = {1 + cfg.epsilon_high}, or 0 for none")
-    if len(set(cfg.rewards)) != len(cfg.reward_weights):
+    if not len(set(cfg.rewards)) == len(cfg.rewards) == len(cfg.reward_weights):
         raise ValueError(f"--rewards={' '.join(cfg.rewards)}: each once, with a weight of its own in --reward_weights")
     if bool(cfg.ckpt) != bool(cfg.prompts) or (cfg.preset == "7b" and not cfg.ckpt):
         raise ValueError("--ckpt and --prompts belong together; without both --preset=demo has its own")

@@ -306,7 +306,7 @@ def write_split(out, split, groups, cfg, vocabulary, fingerprint):
         shards.append({"file": f"{split}/{path.name}", "rows": counts["rows"], "sha256": digest})
         print(f"{split} | shard {number + 1:,} of {len(groups):,} | {total['tokens']:,} tokens", flush=True)
     if split == "train" and not total["rows"]:
-        raise ValueError("no document is left to train on; raise --seq_len for long pairs, lower --heldout, or give more to read")
+        raise ValueError("no document is left to train on; lower --heldout, raise --seq_len, or give more to read")
     if split == "heldout" and cfg.heldout and not total["rows"]:
         print(f"nothing is held out: the documents are few for --heldout={cfg.heldout}", file=sys.stderr)
     print(" | ".join([split, *(f"{key} {count:,}" for key, count in total.items())]))

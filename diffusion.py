@@ -38,9 +38,9 @@ def _float(x):
     return x.to(xp.float32) if hasattr(x, "to") else x.astype(xp.float32)
 
 
-def _take(x, index, axis=-1):
+def _take(x, index):
     xp = _namespace(x)
-    return xp.take_along_axis(x, index, axis) if hasattr(xp, "take_along_axis") else xp.gather(x, axis, index)
+    return xp.take_along_axis(x, index, -1) if hasattr(xp, "take_along_axis") else xp.gather(x, -1, index.long())
 
 
 def _ids(x_BLV):
@@ -176,11 +176,7 @@ def masked_nll(logits_BLV, x0_BL, mask_BL, mask_id):
     """
     xp, logp_BLV = _namespace(logits_BLV), log_softmax(ban(logits_BLV, [mask_id]))
     index_BL = xp.where(mask_BL, x0_BL, 0)  # elsewhere x0 may be MASK: -inf, and a NaN gradient
-    return xp.where(mask_BL, -_take(logp_BLV, _long(index_BL)[..., None])[..., 0], 0.0)
-
-
-def _long(index):
-    return index.long() if hasattr(index, "long") else index
+    return xp.where(mask_BL, -_take(logp_BLV, index_BL[..., None])[..., 0], 0.0)
 
 
 def nelbo_per_sequence(nll_BL, t_B, schedule):
@@ -299,7 +295,7 @@ def subset_mask(subset, counted_BL, position_BL, block):
     place_BL = position_BL % block
     rank_BL = count_BL = 0 * position_BL
     for j in range(block):  # the j-th token of the same block, if there is one
-        at_BL = _long(slot_L - place_BL + j)
+        at_BL = slot_L - place_BL + j
         near_BL = xp.where(at_BL < L, at_BL, L - 1)
         there_BL = _take(counted_BL, near_BL) & (_take(position_BL, near_BL) == position_BL - place_BL + j)
         there_BL = there_BL & (at_BL < L)
@@ -307,7 +303,7 @@ def subset_mask(subset, counted_BL, position_BL, block):
     k = sum((subset >> j) & 1 for j in range(block))
     rows = range(block + 1)
     weight_NN = [[1 / (k * math.comb(n, k)) if 0 < k <= n else 0.0 for k in rows] for n in rows]
-    weight_BL = xp.asarray(weight_NN)[_long(count_BL), k]
+    weight_BL = xp.asarray(weight_NN)[count_BL, k]
     mask_BL = counted_BL & ((subset >> rank_BL) % 2 == 1)
     return mask_BL, xp.where(mask_BL & ((subset >> count_BL) == 0), weight_BL, 0.0)
 

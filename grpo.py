@@ -276,8 +276,7 @@ def micro_loss(model, batch, mask_id, loss=Loss(), chunk=1024, scores_of=coupled
     old_BC = jnp.where(batch["first"], jax.lax.stop_gradient(score_BC), batch["old_BC"])
     terms = old_BC, batch.get("ref_BC"), batch["advantage_B"], batch["counted_BC"]
     value, metrics = grpo_loss(score_BC, *terms, loss, batch.get("update_tokens", 0), batch.get("update_rows"))
-    counted_BC = batch["counted_BC"].astype(bool)
-    entropy = jnp.where(counted_BC, entropy_BC, 0.0).sum() / jnp.maximum(counted_BC.sum(), 1)
+    entropy = jnp.where(batch["counted_BC"], entropy_BC, 0.0).sum() / jnp.maximum(metrics["tokens"], 1)
     return value, metrics | {"entropy": entropy}
 
 
@@ -297,7 +296,7 @@ def make_programs(graph, optimizer, mask_id, loss=Loss(), layouts=(None, None), 
 
     @jax.jit
     def scores(trained, base, batch):
-        return scores_of(policy(trained, base), batch, mask_id)[0]
+        return md.shard(scores_of(policy(trained, base), batch, mask_id)[0])  # whole on every device, so on every host
 
     @functools.partial(jax.jit, donate_argnums=2, out_shardings=(layouts[0], None))
     def gradients(trained, base, total, batch):
@@ -319,15 +318,12 @@ def make_programs(graph, optimizer, mask_id, loss=Loss(), layouts=(None, None), 
     return scores, gradients, update
 
 
-def learning_rate(step, peak, steps, warmup=1, floor=0.1):
-    """Of update `step` (0, 1, ...): peak step / warmup below warmup, then a cosine that ends at floor peak at `steps`.
+def learning_rate(peak, steps, warmup=1, floor=0.1):
+    """A function of the update: from 0 to peak over `warmup` of them, then a cosine that ends at floor peak at `steps`.
 
     So the first update has rate 0, as in the reference (cosine_with_min_lr of Transformers).
     """
-    step = jnp.asarray(step, jnp.float32)
-    x = jnp.clip((step - warmup) / max(1, steps - warmup), 0.0, 1.0)
-    falling = floor + (1 - floor) * (1 + jnp.cos(jnp.pi * x)) / 2
-    return peak * jnp.where(step < warmup, step / max(1, warmup), falling)
+    return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(steps, warmup + 1), floor * peak)
 
 
 def make_optimizer(rate, weight_decay=0.1, clip=0.2):

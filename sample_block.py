@@ -44,7 +44,6 @@ class Sampling:
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
     vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
     eos_ids: tuple[int, ...] = ()  # each ends a text if nothing before it is MASK; eos_ids[0] fills the rest
-    record: bool = False  # the Record's log p is at this temperature, for training; else the model's own
     likeliest: int = 0  # keep so many of the likeliest tokens in the Record, too
 
 
@@ -65,8 +64,7 @@ class State(typing.NamedTuple):
 
     token_BL: jax.Array
     record: sample_dream.Record  # when each token was drawn, and with what probability
-    step: jax.Array  # steps so far
-    forwards: jax.Array  # forward passes of the model
+    step: jax.Array  # steps so far, a forward pass each
     cache: list  # (keys, values) [B, J, L, K] of each layer
 
 
@@ -125,9 +123,6 @@ class Sampler:
         token_BN = diffusion.sample_tokens(filtered_BNV, u_BNV, 0 if u_BNV is None else 1.0).astype(jnp.int32)
         prob_BN = jnp.take_along_axis(prob_BNV, token_BN[..., None], -1)[..., 0]
         logp_BN = jnp.log(prob_BN)
-        if rule.record and rule.temperature:
-            logp_BNV = diffusion.log_softmax(logits_BNV / rule.temperature)
-            logp_BN = jnp.take_along_axis(logp_BNV, token_BN[..., None], -1)[..., 0]
         if rule.score == "distribution":  # the choice of positions then does not depend on what is drawn
             prob_BN = prob_BNV.max(-1)
         likely = jax.lax.top_k(jnp.log(prob_BNV), rule.likeliest)[::-1] if rule.likeliest else ()
@@ -177,7 +172,7 @@ class Sampler:
         likely = jax.tree.map(write, likely_BL, likely)
         record = sample_dream.Record(step_BL, write(drawn_BL, token_BN), write(logp_BL, logp_BN), likely)
         token_BL = write(state.token_BL, token_BN)
-        state = State(token_BL, record, state.step, state.forwards + 1, cache)
+        state = State(token_BL, record, state.step, cache)
         state = sample_dream.settle(state, given, model.cfg.mask_id, self.rule.eos_ids)
         if self.watch:
             self.watch(state)
@@ -263,7 +258,7 @@ def prepare(cfg, rule, prompts, rows=0, width=0, key=None, dtype=jnp.float32):
     cache = [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(cfg.layers)]
     likely = tuple(np.zeros((B, L, rule.likeliest), dtype) for dtype in (np.int32, np.float32) if rule.likeliest)
     record = sample_dream.Record(np.full((B, L), -1, np.int32), token_BL.copy(), np.zeros((B, L), np.float32), likely)
-    return State(token_BL, record, np.int32(0), np.int32(0), cache), given, prefix
+    return State(token_BL, record, np.int32(0), cache), given, prefix
 
 
 def sampler_of(graph, rule, watch=None):
@@ -310,31 +305,22 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, wa
         width = (N if cfg.causal else 2 * N) if i else prefix
         given = given._replace(first_B=first_B.astype(np.int32), start_B=start_B.astype(np.int32))
         state = fill_block(params, sample_dream.beside(params, state), given, sampler=sampler, width=width)
-        windows += [width] + [N + cfg.shift] * (int(state.forwards) - len(windows) - 1)
+        windows += [width] + [N + cfg.shift] * (int(state.step) - len(windows) - 1)
         if on_block:
             on_block(texts_of(state))
-    record = jax.tree.map(np.asarray, state.record)
-    stats = {"forwards": int(state.forwards), "steps": int(state.step), "begun": begun, "windows": windows}
-    stats |= {"passes": [stats["forwards"]] * len(prompts), "record": record, "when": record.step_BL + 1}
-    stats["probability"] = np.exp(record.logp_BL)
+    record, steps = jax.tree.map(np.asarray, state.record), int(state.step)
+    stats = {"forwards": steps, "steps": steps, "passes": [steps] * len(prompts), "begun": begun, "windows": windows}
+    stats |= {"record": record, "when": record.step_BL + 1, "probability": np.exp(record.logp_BL)}
     return texts_of(state), stats
 
 
 def fill(model, token_BL, see_BL, rule, key):
-    """Fill the MASKs behind left-padded prompts, as sample_dream.fill: (token_BL, stats), "record" in the same columns.
+    """Fill the MASKs behind left-padded prompts: (token_BL, stats of `generate`, whose texts begin at slot 0).
 
     see_BL is False at padding. All canvases of one width take one program.
     """
     prompts = [row[see].tolist() for row, see in zip(token_BL, see_BL, strict=True)]
     rows, stats = generate(model, prompts, 0, rule, key, widths=(token_BL.shape[1],))
-    text_BM = np.arange(stats["when"].shape[1]) < see_BL.sum(1)[:, None]  # on the left
-
-    def on_the_right(x_BM, empty):
-        x_BL = np.full(see_BL.shape, empty, x_BM.dtype)
-        x_BL[see_BL] = x_BM[text_BM]
-        return x_BL
-
     filled_BL = token_BL.copy()
     filled_BL[see_BL] = np.concatenate(rows)
-    record = map(on_the_right, stats["record"], (-1, model.cfg.pad_id, 0))
-    return filled_BL, stats | {"record": sample_dream.Record(*record)}
+    return filled_BL, stats

@@ -61,7 +61,6 @@ class Sampling:
     eos_ids: tuple[int, ...] = ()  # each ends a text if nothing before it is MASK; eos_ids[0] fills the rest
     late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # eos_ids have confidence 0 | EOS is never drawn
     history: bool = False  # keep when each token was written, and the model's probability of it then
-    record: bool = False  # the same for training, with the probability at this temperature: a Record
     likeliest: int = 0  # with history: keep so many of the likeliest tokens, too
 
     def __post_init__(self):
@@ -104,7 +103,7 @@ class State(typing.NamedTuple):
     forwards: jax.Array  # forward passes of the model
     left_B: jax.Array  # with a threshold or bound: positions that the steps so far were allowed to fill and did not
     step_B: jax.Array  # steps after which the row was not full yet
-    record: Record | None = None  # with Sampling.record or history
+    record: Record | None = None  # with Sampling.history
 
     def of_rows(self, index):
         return jax.tree.map(lambda x: x[index] if x.ndim else x, self)
@@ -210,8 +209,7 @@ class Sampler:
 
         logp_BC = None
         if state.record:
-            scale = rule.temperature if rule.record and rule.temperature else 1.0
-            logp_BCV = diffusion.log_softmax(logits_BCV / scale)
+            logp_BCV = diffusion.log_softmax(logits_BCV)
             logp_BC = jnp.take_along_axis(logp_BCV, token_BC[..., None], -1)[..., 0]
         likely = jax.lax.top_k(logp_BCV, rule.likeliest)[::-1] if rule.likeliest and state.record else ()
         return token_BC, score_BC, logp_BC, tuple(likely)
@@ -448,7 +446,7 @@ def prepare(cfg, rule, token_BL, see_BL, key=None):
         size=size,
     )
     record = None
-    if rule.history or rule.record:
+    if rule.history:
         likely = tuple(np.zeros((B, L, rule.likeliest), dtype) for dtype in (np.int32, np.float32) if rule.likeliest)
         record = Record(np.full((B, L), -1, np.int32), token_BL.astype(np.int32), np.zeros((B, L), np.float32), likely)
     zero, left_B, step_B = np.int32(0), np.zeros(B, np.int32), np.zeros(B, np.int32)
@@ -465,8 +463,8 @@ def sampler_of(graph, cfg, rule, watch=None):
 
 
 def fill(model, token_BL, see_BL=None, rule=None, key=None, watch=None, rows=0):
-    """Fill every MASK of a canvas: (token_BL, {"forwards", "steps", "windows", "passes"}), with rule.history or
-    rule.record also "record", a Record, and its "when" and "probability". All arrays are NumPy's.
+    """Fill every MASK of a canvas: (token_BL, {"forwards", "steps", "windows", "passes"}), with rule.history also
+    "record", a Record, and its "when" and "probability". All arrays are NumPy's.
 
     see_BL is False at padding, which stays as it is; so does every token that is not MASK. A step that cannot change
     anything costs no forward pass. "windows" are the slots fed in each pass, "passes" [B] those until a row was full.
@@ -576,7 +574,7 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, wa
     together, in canvases of these widths: with the same widths and rows other prompts need no other program. Stats are
     those of `fill`, added up. Raises ValueError for what does not fit; see `fill`.
     """
-    whole = watch or (rule and (rule.history or rule.record))  # one batch, as in `fill`
+    whole = watch or (rule and rule.history)  # one batch, as in `fill`
     lengths, size = [len(prompt) + max_new for prompt in prompts], (not whole and rows) or max(1, len(prompts))
     order = sorted(range(len(prompts)), key=lengths.__getitem__) if len(prompts) > size else range(len(prompts))
     of_width = collections.defaultdict(list)

@@ -37,7 +37,6 @@ import sample_block
 import sample_dream
 
 WIDTHS = 96, 192, 384, 768, 1536, 2048  # slots of a canvas or a cache, as far as the model reaches
-LIKELIEST = canvas.LIKELIEST
 
 
 @dataclasses.dataclass(eq=False)
@@ -107,9 +106,6 @@ class Family:
             self.batches[width, order] = self.Batch(self, width, order)
         return self.batches[width, order]
 
-    def check(self, ids, ask):
-        """ValueError for what the model cannot write."""
-
     def width_of(self, row):
         return next(width for width in self.widths if width >= len(row.ids) + self.extra)
 
@@ -132,8 +128,8 @@ class Canvases:
     def __init__(self, family, width, order):
         self.family, self.width, self.order, self.rows = family, width, order, [None] * family.rows
         cfg, bound = family.model.cfg, {} if order == "steps" else {order: 1.0}
-        ends = cfg.eos_id, *sorted(family.ends - {cfg.eos_id})
-        rule = sample_dream.Sampling(history=True, likeliest=LIKELIEST, vocab=family.vocab, eos_ids=ends, **bound)
+        watched = {"history": True, "likeliest": canvas.LIKELIEST}
+        rule = sample_dream.Sampling(vocab=family.vocab, eos_ids=family.ends, **watched, **bound)
         empty_BL = np.full((family.rows, width), cfg.pad_id, np.int32)
         self.state, given, _ = sample_dream.prepare(cfg, rule, empty_BL, np.ones(empty_BL.shape, bool))
         most_B1 = np.full((family.rows, 1), width, np.int32)  # tokens that a step with a bound may fill
@@ -201,9 +197,8 @@ class Blocks:
         """Make room for the cache; not before a row joins, as the device may have none left."""
         family, width, order = self.family, self.width, self.order
         cfg, bound = family.model.cfg, {} if order == "steps" else {order: 1.0}
-        ends = cfg.eos_id, *sorted(family.ends - {cfg.eos_id})
-        block = {"block_length": cfg.block_length, "likeliest": LIKELIEST}
-        rule = sample_block.Sampling(vocab=family.vocab, eos_ids=ends, **block, **bound)
+        block = {"block_length": cfg.block_length, "likeliest": canvas.LIKELIEST}
+        rule = sample_block.Sampling(vocab=family.vocab, eos_ids=family.ends, **block, **bound)
         nothing = [[cfg.pad_id]] * family.rows
         state, given, _ = sample_block.prepare(cfg, rule, nothing, width=width, dtype=family.model.run.dtype)
         self.state = self.on_host(state)
@@ -283,7 +278,8 @@ class Dream(Family):
         self.settings = {"threshold", "entropy_bound"} | (set() if cfg.block_length else {"steps", "block_length"})
         self.tokenizer = sample_dream.load_tokenizer(folder, cfg)
         ends = map(self.tokenizer.token_to_id, ("<|endoftext|>", *canvas.TURN_ENDS, "<|dlm_pad|>"))
-        self.ends = {cfg.eos_id, cfg.pad_id, *ends} - {None, cfg.expand_id}
+        ends = dict.fromkeys((cfg.eos_id, cfg.pad_id, *ends))
+        self.ends = tuple(i for i in ends if i not in (None, cfg.expand_id))  # the first one fills a text that ended
         self.wrap = canvas.chat_template(runs.as_path(folder))
 
     def check(self, ids, ask):
@@ -375,7 +371,7 @@ def advance(model, cache, token_BM, length_B, key_B, filters, *, vocab):
     key_B = jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.wrap_key_data)(key_B), length_B)
     drawn_B = jax.vmap(jax.random.categorical)(key_B, kept_BV)
     token_B = jnp.where(draws_B1[:, 0], drawn_B, jnp.argmax(logits_BV, -1))
-    likely_BN, ids_BN = jax.lax.top_k(jnp.maximum(logp_BV, -9999), LIKELIEST)  # JSON has no infinity
+    likely_BN, ids_BN = jax.lax.top_k(jnp.maximum(logp_BV, -9999), canvas.LIKELIEST)  # JSON has no infinity
     return cache, (token_B, logp_BV[row_B, token_B], ids_BN, likely_BN)
 
 

@@ -80,7 +80,7 @@ def main(cfg):
             os._exit(0)
 
 
-MOST, TOP, SEEDS = (1, sample_rows.WIDTHS[-1]), (0, sample_rows.LIKELIEST), (-(1 << 63), (1 << 63) - 1)
+MOST, TOP, SEEDS = (1, sample_rows.WIDTHS[-1]), (0, canvas.LIKELIEST), (-(1 << 63), (1 << 63) - 1)
 # fmt: off
 NUMBERS = {  # lowest and highest; a field whose limits are of type int is one
     "max_tokens": MOST, "max_completion_tokens": MOST, "steps": MOST, "block_length": MOST, "n": (1, 16),

@@ -139,7 +139,8 @@ def dream_writer(cfg, record, run, step):
     def write(prompts, number, lengths, finished):
         if record.data == ("infilling",):
             with inference.mesh_context(mesh):  # of a prompt that is too long there is only one token
-                return [fill_hole(ids, key_of(cfg, number)) if len(ids) > 1 else [] for ids in prompts]
+                keys = jax.random.split(key_of(cfg, number), len(prompts))
+                return [fill_hole(*pair) if len(pair[0]) > 1 else [] for pair in zip(prompts, keys, strict=True)]
         # Each canvas width is a program to compile: all batches share at most three.
         shape = {"widths": sample_dream.widths(lengths, cfg.batch_size, positions), "rows": cfg.batch_size}
         with inference.mesh_context(mesh):

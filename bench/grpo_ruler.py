@@ -735,7 +735,7 @@ def batch(canvases, cfg, rng):
     task_R = np.repeat(rng.choice(len(canvases.token_BL), cfg.prompts, replace=False), cfg.group)
     token_RL, right_Rn = canvases.token_BL[task_R].copy(), canvases.token_BL[task_R, at]
     token_RL[:, at] = canvases.model.cfg.mask_id
-    rule = sample_dream.Sampling(temperature=1.0, threshold=cfg.tau, score="distribution", record=True)
+    rule = sample_dream.Sampling(temperature=1.0, threshold=cfg.tau, score="distribution", history=True)
     key = jax.random.key(int(rng.integers(1 << 30)))
     token_RL, stats = sample_dream.fill(canvases.model, token_RL, canvases.see_BL[task_R], rule, key)
     reward_PG = (token_RL[:, at] == right_Rn).all(1).reshape(-1, cfg.group).astype(float)
@@ -864,7 +864,7 @@ def drift_rows(canvases, cfg):
     token_BL[:, -C:] = model.cfg.mask_id
     for threshold in (0.9, 0.5, 0.2):
         for cache in ("dual", ""):
-            own = {"temperature": 1.0, "threshold": threshold, "score": "distribution", "record": True}
+            own = {"temperature": 1.0, "threshold": threshold, "score": "distribution", "history": True}
             rule = sample_dream.Sampling(block_length=C, cache=cache, **own)
             _, stats = sample_dream.fill(model, token_BL, canvases.see_BL, rule, jax.random.key(0))
             record = stats["record"]

@@ -464,12 +464,12 @@ def test_bad_tasks_are_named(tmp_path, text, words):
 
 
 def drift_of(params, cfg, stats, see_BL, C):
-    """How far sampler and learner are apart in a rollout at temperature 1.4, of 50 ids."""
+    """How far the sampler's log p and the learner's are apart in a rollout of 50 ids."""
 
     @jax.jit
     def replayed(*views):
         model, steps = model_of(params, cfg), int(step_BC.max()) + 1
-        return grpo_ruler.replayed(model, *views, TINY.mask_id, steps, temperature=1.4, vocab=50)
+        return grpo_ruler.replayed(model, *views, TINY.mask_id, steps, temperature=1.0, vocab=50)
 
     step_BC, drawn_BC, logp_BC = (np.asarray(x_BL)[:, -C:] for x_BL in stats["record"][:3])
     log_BC = np.asarray(replayed(stats["record"].token_BL, see_BL, step_BC)) - logp_BC
@@ -486,7 +486,7 @@ def test_a_rollout_drifts_from_the_model_that_is_scored_by_its_cache_alone(cache
     cfg, C = dataclasses.replace(TINY, layers=2), 16  # keys of the first layer do not change with the text around
     params = tiny(cfg, 0.4)
     inputs = sample_dream.canvas([[5, 6, 7], [8, 9, 10, 11, 12]] * 4, C, TINY)
-    rule = sample_dream.Sampling(**WARM, block_length=8, record=True, cache=cache)
+    rule = sample_dream.Sampling(**WARM, block_length=8, history=True, cache=cache)
     _, stats = sample_dream.fill(model_of(params, cfg), *inputs, rule, jax.random.key(0))
     figures = drift_of(params, cfg, stats, inputs[1], C)
     assert (figures["drift_k3"] > 1e-6) == (cache == "dual")
@@ -498,9 +498,18 @@ def test_a_rollout_drifts_from_the_model_that_is_scored_by_its_cache_alone(cache
 def test_what_is_written_in_blocks_is_what_is_scored(form):
     """As above, behind an exact cache; and prompts that end within a block."""
     cfg, C = dataclasses.replace(TINY, layers=2, block_length=4, **form), 10
-    params, rule = tiny(cfg, 0.4), sample_block.Sampling(**WARM, record=True)
+    params, rule = tiny(cfg, 0.4), sample_block.Sampling(**WARM)
     canvas_BL, see_BL = sample_dream.canvas([[5, 6, 7], [8, 9, 10, 11, 12]] * 4, C, TINY)
     token_BL, stats = sample_block.fill(model_of(params, cfg), canvas_BL, see_BL, rule, jax.random.key(0))
+    text_BM = np.arange(stats["when"].shape[1]) < see_BL.sum(1)[:, None]
+
+    def on_the_right(x_BM, empty):
+        x_BL = np.full(see_BL.shape, empty, x_BM.dtype)
+        x_BL[see_BL] = x_BM[text_BM]
+        return x_BL
+
+    record = map(on_the_right, stats["record"], (-1, TINY.pad_id, 0))
+    stats |= {"record": sample_dream.Record(*record)}
     figures = drift_of(params, cfg, stats, see_BL, C)
     assert abs(figures["drift_ratio_max"] - 1) < 1e-3
     assert figures["drift_k3"] < 1e-6
@@ -743,11 +752,11 @@ def test_a_round_shows_each_micro_batch_every_iteration_once(accumulate, iterati
 
 
 def test_the_rate_starts_at_zero_and_ends_at_a_tenth():
-    rate = grpo.learning_rate(np.arange(60), 2.0, 50, 5)
+    rate = grpo.learning_rate(2.0, 50, 5)(np.arange(60))
     close(rate[:6], np.arange(6) * 0.4)
     assert (np.diff(rate[5:51]) < 0).all()
     close(rate[50:], 0.2)
-    close(grpo.learning_rate(0, 1.0, 1, 1), 0.0)
+    close(grpo.learning_rate(1.0, 1, 1)(0), 0.0)
 
 
 def test_only_matrices_decay():
@@ -1095,7 +1104,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, unbroken, 
         coupled_grpo.main(config(folder, tmp_path / "other", **resume))
     for other, words in (
         ({"lora_rank": 2}, "--lora_rank 0 there, 2 here"),
-        ({"beta": 0.0}, "--beta above 0 True there"),
+        ({"beta": 0.0}, "--beta 0.01 there, 0.0 here"),
     ):
         with pytest.raises(ValueError, match=words):
             coupled_grpo.main(config(folder, tmp_path / "parts", **resume | other))

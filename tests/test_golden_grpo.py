@@ -223,9 +223,8 @@ def test_learning_rate(golden_dir):
     for case in json.loads((golden_dir("grpo") / "schedule.json").read_text())["lr"]:
         steps, want = case["total_steps"], np.array(case["lr_at_step"])
         assert math.ceil(steps * case["warmup_ratio"]) == case["warmup_steps"]
-        got = grpo.learning_rate(
-            np.arange(len(want)), case["learning_rate"], steps, case["warmup_steps"], case["min_lr_rate"]
-        )
+        rate = grpo.learning_rate(case["learning_rate"], steps, case["warmup_steps"], case["min_lr_rate"])
+        got = rate(np.arange(len(want)))
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-12)
 
 
@@ -233,8 +232,7 @@ def test_optimizer(golden_dir):
     for name, case in cases_of(golden_dir("grpo") / "optimizer.npz").items():
         names = sorted(key.removesuffix("_init") for key in case if key.endswith("_init"))
         params = {key: jnp.asarray(case[f"{key}_init"]) for key in names}
-        steps, warmup = int(case["total_steps"]), int(case["warmup_steps"])
-        rate = lambda step, case=case, s=steps, w=warmup: grpo.learning_rate(step, float(case["learning_rate"]), s, w)  # noqa: E731
+        rate = grpo.learning_rate(float(case["learning_rate"]), int(case["total_steps"]), int(case["warmup_steps"]))
         optimizer = grpo.make_optimizer(rate, float(case["weight_decay"]), float(case["max_grad_norm"]))
         state, update = optimizer.init(params), jax.jit(optimizer.update)
         for step, lr in enumerate(case["lr"]):

@@ -306,7 +306,7 @@ def test_a_record_replays_every_step_with_what_was_drawn_in_it(shallow):
     B, P, C = 8, 5, 16
     ends = tuple(range(3, 12))  # so many that most rows end early
     settings = {"temperature": 1.3, "threshold": 0.2, "score": "distribution", "block_length": 8, "eos_ids": ends}
-    rule, canvas_BL = sd.Sampling(**settings, record=True), masked(B, P, C)
+    rule, canvas_BL = sd.Sampling(**settings, history=True), masked(B, P, C)
     token_BL, stats = sd.fill(shallow, canvas_BL, None, rule, jax.random.key(1))
     record, written_BL = stats["record"], canvas_BL == MASK
     assert ((record.step_BL >= 0) == written_BL).all()
@@ -315,7 +315,7 @@ def test_a_record_replays_every_step_with_what_was_drawn_in_it(shallow):
     assert 0 < (written_BL & ~drawn_BL).sum()  # never drawn
     for step in range(stats["steps"]):
         shown_BL = np.where(record.step_BL >= step, MASK, record.token_BL)
-        logits_BLV = np.array(apply(shallow, shown_BL)) / 1.3
+        logits_BLV = np.array(apply(shallow, shown_BL))
         logits_BLV[..., MASK] = -np.inf
         logp_BLV = diffusion.log_softmax(logits_BLV)[:, :-1]
         here_BL = drawn_BL & (record.step_BL == step)
