@@ -227,19 +227,6 @@ def as_integers(array):
     return array.reshape(-1).view(f"uint{8 * array.dtype.itemsize}")
 
 
-def is_finite(array):
-    """Whether an array holds no NaN and no infinity. As integers these are above all numbers of their sign."""
-    words = as_integers(array)
-    positive, negative = as_integers(np.array([np.inf, -np.inf], array.dtype))
-    return words.view(f"int{8 * words.itemsize}").max(initial=0) < positive and words.max(initial=0) < negative
-
-
-def warn(names):
-    """Say which tensors hold what is no number; their bytes stay as they are."""
-    if names:
-        print(f"warning: a NaN or an infinity in {len(names)} tensors: {', '.join(sorted(names)[:3])}", flush=True)
-
-
 def byte_count(array):
     """Bytes of an array of tensorstore."""
     return array.dtype.numpy_dtype.itemsize * math.prod(array.shape)
@@ -494,12 +481,10 @@ def to_orbax(source, out, wanted=""):
             arrays = cast(source, arrays, dtype, out.parent)
         # checksums of the arrays that we read, while Orbax writes its own files
         summing = thread.submit(checkpoints.bit_sums, arrays)
-        checking = thread.submit(lambda: [name for name, array in arrays.items() if not is_finite(array)])
         save_params(partial / "params", arrays)
         meta = {"dtype": str(dtype), "parameters": count, "source": source.origin, "step": source.step}
         meta |= {"model": dataclasses.asdict(source.cfg)} if source.family is pc else {}
         runs.write(partial / "meta.json", meta | {"sums": summing.result()})
-        warn(checking.result())
         runs.write(partial / "config.json", config_to_write(source, dtype))
         for name, data in files.items():
             runs.write(partial / name, data)
@@ -521,11 +506,8 @@ def write_safetensors(path, arrays, source):
     text += b" " * (-len(text) % 8)  # aligns the data
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        spoilt = set()
-        for name, rows in checked_blocks(source, arrays):
+        for _, rows in checked_blocks(source, arrays):
             file.write(as_integers(rows))
-            spoilt |= set() if is_finite(rows) else {name}
-    warn(spoilt)
 
 
 def to_safetensors(source, out, shard_gb):
@@ -639,7 +621,8 @@ def main(cfg):
     written = find(out)
     if compare:
         verify(source, written)
-    write_card(written, cfg.push or cfg.out)
+    if cfg.push or not compare:
+        write_card(written, cfg.push or cfg.out)
     if cfg.push:
         push(written, cfg.push)
 

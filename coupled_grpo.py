@@ -62,7 +62,7 @@ class Config:
     heldout: tuple[str, ...] = ()  # JSONL files to evaluate on; default: heldout.jsonl, humaneval.jsonl in --prompts
     out: str = "out/grpo"  # folder of the run
     resume: str = ""  # folder of a run to go on with, with its settings; "" starts anew
-    rounds: Natural | None = None  # rounds of the whole run; 0: every task once
+    rounds: Natural | None = None  # rounds of the whole run; 0: one epoch
     tasks: Count | None = None  # tasks per round
     group: typing.Annotated[int, (2, 1_000_000)] | None = None  # completions per task (the group of GRPO)
     iterations: Count | None = None  # updates per round

@@ -457,7 +457,7 @@ class Dream:
         return repair.repaired(self, completions) if cfg.dream.repair else completions
 
     def measure(self, before, following, sizes):
-        """[size] of the only hole: what it grows from, or its masks up to EOS, else that with the likeliest text."""
+        """[number of masks] of the only hole: what it grows from, or fills up to EOS, or that of the likeliest text."""
         import infill
 
         if self.model.cfg.block_length or sizes != [None] or following[-1:] in ([], [[]]):

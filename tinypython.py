@@ -169,8 +169,8 @@ class Function:
             self.element, values["HELPER"] = helper.element, helper.name
             self.names["HELPER"] = [[helper.name]]
             return
-        table = FITTING[kind.upper()][self.element]
-        names, codes, says = self.draw(table, LISTS.get(f"{kind} {self.element}", table))
+        entries = FITTING[kind.upper()][self.element]
+        names, codes, says = self.draw(entries, LISTS.get(f"{kind} {self.element}", entries))
         kind = kind.upper()
         if kind == "P":
             (code, opposite), (say, *short) = codes, says
@@ -198,7 +198,7 @@ class Function:
                 values["START"], update, values["VALUE"] = loop.split("; ")
                 values["UPDATE"] = lambda item: update.replace("ITEM", item)
         elif kind == "KEY":
-            noun = table[names[0]].phrasings[1][0][0]
+            noun = entries[names[0]].phrasings[1][0][0]
             values |= {"KEY": partial(applied, *codes), "BY": noun.removeprefix("the ").removesuffix(" of ~")}
         else:
             kind, values["NAME"], (values["BOTH"],) = "NAME", names[0], codes

@@ -222,8 +222,8 @@ def step_flops(cfg, model):
     """Training FLOPs of a step, of all devices together, without what remat computes again."""
     halves = 2 if model.block_length > 1 else 1  # each row noised and clean, side by side
     length, copies = halves * cfg.seq_len, halves * (2 if cfg.blocks.complement else 1)
-    unused = md.flops_per_token(model, 0) / 3 if cfg.lora_rank else 0  # the gradients of frozen matrices
-    unused += (3 - bool(cfg.lora_rank)) * model.vocab * model.width * (halves - 1) * (not model.causal)  # clean logits
+    passes, unused = (2, md.flops_per_token(model, 0) / 3) if cfg.lora_rank else (3, 0)  # gradients of frozen matrices
+    unused += passes * model.vocab * model.width if halves == 2 and not model.causal else 0  # logits of clean tokens
     return copies * (md.flops_per_token(model, length) - unused) * cfg.batch_size * cfg.seq_len
 
 
@@ -256,7 +256,8 @@ def with_mask(model, meta, tokenizer_json):
     if mask_id is None:
         tokenizer.add_special_tokens([MASKS[0]])
         mask_id, tokenizer_json = tokenizer.token_to_id(MASKS[0]), tokenizer.to_str().encode()
-    vocab = -(-max(meta["vocab_size"], mask_id + 1) // 128) * 128
+    used = max(meta["vocab_size"], mask_id + 1) + (1 if meta.get("settings", {}).get("edit_rate") else 0)
+    vocab = -(-used // 128) * 128  # with an id for with_expand
     ids = {name: meta.get(name, meta["eos_id"]) for name in ("pad_id", "bos_id", "eos_id")}
     return dataclasses.replace(model, vocab=vocab, mask_id=mask_id, **ids), tokenizer_json
 
@@ -490,9 +491,9 @@ class Trainer:
     """A run in memory, with the defaults that data and devices suggest. Only `state` changes with the steps."""
 
     def __init__(self, cfg):
-        lora = cfg.lora_rank or cfg.init_adapters or cfg.base_bits
-        if lora and not (cfg.lora_rank and cfg.init and not cfg.hosts and "://" not in cfg.out):
-            what = "--base_bits and --init_adapters go with --lora_rank, which goes with --init"
+        fits = cfg.lora_rank and cfg.init and not cfg.hosts and "://" not in cfg.out and cfg.optimizer != "muon"
+        if (cfg.lora_rank or cfg.init_adapters or cfg.base_bits) and not fits:
+            what = "--base_bits and --init_adapters go with --lora_rank, which goes with --init and adamw"
             raise ValueError(f"{what}, on one host, and with --out on its own disk")
         self.train, self.heldout, tokenizer_json = find_data(cfg)
         data = self.train.meta
@@ -649,8 +650,8 @@ def main(cfg):
             adapters, family = trainer.state.pop("params"), trainer.model.family
             sample_dream.save_adapters(folder.out, adapters, cfg.lora_rank, config["source"], family)
             out, files = folder.out / "merged", [folder.out / name for name in trainer.files]
-            given, trainer.state = (cfg.init, trainer.run.dtype), None  # on a CPU the whole model is read beside it
-            checkpoints.save_merged(md, trainer.model, out, *given, adapters, files, config["source"])
+            base, trainer.state = (cfg.init, trainer.run.dtype), None  # on a CPU the whole model is read beside it
+            checkpoints.save_merged(md, trainer.model, out, *base, adapters, files, config["source"])
     print(f"done: {out}; generate code with: python generate.py --model=dream --ckpt={out}")
 
 
@@ -661,7 +662,6 @@ def train(folder, store, trainer, first, skipped):
     lowered = lower_step(cfg, graph, trainer.optimizer, trainer.shapes, trainer.mesh, len(trainer.train.columns))
     train_step = lowered.compile()
     print(f"compiled in {time.perf_counter() - started:.1f} s", flush=True)
-    epoch_ends = range(trainer.per_epoch, cfg.steps + 1, trainer.per_epoch)
     meter, saved = Meter(cfg, trainer.model, trainer.run, trainer.mesh, first, skipped), time.monotonic()
     for step, batch, waited_s in prefetch(trainer.batch, first, cfg.steps):
         # One program: gradients of all micro-batches, clipping, update. The new state takes the old one's memory.
@@ -680,7 +680,7 @@ def train(folder, store, trainer, first, skipped):
             late = checkpoints.host_0_says(0 < 60 * cfg.save_minutes < time.monotonic() - saved)
 
         # Held-out rows and a sample, logged before the checkpoint: --resume cuts the log to the newest one.
-        evaluates = done % cfg.eval_every == 0 or done in epoch_ends or done == cfg.steps
+        evaluates = done % cfg.eval_every == 0 or done % trainer.per_epoch == 0 or done == cfg.steps
         scores = trainer.score() if evaluates else {}
         if evaluates:
             folder.log({"step": done, **scores, **trainer.sample(folder, done)})

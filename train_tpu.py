@@ -559,7 +559,6 @@ def main(cfg):
 def train(folder, store, trainer, first, skipped):
     """The steps after `first`."""
     cfg, train_step = trainer.cfg, trainer.compile()
-    epoch_ends = range(trainer.per_epoch, cfg.steps + 1, trainer.per_epoch)
     meter, saved = Meter(cfg, trainer.model, trainer.run, trainer.mesh, first, skipped), time.monotonic()
     for step, batch, waited_s in prefetch(trainer.batch, first, cfg.steps):
         # One program: gradients of all micro-batches, clipping, update. The new state takes the old one's memory.
@@ -578,7 +577,7 @@ def train(folder, store, trainer, first, skipped):
             late = checkpoints.host_0_says(0 < 60 * cfg.save_minutes < time.monotonic() - saved)
 
         # Held-out rows and a sample, logged before the checkpoint: --resume cuts the log to the newest one.
-        evaluates = done % cfg.eval_every == 0 or done in epoch_ends or done == cfg.steps
+        evaluates = done % cfg.eval_every == 0 or done % trainer.per_epoch == 0 or done == cfg.steps
         scores = trainer.score() if evaluates else {}
         if evaluates:
             folder.log({"step": done, **scores, **trainer.sample(folder, done)})

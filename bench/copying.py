@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 import jax
 import numpy as np
 from record import RESULTS, cpu_name
-from tinypython_page import spent
+from tinypython_page import read_lines, spent
 
 import checkpoints
 import model_pythoncoder as pc
@@ -43,6 +43,7 @@ VARIANTS = {  # settings of train_tpu.py, and what differs from the preset tiny
     "levels 1 and 2 alone": ({"data": "easy"}, {}),
 }
 LEARNT = 0.5, 0.9
+PARTS = "prompt", "canonical_solution"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,18 +64,18 @@ def prepare(out):
             runs.script("tinypython.py", "--n=100000", f"--out={out / name}", "--splits=constants", *levels)
             source = "python", "--roots", str(out / name / "train.jsonl"), "--column=content", "--seq_len=512"
             runs.script("data_prep.py", *source, f"--out={out / name / 'rows'}", vocabulary)
-    return [json.loads(line) for line in (out / "all/constants.jsonl").read_text().splitlines()]
+    return read_lines(out / "all/constants.jsonl")
 
 
-def numbers_of(tokenizer, tasks, length=512):
+def numbers_of(tokenizer, tasks):
     """(token_NL, where_NL): texts, and the tokens of solutions that are numbers of the docstring."""
-    token_NL, where_NL = np.zeros((len(tasks), length), np.int32), np.zeros((len(tasks), length), bool)
-    for row, where, task in zip(token_NL, where_NL, tasks, strict=True):
-        prompt = tokenizer.encode(task["prompt"], add_special_tokens=False).ids
-        solution = tokenizer.encode(task["canonical_solution"], add_special_tokens=False).ids
-        ids = (prompt + solution)[:length]
-        row[: len(ids)] = ids
-        where[len(prompt) : len(ids)] = [id in prompt and tokenizer.decode([id]).strip().isdigit() for id in solution]
+    cut = [[tokenizer.encode(task[k], add_special_tokens=False).ids for k in PARTS] for task in tasks]
+    longest = max(len(prompt) + len(solution) for prompt, solution in cut)
+    token_NL, where_NL = np.zeros((len(cut), longest), np.int32), np.zeros((len(cut), longest), bool)
+    for row, where, (prompt, solution) in zip(token_NL, where_NL, cut, strict=True):
+        end = len(prompt) + len(solution)
+        row[:end] = prompt + solution
+        where[len(prompt) : end] = [id in prompt and tokenizer.decode([id]).strip().isdigit() for id in solution]
     return token_NL, where_NL
 
 
@@ -142,15 +143,16 @@ def plot(found, path):
 
 def main(cfg):
     out, path = Path(cfg.out), RESULTS / f"{cfg.file}.jsonl"
-    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     tasks = prepare(out)
     for seed in cfg.seeds:
         for name in VARIANTS:
-            known = any((row["variant"], row["seed"]) == (name, seed) for row in found)
+            known = any((row["variant"], row["seed"]) == (name, seed) for row in read_lines(path))
             if not known and re.search(cfg.only, name):
-                found.append(measured(cfg, out, tasks, name, seed))
-                print(name, seed, found[-1]["share"], flush=True)
-                path.write_text("".join(json.dumps(row) + "\n" for row in found))
+                row = measured(cfg, out, tasks, name, seed)
+                print(name, seed, row["share"], flush=True)
+                with path.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+    found = sorted(read_lines(path), key=lambda row: row["seed"])
     lines = ["# When a small model learns to copy", "", *table(found), "", "Seeds side by side."]
     lines += ["", f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"]
     (RESULTS / f"{cfg.file}.md").write_text("\n".join(lines) + "\n")

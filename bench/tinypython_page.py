@@ -130,7 +130,7 @@ def samples(out, family, count):
 
 
 def read_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 HEAD = """# TinyPython, and what small models make of it
@@ -193,7 +193,7 @@ def plot(rows, path):
 def main(cfg):
     out, path = Path(cfg.out), RESULTS / "tinypython.jsonl"
     prepare(out)
-    rows = read_lines(path) if path.exists() else []
+    rows = read_lines(path)
     cells = [(family, shape, minutes) for minutes in MINUTES for shape in SHAPES for family in ("pythoncoder", "dream")]
     for family, shape, minutes in cells:
         known = any((row["family"], row["size"], row["minutes"]) == (family, shape, minutes) for row in rows)

@@ -154,26 +154,6 @@ def test_a_sum_changes_with_any_one_bit_and_is_the_models_own():
         array.view(np.uint16)[77] ^= 1 << bit
 
 
-def test_a_weight_that_is_no_number_is_said_both_ways(tmp_path, capsys):
-    def spoil(tensors):
-        tensors["model.norm.weight"][5] = np.nan
-        tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = -np.inf
-
-    write_hub_folder(tmp_path / "hub", change=spoil)
-    for source, out in (("hub", "orbax"), ("orbax", "back")):
-        convert.main(convert.Config(str(tmp_path / source), str(tmp_path / out)))
-        said = [line for line in capsys.readouterr().out.splitlines() if "NaN" in line]
-        assert said == ["warning: a NaN or an infinity in 2 tensors: layers.1.up_proj, norm"]
-
-
-def test_a_number_is_finite_by_its_bits_in_every_dtype():
-    for dtype in convert.DTYPES.values():
-        values = np.array([0, -1, ml_dtypes.finfo(dtype).max, ml_dtypes.finfo(dtype).smallest_subnormal], dtype)
-        for bad in (np.nan, -np.nan, np.inf, -np.inf):
-            assert convert.is_finite(values)
-            assert not convert.is_finite(np.append(values, dtype.type(bad)))
-
-
 def test_an_index_cannot_name_files_of_other_folders(tmp_path):
     write_hub_folder(tmp_path / "hub")
     write_hub_folder(tmp_path / "other")

@@ -494,7 +494,8 @@ def test_bad_input_is_one_line(code_rows, unbroken, one_device, tmp_path):
     # of --init and LoRA
     assert "does not exist" in refusal(train_dream, config(code_rows, new, init=str(tmp_path / "none")))
     assert "leave --model=tiny out" in refusal(train_dream, config(code_rows, new, init="x", model="tiny"))
-    for wrong in ({"lora_rank": 2}, {"init_adapters": "x"}, {"init": str(unbroken), "base_bits": 8}):
+    muon = {"init": str(unbroken), "lora_rank": 2, "optimizer": "muon"}
+    for wrong in ({"lora_rank": 2}, {"init_adapters": "x"}, {"init": str(unbroken), "base_bits": 8}, muon):
         assert "go with --lora_rank, which goes with --init" in refusal(train_dream, config(code_rows, new, **wrong))
     other = with_other_tokenizer(code_rows, tmp_path / "other")
     assert "have other ids than in" in refusal(train_dream, config(other, new, init=str(unbroken)))
