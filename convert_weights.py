@@ -602,7 +602,7 @@ def main(cfg):
     if cfg.block_length and not cfg.to:
         raise ValueError("--block_length goes with --to=dream")
     checkpoints.orbax()  # it logs no errors from here on
-    started, folder, out, repository = time.time(), Path(cfg.source).expanduser(), Path(cfg.out), ""
+    started, folder, out, repository = time.time(), Path(cfg.source).expanduser(), Path(cfg.out).expanduser(), ""
     if not compare:
         refuse_existing(out)
     if not folder.exists():
@@ -610,7 +610,7 @@ def main(cfg):
             raise FileNotFoundError(f"{folder} does not exist, and is no repository of the Hub (OWNER/NAME)")
         folder, repository = fetch(cfg.source, cfg.revision, out), cfg.source
     source = find_qwen2(folder, cfg.block_length, repository) if cfg.to else find(folder, cfg.step, repository)
-    if out.exists():  # with --verify or --push
+    if exists := out.exists():  # with --verify or --push
         print(f"{out} exists and is not written again")
     else:
         if source.params and not cfg.dtype:
@@ -621,7 +621,7 @@ def main(cfg):
     written = find(out)
     if compare:
         verify(source, written)
-    if cfg.push or not compare:
+    if cfg.push or not exists:
         write_card(written, cfg.push or cfg.out)
     if cfg.push:
         push(written, cfg.push)
