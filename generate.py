@@ -73,7 +73,7 @@ class DreamFlags:
     threshold: Share = 0.0  # fill every token of at least this probability in a step; 0 goes by --steps
     entropy_bound: NonNegative = 0.0  # fill tokens of lowest entropy, up to this sum in nats a step; 0 goes by --steps
     draft: Natural = 0  # causal context: tokens drafted at a time and verified in one pass; the text stays the same
-    draft_steps: Natural = 1  # passes that fill the drafts; 0: the pass that verifies, quicker for a single text
+    draft_steps: typing.Literal[1, 0] = 1  # passes for the drafts; 0: the pass that verifies, quicker for one text
     cache: typing.Literal["", "prefix", "dual"] = ""  # with blocks: keep keys and values while a block is filled
     fast_dllm: bool = False  # blocks with a cache exactly as Fast-dLLM fills them
     guidance: NonNegative = 0.0  # classifier-free guidance by the prompt, LLaDA's cfg_scale; twice the time

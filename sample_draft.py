@@ -38,7 +38,7 @@ class Sampling:
     """How tokens are drafted and drawn."""
 
     draft: int = 0  # tokens drafted at a time; 0: token by token
-    draft_steps: int = 1  # passes that fill the drafts, the surest first, in equal numbers; 0: the pass that verifies
+    draft_steps: typing.Literal[0, 1] = 1  # passes that fill the drafts; 0: the pass that verifies
     temperature: float = 0.0  # 0 takes the argmax
     top_p: float = 1.0  # a token is dropped if those before it have more than top_p; 1 keeps all
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
@@ -109,21 +109,16 @@ class Sampler:
         return token_BW, jnp.take_along_axis(diffusion.softmax(logits_BWV), token_BW[..., None], -1)[..., 0]
 
     def drafted(self, model, token_B1, slot_BW, given, cache):
-        """(drafts [B, N] behind the last tokens, cache): MASKs that see each other, filled in draft_steps passes.
+        """(drafts [B, N] behind the last tokens, cache), by one pass over MASKs that see each other.
 
         With the shift the last token stays causal, as in training, and predicts the first draft.
         """
-        N, shift, mask = self.rule.draft, model.cfg.shift, model.cfg.mask_id
-        draft_BN = jnp.full((len(token_B1), N), mask, jnp.int32)
+        N, shift = self.rule.draft, model.cfg.shift
+        token_BW = jnp.pad(token_B1, ((0, 0), (0, N)), constant_values=model.cfg.mask_id)
         reach_BW = jnp.where((jnp.arange(N + 1) == 0) & shift, slot_BW, slot_BW[:, -1:])
-        bounds = [N * (i + 1) // self.rule.draft_steps for i in range(self.rule.draft_steps)]
-        for filled, bound in zip([0, *bounds], bounds, strict=False):
-            hidden_BWD, cache = self.read(model, jnp.concatenate((token_B1, draft_BN), 1), slot_BW, reach_BW, cache)
-            hidden_BND = hidden_BWD[:, :-1] if shift else hidden_BWD[:, 1:]
-            token_BN, prob_BN = self.draw(model, hidden_BND, slot_BW[:, 1:], given)
-            chosen_BN = diffusion.surest(prob_BN, draft_BN == mask, jnp.full(len(draft_BN), bound - filled))
-            draft_BN = jnp.where(chosen_BN, token_BN, draft_BN)
-        return draft_BN, cache
+        hidden_BWD, cache = self.read(model, token_BW, slot_BW, reach_BW, cache)
+        hidden_BND = hidden_BWD[:, :-1] if shift else hidden_BWD[:, 1:]
+        return self.draw(model, hidden_BND, slot_BW[:, 1:], given)[0], cache
 
     def step(self, model, state, given):
         """Draft, read the drafts, and write those that the reading repeats, and its next token."""
@@ -206,8 +201,6 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, on
     cfg, rule = model.cfg, rule or Sampling()
     if not cfg.autoregressive:
         raise ValueError("drafts need a model whose finished tokens attend causally: train_dream.py --context=causal")
-    if rule.draft_steps > max(rule.draft, 1):
-        raise ValueError(f"{rule.draft_steps} passes cannot fill drafts of {rule.draft} tokens: at least one each")
     prompts = [[*ids, *[cfg.mask_id] * max_new] for ids in prompts]
     begin_B, end_B = np.array([((*ids, cfg.mask_id).index(cfg.mask_id), len(ids)) for ids in prompts]).T
     if any(set(ids[n:]) - {cfg.mask_id} for ids, n in zip(prompts, begin_B, strict=True)) or not all(begin_B):

@@ -836,7 +836,7 @@ class Drafts:
     batch_size: int = 1  # texts that are generated together
     length: int = 768  # tokens of a text
     draft: int = 8  # tokens drafted at a time; 0: token by token
-    draft_steps: int = 1  # passes that fill the drafts; 0: the pass that verifies the ones before
+    draft_steps: typing.Literal[1, 0] = 1  # passes that fill the drafts; 0: the pass that verifies the ones before
 
     def lowered(self):
         like = Generate(self.device, self.model, self.int8, self.int4, self.batch_size)

@@ -47,7 +47,7 @@ class Config:
     prompts: runs.Count = 2000  # the first of them
     each: runs.Count = 64  # combinations that a prompt goes through
     drafts: tuple[int, ...] = (2, 4, 8, 16)  # N
-    draft_steps: tuple[int, ...] = (0, 1, 2)  # passes for the drafts
+    draft_steps: tuple[int, ...] = (0, 1)  # passes for the drafts
     batches: tuple[int, ...] = (1, 7)  # rows of a batch
     max_new: runs.Count = 96  # tokens of a text
     tie: float = 1e-4  # margin of a near-tie

@@ -73,7 +73,7 @@ def rules(arm):
     if arm in ("start", "ar"):
         return found
     for n in (2, 4, 8, 16):
-        found |= {f"drafts of {n}, passes {s}": (sample_draft, {"draft": n, "draft_steps": s}) for s in (0, 1, 2)}
+        found |= {f"drafts of {n}, passes {s}": (sample_draft, {"draft": n, "draft_steps": s}) for s in (0, 1)}
     found |= {f"blocks, threshold {p}": (sample_block, {"threshold": p}) for p in (0.7, 0.9)}
     return found | {f"blocks, entropy bound {h}": (sample_block, {"entropy_bound": h}) for h in (0.1, 0.3, 1.0)}
 

@@ -41,7 +41,7 @@ def test_a_drafted_text_is_the_text_token_by_token(shift, temperature, top_p):
     key = jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(jax.random.key(7), i)))(np.arange(len(PROMPTS)))
     want, stats = sample_draft.generate(model, PROMPTS, 40, rule, key)
     assert stats["forwards"] == stats["steps"] <= 40
-    for draft, steps in ((3, 0), (2, 1), (16, 2)):
+    for draft, steps in ((3, 0), (2, 1), (16, 1)):
         drafted = dataclasses.replace(rule, draft=draft, draft_steps=steps)
         got, stats = sample_draft.generate(model, PROMPTS, 40, drafted, key)
         assert got == want, (draft, steps)
@@ -112,7 +112,6 @@ def test_an_end_token_ends_a_text_and_callers_see_it_grow():
     ("change", "prompts", "rule", "message"),
     [
         ({"causal": False}, [[5]], {"draft": 4}, "finished tokens attend causally"),
-        ({}, [[5]], {"draft": 2, "draft_steps": 3}, "3 passes cannot fill drafts of 2 tokens"),
         ({}, [[]], {}, "needs a prompt"),
         ({}, [[5] * 100], {}, "140 tokens do not fit"),
     ],
