@@ -12,6 +12,7 @@ in weights/.
 """
 
 import dataclasses
+import functools
 import json
 import multiprocessing
 import re
@@ -84,15 +85,24 @@ def settings_of(family, data, out, steps):
     return shared | ({"micro_batch": 4, "remat": "none"} if family == "dream" else {})
 
 
+@functools.cache
+def pace_of(out, family, shape):
+    """(processor seconds of a step, of the start of a training), by two short ones."""
+    folder, seconds = out / f"{family}-{shape}-probe", []
+    for steps in (PROBE, 2 * PROBE):
+        shutil.rmtree(folder, ignore_errors=True)
+        seconds.append(spent(family, SHAPES[shape], settings_of(family, out / family, folder, steps)))
+    first, second = seconds
+    return (second - first) / PROBE, max(0, 2 * first - second)
+
+
 def cell(out, family, shape, minutes):
     """A row of the table."""
     import benchmarks
 
-    folder, data = out / f"{family}-{shape}-{minutes}", out / family
+    folder, data, differs = out / f"{family}-{shape}-{minutes}", out / family, SHAPES[shape]
     shutil.rmtree(folder, ignore_errors=True)
-    differs = SHAPES[shape]
-    probe = [spent(family, differs, settings_of(family, data, folder / f"probe{n}", n)) for n in (PROBE, 2 * PROBE)]
-    pace, start = (probe[1] - probe[0]) / PROBE, max(0, 2 * probe[0] - probe[1])
+    pace, start = pace_of(out, family, shape)
     starts = 2 if family == "dream" else 1  # each training compiles
     steps = int((60 * minutes - starts * start) / pace)
     run, causal = folder / "run", steps // 5
