@@ -659,6 +659,16 @@ def test_what_was_made_or_trained_here_names_the_code_of_its_kind(tmp_path):
     assert auto_map["AutoConfig"] == "Dream-org/Dream-v0-Instruct-7B--configuration_dream.DreamConfig"
 
 
+@pytest.mark.golden
+@pytest.mark.parametrize("area", ["llada", "sdar", "nemotron"])
+def test_a_config_of_ours_names_the_classes_that_the_hub_names(golden_dir, area):
+    theirs = runs.read_json(golden_dir(area) / "config.json")
+    ours = convert.with_code(dream.config_to_hf(dream.config_from_hf(golden_dir(area))), {}, "out/my_run")["auto_map"]
+    assert len(ours) == 2
+    for key, name in ours.items():
+        assert name == f"{convert.CODE[theirs['model_type']][0]}--{theirs['auto_map'][key]}"
+
+
 def test_the_sources_name_stays_in_what_is_made_of_it(tmp_path):
     folder = tmp_path / "DiffuCoder-7B-Instruct"
     write_hub_folder(folder)
