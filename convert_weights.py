@@ -334,7 +334,7 @@ def output_folder(out):
 
 # ---- the files beside the weights ----------------------------------------------------------------------------------
 
-CODE = {  # model_type: repository of the Hub with the code for transformers, ending of its files and name, its model
+CODE = {  # model_type: the repository of the Hub with its code, X and Y of configurationXConfig and modelingXY
     "Dream": ("Dream-org/Dream-v0-Instruct-7B", "_dream.Dream", "Model"),
     "llada": ("GSAI-ML/LLaDA-8B-Instruct", "_llada.LLaDA", "ModelLM"),
     "sdar": ("JetLM/SDAR-4B-Chat", "_sdar.SDAR", "ForCausalLM"),
@@ -374,7 +374,7 @@ def files_beside(checkpoint):
 
 def with_code(config, files, origin):
     """The config with an auto_map that transformers resolves: file.Class of a file beside it, else with a prefix
-    OWNER/NAME-- for the repository that the model came from, or that of CODE, as a config.json without one gets.
+    OWNER/NAME-- for the repository that the model came from. What has no auto_map, or no such name, gets CODE's.
     """
     kind = config.get("model_type")
     repository, name, model = CODE.get(kind, CODE["Dream"])

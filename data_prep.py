@@ -381,8 +381,8 @@ def find(cfg):
     if cfg.column or not code:  # rows where there are no .py files
         return found
     if len(code) < len(found):
-        beside = f"{len(found) - len(code):,} files of rows beside .py files"
-        print(f"left out: {beside}; --column reads them", file=sys.stderr)
+        beside = f"{len(found) - len(code):,} file(s) of rows beside .py files"
+        print(f"left out: {beside}; --column=NAME reads rows", file=sys.stderr)
     return code
 
 
@@ -415,7 +415,8 @@ def load_vocabulary(data, cfg):
     try:
         description = json.loads(data)
         for token in description["added_tokens"]:  # only runs of spaces, as GPT-NeoX has them, stay what they are
-            token["special"] = token["special"] if cfg.chat else not token["content"].isspace()  # a chat's: as marked
+            if not cfg.chat:  # of a chat as the file marks them: so are prompts of a chat encoded in inference
+                token["special"] = not token["content"].isspace()
         encoder = Tokenizer.from_str(json.dumps(description))
     except Exception as error:  # tokenizers raises no narrower class
         problem = f"is no tokenizer.json of the library tokenizers ({runs.first_line(error)})"

@@ -457,7 +457,7 @@ class Dream:
         return repair.repaired(self, completions) if cfg.dream.repair else completions
 
     def measure(self, before, following, sizes):
-        """[number of masks] of the only hole: what it grows from, or fills up to EOS, or that of the likeliest text."""
+        """[number of masks] for the only hole: to grow from, or to be ended by EOS, or that of the likeliest text."""
         import infill
 
         if self.model.cfg.block_length or sizes != [None] or following[-1:] in ([], [[]]):

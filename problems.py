@@ -99,7 +99,7 @@ def tasks_path(cfg):
 def task_files(cfg):
     """The official file in a list; of LiveCodeBench all files of a folder."""
     path = tasks_path(cfg)
-    return sorted(path.glob("*.jsonl*")) if path.is_dir() else [path]
+    return sorted([*path.glob("*.jsonl"), *path.glob("*.jsonl.gz")]) if path.is_dir() else [path]
 
 
 def read_problems(cfg):
@@ -568,7 +568,7 @@ def live_problem(row):
 
 
 def live_cases(problem):
-    """[(input, output)] of all tests: two texts, or arguments and result. Of damaged tests the reason, a text."""
+    """[(input, output)] of all tests: two texts, or arguments and result. If they are damaged, the reason, as text."""
     private = problem.cases.private
     try:
         try:

@@ -288,9 +288,9 @@ class Run:
         if self.rank:
             return
         last = first if saved_steps(self.out) else -1  # a folder without a checkpoint begins anew
-        logs = [self.out / name for name in ("log.jsonl", "rounds.jsonl", "samples.txt")]
-        for path in filter(lambda path: path.exists(), logs):
-            write(path, rows_until(last, path, self.unit))
+        for path in (self.out / name for name in ("log.jsonl", "rounds.jsonl", "samples.txt")):
+            if path.exists():
+                write(path, rows_until(last, path, self.unit))
         for name, data in {"config.json": settings, **(files or {})}.items():
             write(self.out / name, data)
         if self.cfg.wandb:
@@ -371,7 +371,7 @@ def check_tensors(found, want, where):
 
 
 def check_resumed(saved, ours, where, fixed=(), unit="step"):
-    """Print which settings changed since the checkpoint `where`; ValueError for another model, data or `fixed` one."""
+    """Print which settings changed since the checkpoint `where`. ValueError if model, data or one of `fixed` did."""
     ours = json.loads(json.dumps(ours))  # tuples become lists, as they did in what was saved
     then, now, there, here = saved["train"], ours["train"], saved["model"], ours["model"]
     changed = [name for name in now if then.get(name, "") not in ("", now[name]) and name not in ("out", "resume")]

@@ -7,7 +7,7 @@
 Each variant changes one thing of `train_tpu.py --model=tiny` on TinyPython. Measured in checkpoints: of the numbers in
 the solutions of the split `constants` that stand in their docstring, the share that is the likeliest token behind the
 right text before it. The constants of these tasks never occur in training. A run is appended to results/copying.jsonl,
-from which copying.md and copying.png are written.
+from which copying.md and copying.png are written. Once the data are there, two commands may run at once.
 """
 
 import dataclasses
