@@ -414,9 +414,8 @@ def load_vocabulary(data, cfg):
     """Vocabulary of a tokenizer.json whose encoder takes "<|endoftext|>" and its like in a document for plain text."""
     try:
         description = json.loads(data)
-        for token in description["added_tokens"]:  # only runs of spaces, as GPT-NeoX has them, stay what they are
-            if not cfg.chat:  # of a chat as the file marks them: so are prompts of a chat encoded in inference
-                token["special"] = not token["content"].isspace()
+        for token in () if cfg.chat else description["added_tokens"]:  # a chat's keep their marks, as in inference
+            token["special"] = not token["content"].isspace()  # runs of spaces, as GPT-NeoX has them, stay tokens
         encoder = Tokenizer.from_str(json.dumps(description))
     except Exception as error:  # tokenizers raises no narrower class
         problem = f"is no tokenizer.json of the library tokenizers ({runs.first_line(error)})"
