@@ -26,6 +26,8 @@ import typing
 import warnings
 from pathlib import Path
 
+from tokenizers.decoders import DecodeStream
+
 
 @dataclasses.dataclass
 class Canvas:
@@ -65,7 +67,7 @@ class Texts:
             parts += cut(suffix)
         texts, sizes = parts[::2], [count and int(count) for count in parts[1::2]]
         if infill and (0 in sizes or any("[MASK" in text for text in texts)):
-            raise ValueError("a mask is written with its number of tokens: [MASK:12]; --no-infill takes [MASK as text")
+            raise ValueError("a mask has its number of tokens: [MASK:12]; generate.py --no-infill takes [MASK as text")
         answers = self.ask is not None and len(texts) == len(sizes)  # nothing follows the last mask
         if self.must_ask and not answers:
             raise ValueError("--chat=on answers prompts; a suffix or [MASK:n] is filled in plain text")
@@ -268,7 +270,7 @@ def interact(complete, end, whole):
     while not at_end:
         try:
             line = input(("... " if lines else ">>> ") if terminal else "")
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             line, at_end = "", True
         if line:
             lines.append(line)
@@ -432,12 +434,10 @@ class Token(typing.NamedTuple):
 
 def pieces(tokenizer, ids):
     """The text that each token adds; a character of several tokens belongs to the last of them."""
-    texts, before = [], ""
-    for end in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[:end])
-        text = text.rstrip("\ufffd") if end < len(ids) else text
-        texts.append(text[len(before) :])
-        before = text
+    stream = DecodeStream(skip_special_tokens=True)
+    texts = [stream.step(tokenizer, token) or "" for token in ids]
+    if ids:
+        texts[-1] += tokenizer.decode(ids)[len("".join(texts)) :]  # of a character that ends here unfinished
     return texts
 
 

@@ -637,7 +637,7 @@ def interact(writer, cfg):
                 answer(writer, dataclasses.replace(cfg, prompt=line.replace("\\n", "\n")))
         except ValueError as error:  # of this prompt
             print(error, file=sys.stderr)
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             return
 
 

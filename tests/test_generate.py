@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from conftest import AS_A_USER, copy_in_bucket, run, says
+from conftest import AS_A_USER, ROOT, copy_in_bucket, run, says
 from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -1023,9 +1023,8 @@ def test_dreams_tokens_are_coloured_by_the_probability_they_had(coder, tmp_path,
 
 
 def test_a_character_of_several_tokens_belongs_to_the_last():
-    class Bytes:  # a token a byte
-        @staticmethod
-        def decode(ids):
-            return bytes(ids).decode(errors="replace")
-
-    assert canvas.pieces(Bytes, list("a\u00e9\u2591b".encode())) == ["a", "", "\u00e9", "", "", "\u2591", "b"]
+    tokenizer = runs.read_tokenizer(ROOT / "weights/dream")
+    ids = tokenizer.encode("a\u00e9\u2591b").ids  # a token a byte
+    assert canvas.pieces(tokenizer, ids) == ["a", "", "\u00e9", "", "", "\u2591", "b"]
+    assert canvas.pieces(tokenizer, ids[:5]) == ["a", "", "\u00e9", "", "\ufffd"]
+    assert canvas.pieces(tokenizer, []) == []
