@@ -216,9 +216,9 @@ def opened(model, prompt, text, number):
         raise ValueError("there is no text behind this prompt to repair; generate it again")
     draft = Draft(prompt, text[len(prompt) :], [test for *_, test in canvas.examples(prompt)])
     run_examples([draft], judge)
-    openings = [*dict.fromkeys(default_openings(draft, suspects([draft], read)[0]))]
-    parts = draft.opened(*openings[number % len(openings)])
-    before, _, behind = (canvas.encode(read.tokenizer, part, "") for part in parts)
+    with inference.mesh_context(model.mesh):
+        found = [*dict.fromkeys(default_openings(draft, suspects([draft], read)[0]))]
+    before, _, behind = (canvas.encode(read.tokenizer, part, "") for part in draft.opened(*found[number % len(found)]))
     return [*before, *[None] * (read.model.cfg.hole_masks or infill.START), *behind]
 
 

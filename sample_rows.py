@@ -378,6 +378,14 @@ def advance(model, cache, token_BM, length_B, key_B, filters, *, vocab):
 # ---- the loop that owns the device ---------------------------------------------------------------------------------
 
 
+def reported(error):
+    """What a client is told of an error on the device; the traceback of one that is not a lack of memory is printed."""
+    if isinstance(error, MemoryError) or re.search("RESOURCE_EXHAUSTED|out of memory", str(error)):
+        return MemoryError("out of memory: ask for less, or try again")
+    traceback.print_exception(error)
+    return error
+
+
 class Loop(threading.Thread):
     """Runs the batches of a model. Rows wait in a queue of this length until their batch has a free place."""
 
@@ -392,8 +400,11 @@ class Loop(threading.Thread):
                 model.batches.clear()
 
     def submit(self, rows):
-        """Queue rows. OverflowError if the queue is too short for them."""
+        """Queue rows. OverflowError if the queue is too short for them now, ValueError if it always is."""
+        if len(rows) > self.queue:
+            raise ValueError(f"{len(rows)} texts are more than the {self.queue} that may wait")
         with self.changed:
+            self.waiting = [row for row in self.waiting if not row.gone]
             if len(self.waiting) + len(rows) > self.queue:
                 raise OverflowError(f"{len(self.waiting)} texts are waiting, at most {self.queue} may; try again later")
             self.waiting += rows
@@ -427,7 +438,12 @@ class Loop(threading.Thread):
 
     def admitted(self, row):
         """Whether a waiting row found a place in its batch."""
-        batch = self.model.batch_of(row)
+        try:
+            batch = self.model.batch_of(row)
+        except Exception as error:  # no memory for a new batch
+            row.error, row.ended = reported(error), "error"
+            row.wake()
+            return True
         if free := None in batch.rows:
             i, row.begun = batch.rows.index(None), time.perf_counter()
             batch.rows[i] = row
@@ -442,11 +458,8 @@ class Loop(threading.Thread):
             for row in rows:
                 self.end_if_complete(row)
         except Exception as error:
-            if isinstance(error, MemoryError) or re.search("RESOURCE_EXHAUSTED|out of memory", str(error)):
-                error = MemoryError("out of memory: ask for less, or try again")
-            else:
-                traceback.print_exc()
             del self.model.batches[batch.width, batch.order]
+            error = reported(error)
             for row in rows:
                 row.error, row.ended = error, "error"
         for wake in {row.wake for row in rows}:

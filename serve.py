@@ -26,7 +26,7 @@ import canvas
 import inference
 import runs
 import sample_rows
-from runs import Count, Natural
+from runs import Count
 
 try:
     import uvicorn
@@ -49,7 +49,7 @@ class Config:
     ckpt: str = ""  # folder of a run or of convert_weights.py; "" is that in weights/
     int8: bool = False  # Dream's matrices in 8 bits, half the memory of bfloat16
     host: str = "127.0.0.1"  # address to listen at; 0.0.0.0 is open to the network
-    port: Natural = 8000
+    port: typing.Annotated[int, (0, 65535)] = 8000
     api_key: str = "UNMASK_API_KEY"  # environment variable with the key that clients have to send
     batch_size: Count = 8  # texts that are generated together; those of another canvas width are another batch
     queue: Count = 64  # texts that may wait; more are refused with status 429
@@ -61,21 +61,18 @@ class Config:
 def main(cfg):
     family = cfg.model or ("dream" if (inference.WEIGHTS / "dream").is_dir() else "pythoncoder")
     folder = cfg.ckpt or str(inference.WEIGHTS / family)
-    with socket.socket(socket.AF_INET6 if ":" in cfg.host else socket.AF_INET) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((cfg.host, cfg.port))
-        except (OSError, OverflowError) as error:
-            raise OSError(f"cannot listen at {cfg.host}, port {cfg.port} ({error}); choose another --port") from None
+    host, kind = (f"[{cfg.host}]", socket.AF_INET6) if ":" in cfg.host else (cfg.host, socket.AF_INET)
+    with socket.create_server((cfg.host, cfg.port), family=kind) as listener:
         read = sample_rows.Dream if family == "dream" else sample_rows.PythonCoder
         model = read(folder, cfg.batch_size, bits=8 if cfg.int8 else 0, compile_cache=cfg.compile_cache)
         loop = sample_rows.Loop(model, cfg.queue, cfg.warm)
         loop.start()
         sys.setswitchinterval(5e-4)  # a step that has ended waits for the interpreter no longer than this
-        print(f"http://{cfg.host}:{listener.getsockname()[1]}", flush=True)
-        signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it once more when it has finished
         how = {"log_level": "warning", "timeout_graceful_shutdown": cfg.grace, "lifespan": "off"}
-        uvicorn.Server(uvicorn.Config(app(loop, Path(folder).resolve().name, cfg), **how)).run(sockets=[listener])
+        server = uvicorn.Server(uvicorn.Config(app(loop, Path(folder).resolve().name, cfg), **how))
+        signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))  # uvicorn raises it at its end
+        print(f"http://{host}:{listener.getsockname()[1]}", flush=True)
+        server.run(sockets=[listener])
         if not loop.close():  # it compiles, which nothing can end, and to leave as Python does would abort
             os._exit(0)
 
@@ -155,18 +152,19 @@ def rows_of(ask, path, model, wake):
     """The Rows of a request. Refusal or ValueError for what the model cannot take."""
     rows, size = [], ask.get("max_tokens", ask.get("max_completion_tokens"))
     most, masks = model.positions - model.extra, getattr(model.model.cfg, "hole_masks", 0)
-    page = path == "/v1/canvas"
+    page, mask = path == "/v1/canvas", getattr(model.model.cfg, "mask_id", -1)
     if "messages" in FORMS[path]:
         canvases = [[*canvas.encode_messages(model.tokenizer, model.wrap, ask.get("messages")), None]]
     elif "ids" in ask:
         canvases = [ids := ask["ids"]]
-        if None not in ids or not all(x is None or (type(x) is int and 0 <= x < model.vocab) for x in ids):
+        right = (x is None or (type(x) is int and 0 <= x < model.vocab and x != mask) for x in ids)
+        if None not in ids or not all(right):
             raise Refusal(400, "ids has to hold token ids, and null where the model writes", "ids")
     else:
         prompts = given if isinstance(given := ask.get("prompt", ""), list) else [given]
-        if not 1 <= len(prompts) <= 16 or not all(isinstance(prompt, str) for prompt in prompts):
+        if not 1 <= len(prompts) <= (1 if page else 16) or not all(isinstance(prompt, str) for prompt in prompts):
             raise Refusal(400, "prompt has to be a text or a list of 1 to 16", "prompt")
-        texts = canvas.Texts(model.tokenizer, None, model.ends, 1 << 30)  # what does not fit is refused below
+        texts = canvas.Texts(model.tokenizer, None, model.ends, BODY)  # what does not fit is refused below
         how = {"suffix": ask.get("suffix", ""), "infill": page, "measure": lambda *x: [n or masks or 8 for n in x[-1]]}
         prompts = map(canvas.on_new_line, prompts) if page else prompts  # of an editor: as it is
         canvases = [texts.canvas(prompt, max_new=1, **how).ids for prompt in prompts]
@@ -204,6 +202,10 @@ class Answer:
                 self.changed.clear()
                 ended = all(row.ended for row in self.rows)
                 yield
+        except asyncio.CancelledError:  # what SIGTERM finds running has --grace seconds
+            for row in self.rows:
+                row.error, row.ended = InterruptedError("the server is shutting down"), "error"
+            yield
         finally:
             for row in self.rows:
                 row.gone = True
@@ -219,7 +221,8 @@ class Answer:
     def choice(self, i, begin, text, ended, name="message"):
         """A choice in OpenAI's form, with the characters of a row's text from `begin` on."""
         logprobs = self.logprobs(self.rows[i], begin, begin + len(text)) if self.ask["logprobs"] is not None else None
-        content = {"text": text} if self.plain else {name: {"role": "assistant", "content": text}}
+        role = {} if name == "delta" and (text or ended) else {"role": "assistant"}  # a stream opens with it
+        content = {"text": text} if self.plain else {name: role | {"content": text}}
         return {"index": i} | content | {"logprobs": logprobs, "finish_reason": ended or None}
 
     def logprobs(self, row, begin, end):
@@ -228,7 +231,7 @@ class Answer:
         texts = canvas.pieces(self.model.tokenizer, [token for token, *_ in tokens])
         for text, (_, logp, *likely) in zip(texts, tokens, strict=True):
             at += len(text)
-            if begin < at <= end:
+            if begin < at <= end if text else begin <= at < end:  # a part of a character goes with its end
                 likely = [(self.model.tokenizer.decode([i]), p) for i, p in zip(*likely, strict=True)]
                 found.append((text, logp, likely[: self.ask["logprobs"]], at - len(text)))
         if self.plain:
@@ -247,11 +250,8 @@ class Answer:
         return {"prompt_tokens": prompts, "completion_tokens": tokens, "total_tokens": prompts + tokens}
 
     async def whole(self):
-        try:
-            async for _ in self.follow():
-                pass
-        except asyncio.CancelledError:  # what SIGTERM finds running has --grace seconds
-            raise Refusal(503, "the server is shutting down") from None
+        async for _ in self.follow():
+            pass
         for row in self.rows:
             if not row.ended or row.error:
                 raise failed(row) if row.error else ClientDisconnect
@@ -262,7 +262,10 @@ class Answer:
         """Yields chunks: of each row what has been added since the last one."""
         head = self.head | ({} if self.plain else {"object": "chat.completion.chunk"})
         sent = dict.fromkeys(range(len(self.rows)), 0)
+        opening = [] if self.plain else [*sent]
         async for _ in self.follow():
+            while opening:
+                yield head | {"choices": [self.choice(opening.pop(0), 0, "", "", "delta")]}
             for i, begin in [*sent.items()]:
                 ended = self.rows[i].ended
                 new = self.text(self.rows[i], ended)[begin:]
@@ -297,7 +300,7 @@ class Answer:
 
 
 def failed(row):
-    return Refusal(503 if isinstance(row.error, MemoryError) else 500, str(row.error))
+    return Refusal(503 if isinstance(row.error, MemoryError | InterruptedError) else 500, str(row.error))
 
 
 async def events(chunks):
@@ -313,9 +316,8 @@ def app(loop, name, cfg):
         given = request.headers.get("authorization", "").encode()
         if key and not secrets.compare_digest(given, f"Bearer {key}".encode()):
             raise Refusal(401, "the API key is missing or wrong", code="invalid_api_key")
-
-    async def page(request):
-        return FileResponse(Path(__file__).with_name("serve.html"), headers={"Content-Security-Policy": POLICY})
+        if request.headers.get("sec-fetch-site") == "cross-site":  # a browser's word for a page of somebody else
+            raise Refusal(403, "another site's page may not use this server")
 
     async def models(request):
         let_in(request)
@@ -332,10 +334,7 @@ def app(loop, name, cfg):
 
         ask = checked(await read(request), path, model, name)
         try:
-            rows = rows_of(ask, path, model, wake)
-            if len(rows) > cfg.queue:
-                raise Refusal(400, f"{len(rows)} texts are more than the {cfg.queue} that may wait", "n")
-            loop.submit(rows)
+            loop.submit(rows := rows_of(ask, path, model, wake))
         except ValueError as error:
             raise Refusal(400, str(error)) from None
         except OverflowError as error:
@@ -367,8 +366,9 @@ def app(loop, name, cfg):
             error = Refusal(status, f"{request.method} {request.url.path}: {detail}")
         return JSONResponse(error.body, error.status, error.headers)
 
-    routes = [Route("/", page), Route("/v1/models", models), Route("/v1/check", check, methods=["POST"])]
-    routes += [Route(path, complete, methods=["POST"]) for path in FORMS]
+    page, headers = Path(__file__).with_name("serve.html"), {"Content-Security-Policy": POLICY}
+    routes = [Route("/", lambda _: FileResponse(page, headers=headers)), Route("/v1/models", models)]
+    routes += [Route(path, complete if path in FORMS else check, methods=["POST"]) for path in ("/v1/check", *FORMS)]
     # A site whose name was made to point at this address sends its own name.
     hosts = ["127.0.0.1", "localhost", "[::1]"] if cfg.host in ("127.0.0.1", "localhost", "::1") else ["*"]
     handlers = dict.fromkeys((Refusal, HTTPException, ClientDisconnect), refuse)

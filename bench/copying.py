@@ -6,8 +6,8 @@
 
 Each variant changes one thing of `train_tpu.py --model=tiny` on TinyPython. Measured in checkpoints: of the numbers in
 the solutions of the split `constants` that stand in their docstring, the share that is the likeliest token behind the
-right text before it. The constants of these tasks never occur in training. A run is appended to results/copying.jsonl,
-from which copying.md and copying.png are written. Once the data are there, two commands may run at once.
+right text before it. A run is appended to results/copying.jsonl, from which copying.md and copying.png are written.
+Once the data are there, two commands may run at once whose --only or --seeds have nothing in common.
 """
 
 import dataclasses
@@ -44,6 +44,11 @@ VARIANTS = {  # settings of train_tpu.py, and what differs from the preset tiny
 }
 LEARNT = 0.5, 0.9
 PARTS = "prompt", "canonical_solution"
+HEAD = """# When a small model learns to copy
+
+Of the numbers in a solution that stand in its docstring, the share that is the likeliest token after the right text
+before it. Training never has the constants of these functions.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +158,7 @@ def main(cfg):
                 with path.open("a") as file:
                     file.write(json.dumps(row) + "\n")
     found = sorted(read_lines(path), key=lambda row: row["seed"])
-    lines = ["# When a small model learns to copy", "", *table(found), "", "Seeds side by side."]
+    lines = [HEAD, *table(found), "", f"Seeds side by side; {found[0]['cpu']}.", "", "![curves](copying.png)"]
     lines += ["", f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"]
     (RESULTS / f"{cfg.file}.md").write_text("\n".join(lines) + "\n")
     plot(found, RESULTS / f"{cfg.file}.png")

@@ -31,8 +31,8 @@ CEILINGS = {  # script: files that it carries, with itself, and lines of all of 
     "train_dream": (8, 4178),
     "train_gpu": (5, 2189),
     "train_tpu": (7, 3644),
-    "sample_rows": (11, 5755),
-    "serve": (12, 6134),
+    "sample_rows": (11, 5768),
+    "serve": (12, 6147),
 }
 LEAF = {"benchmarks", "problems", "protocols", "writers"}  # one program in four files
 TRAINERS = ("train_tpu", "train_dream", "train_gpu", "coupled_grpo")

@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import json
 import os
 import re
@@ -337,6 +338,30 @@ def test_a_conversation_takes_the_checkpoints_template(dream_server):
             client.chat.completions.create(**settings | {"messages": wrong})
 
 
+def test_openais_helper_joins_a_streamed_conversation(dream_server):
+    settings = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 8, "n": 2, "seed": 1}
+    whole = client_of(dream_server[0]).chat.completions.create(**settings)
+    with client_of(dream_server[0]).chat.completions.stream(**settings) as stream:
+        assert [*stream]
+        joined = stream.current_completion_snapshot
+    messages = [(choice.message.role, choice.message.content) for choice in joined.choices]
+    assert messages == [("assistant", choice.message.content) for choice in whole.choices]
+
+
+def test_each_token_of_a_character_is_in_the_chunk_that_ends_it(coder_server):
+    model, text = coder_server[1].model, "x = 'é → 日'\n"
+    ids = model.tokenizer.encode(text).ids
+    row = sample_rows.Row([None] * len(ids), {"logprobs": 0, "stop": []})
+    row.write({slot: (token, -1.0, (), ()) for slot, token in enumerate(ids)})
+    request = httpx.Request("POST", "http://x/v1/chat/completions")
+    answer = serve.Answer(request, [row], None, model, "x")
+    for size in (1, 2, len(text)):
+        ends = [*range(0, len(text), size), len(text)]
+        parts = [answer.logprobs(row, *pair)["content"] for pair in itertools.pairwise(ends)]
+        assert sum(map(len, parts)) == len(ids)
+        assert "".join(token["token"] for part in parts for token in part) == text
+
+
 def test_a_dream_is_told_once_how_many_tokens_a_step_writes(dream_server):
     for body in ({"threshold": 0.5, "entropy_bound": 1}, {"steps": 4, "threshold": 0.5}):
         answer = httpx.post(dream_server[0] + "/v1/completions", json={"prompt": "x"} | body)
@@ -398,6 +423,8 @@ def test_what_is_wrong_is_refused_by_name_and_what_is_null_is_absent(coder_serve
     for extra in (nulls, neutral):
         assert httpx.post(url + "/v1/completions", json={"prompt": "x", "max_tokens": 2} | extra).status_code == 200
     assert httpx.post(url + "/v1/completions", json={}, headers={"Host": "evil.example"}).status_code == 400
+    for path in ("/v1/completions", "/v1/check"):  # a browser says so of another site's page
+        assert httpx.post(url + path, json={}, headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
 
 
 def test_a_key_is_asked_for_where_one_is_set(coder, monkeypatch):
@@ -496,7 +523,10 @@ def test_the_page_gets_a_canvas_its_steps_and_the_verdicts_of_the_sandbox(dream_
         assert [token is None for token in canvas_["canvas"]].count(True) == masks
         shown = "".join(token[1] if token else "." for token in canvas_["canvas"])
         assert re.sub(r"\.+", ".", shown) == {1: "x =.", 11: "a. b. c", 5: 'def f():\n    """Go."""\n.'}[masks]
-    assert httpx.post(dream_server[0] + "/v1/canvas", json={"prompt": "x = [MASK:0]"}).status_code == 400
+    mask = dream_server[1].model.model.cfg.mask_id
+    for bad in ({"prompt": "x = [MASK:0]"}, {"prompt": "x = [MASK:900000000]"}, {"ids": [mask, None]},
+                {"prompt": ["a", "b"]}):  # fmt: skip
+        assert httpx.post(dream_server[0] + "/v1/canvas", json=bad).status_code == 400
     canvas_, *_, end = events(dream_server[0], prompt='s = "é → 日"[MASK:1]', threshold=0.01)
     assert "".join(token[1] for token in canvas_["canvas"] if token) == 's = "é → 日"'
     assert "".join(text for _, text in end["keep"]).startswith('s = "é → 日"')
@@ -561,10 +591,12 @@ def test_what_still_runs_when_the_grace_is_over_is_told_so():
     with started("--grace=1", "--batch_size=1") as (process, url), concurrent.futures.ThreadPoolExecutor() as pool:
         body = {"prompt": "x", "max_tokens": 400, "n": 16, "temperature": 2}
         answers = [pool.submit(httpx.post, url + "/v1/completions", json=body, timeout=60) for _ in range(4)]
+        streamed = pool.submit(httpx.post, url + "/v1/completions", json=body | {"stream": True}, timeout=60)
         time.sleep(2)  # sixteen texts of four clients take longer
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
         assert {answer.result().status_code for answer in answers} == {503}
+        assert "shutting down" in streamed.result().text
 
 
 @pytest.mark.slow
@@ -691,6 +723,7 @@ def test_a_dream_on_the_page_has_controls_and_several_holes(dream_server):
         page.click("#generate")
         wait_for_the_end(page)
         few = page.evaluate("last")
+        assert few > 0
         page.select_option("#rule", "")
         page.fill("#steps", "8")
         page.click("#generate")
