@@ -155,9 +155,8 @@ class Checkpoints:
         except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
             wrong = [runs.first_line(error)]
         if wrong:
-            where = f"{self.folder}/checkpoints/{step}"
             advice = "if it is damaged, delete its folder to use the one before"
-            raise ValueError(f"{where} cannot be read ({', '.join(wrong)}); {advice}")
+            raise ValueError(f"{self.folder}/checkpoints/{step} cannot be read ({', '.join(wrong)}); {advice}")
         return state
 
     def resume(self, folder, meta, like):
@@ -174,7 +173,10 @@ class Checkpoints:
         if saved.get("base") != meta.get("base"):
             raise ValueError(f"{meta['train']['init']} holds other weights than those that {folder} began with")
         print(f"resuming {folder} after step {saved['step']}")
-        return store.restore(like), saved
+        state = store.restore(like)
+        if store is not self:  # from here on the new folder goes on alone
+            self.save(saved["step"], state, meta | {name: saved[name] for name in ("step", "skipped")})
+        return state, saved
 
     def close(self):
         """Wait for the save under way."""

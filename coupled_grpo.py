@@ -126,8 +126,8 @@ SYSTEM = "You are a helpful assistant."
 
 
 def question_of(task):
-    """The user's turn of a chat: the question, with its first test unless it holds a code block."""
-    if "\n```\n" in task["question"]:
+    """The user's turn of a chat: the question, with its first test, if it has one, unless it holds a code block."""
+    if "\n```\n" in task["question"] or not task["test_cases"]:
         return task["question"]
     return f"{task['question']}\nTest cases: {task['test_cases'][0]}"
 
@@ -333,8 +333,10 @@ class Trainer:
             raise ValueError(f"{where}: --beta {before} there, {now} here; only one of them has a reference model")
         if saved.get("base") != meta.get("base"):
             raise ValueError(f"{self.cfg.ckpt} holds other weights than those that {store.folder} began with")
-        arrays = store.restore(self.arrays())
-        self.trained, self.ref, self.opt = (arrays[name] for name in self.arrays())
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.arrays())
+        names, self.trained, self.ref, self.opt = [*self.arrays()], None, None, None  # no memory for both
+        arrays = store.restore(like)
+        self.trained, self.ref, self.opt = map(arrays.get, names)
         self.updates = saved["updates"]
         print(f"resuming {store.folder} after round {saved['round']}", flush=True)
         return saved["round"]

@@ -253,9 +253,7 @@ class PythonCoder:
                 show(cfg, row, prompt + text + suffix, number)
         if watching:
             self.show_probabilities(requests, prompts, texts)
-        rate = f"{stats['tokens'] / stats['forwards']:.2f} tokens per forward pass"
-        if self.rule.speculate:
-            rate += f", {stats['accepted']} draft tokens accepted"
+        rate = f"{stats['tokens'] / stats['forwards']:.2f} tokens per forward pass, {stats['accepted']} drafts accepted"
         print(f"{stats['tokens']} tokens in {seconds:.2f} s, compiling included; {rate}", file=sys.stderr)
         return completions
 

@@ -242,8 +242,8 @@ def humaneval_tasks(path):
 
 
 def question_of(task):
-    """The user's turn of a chat: the question, with its first test unless it holds a code block."""
-    if "\n```\n" in task["question"]:
+    """The user's turn of a chat: the question, with its first test, if it has one, unless it holds a code block."""
+    if "\n```\n" in task["question"] or not task["test_cases"]:
         return task["question"]
     return f"{task['question']}\nTest cases: {task['test_cases'][0]}"
 

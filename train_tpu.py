@@ -501,7 +501,7 @@ class Trainer:
         prompt, meta = self.tokenizer.encode(self.cfg.prompt, add_special_tokens=False).ids, self.train.meta
         rule = pc.Sampling(vocab=meta["vocab_size"], eos=meta["eos_id"], speculate=self.model.mtp)
         new = min(64, self.model.positions - len(prompt))
-        (text,), stats = pc.generate(lm, [prompt], new, rule, jax.random.key(0))
+        (text,), stats = pc.generate(lm, [prompt or [meta["eos_id"]]], new, rule, jax.random.key(0))
         folder.append("samples.txt", f"---- step {step}\n{self.cfg.prompt}{self.tokenizer.decode(text)}\n")
         return {"tokens_per_forward": stats["tokens"] / stats["forwards"]}
 

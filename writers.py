@@ -114,7 +114,7 @@ def dream_writer(cfg, record, run, step):
         if model.cfg.expand_id >= 0:
             return infill.grow(reader, before, behind, rule, key, **growth)
         if size:
-            return infill.fill_holes(reader, [(before, size, behind)], rule, key, hole_ends, cfg.batch_size)[0][0]
+            return infill.fill_holes(reader, [(before, size, behind)], rule, key, hole_ends)[0][0]
         in_a_hole = dataclasses.replace(rule, ban_ids=ends, eos_ids=())
         length = infill.hole_length(reader, before, behind, in_a_hole, key, cfg.batch_size)
         return infill.fill_holes(reader, [(before, length, behind)], in_a_hole, key, rows=cfg.batch_size)[0][0]

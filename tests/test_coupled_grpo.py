@@ -404,8 +404,8 @@ def test_rollouts_choose_positions_by_the_distribution_and_not_by_what_was_drawn
 def test_the_first_test_is_shown_unless_the_question_holds_code(script):
     task = {"question": "Add one.", "test_cases": ["assert f(1) == 2", "assert f(2) == 3"]}
     assert script.question_of(task) == "Add one.\nTest cases: assert f(1) == 2"
-    task["question"] = "Complete:\n```\ndef f(a):\n```\n"
-    assert script.question_of(task) == task["question"]
+    for change in ({"question": "Complete:\n```\ndef f(a):\n```\n"}, {"test_cases": []}):
+        assert script.question_of(task | change) == (task | change)["question"]
 
 
 class Letters:

@@ -68,6 +68,13 @@ def one_device(monkeypatch):
     use_one_device(monkeypatch, train_tpu, pc.CONFIGS, "coder_test", CODER)
 
 
+@pytest.mark.usefixtures("one_device")
+def test_a_run_that_goes_on_in_another_folder_begins_it_with_a_checkpoint_and_needs_no_prompt(code_rows, tmp_path):
+    for out, changes in (("a", {"steps": 4}), ("b", {"steps": 6, "resume": str(tmp_path / "a"), "prompt": ""})):
+        train_tpu.main(config(code_rows, tmp_path / out, keep=5, **changes))
+    assert [*runs.saved_steps(tmp_path / "b")] == [4, 6]
+
+
 # ---- gradients and updates -------------------------------------------------------------------------------------------
 
 
