@@ -88,7 +88,7 @@ def main(cfg):
     text = ["# Completions, unedited\n"]
     for prompt in PROMPTS:
         out, err = script("generate.py", f"--ckpt={run}", f"--prompt={prompt}", f"--max_new={cfg.max_new}")
-        shown = f'$ python generate.py --prompt="{prompt}" --max_new={cfg.max_new}\n{out}{err}'
+        shown = f'$ python generate.py --ckpt={run} --prompt="{prompt}" --max_new={cfg.max_new}\n{out}{err}'
         text.append(f"```\n{shown}```\n")
     (RESULTS / "pythoncoder_run.md").write_text("\n".join(text))
 
