@@ -47,7 +47,7 @@ PARTS = "prompt", "canonical_solution"
 HEAD = """# When a small model learns to copy
 
 Of the numbers in a solution that stand in its docstring, the share that is the likeliest token after the right text
-before it. Training never has the constants of these functions.
+before it. Training has the constants of these functions at most with their operations in another order.
 """
 
 
