@@ -3,8 +3,6 @@
     python bench/tinypython_page.py --only="1m, 5"           # ten minutes of a core: both families
     python bench/tinypython_page.py                          # nine core hours; goes on where it stopped
     python bench/tinypython_page.py --only=none              # writes the page from what is there
-    taskset -c 0 python bench/tinypython_page.py --only=dream &    # two at once, once the data are there
-    taskset -c 1 python bench/tinypython_page.py --only=coder      # (as the published numbers)
 
 A cell is a training from scratch with a learning rate that falls within its own time, and greedy pass@1 on the 1,000
 tasks of the split `composed`, with a 95 % interval (Wilson). A Dream learns from left to right for a fifth of its
@@ -156,8 +154,7 @@ functions are 14 M tokens of a vocabulary of 1,024, 22 M with the EOS that a Dre
 | family | parameters | core minutes | steps | processor s | pass@1 on *composed* |
 |---|---|---|---|---|---|"""
 TAIL = """Greedy, 1,000 tasks, 95 % intervals; one seed each. A Dream learns from left to right for a fifth of its time.
-{cpu}, two cells at once, one on each hyperthread of a core: `taskset -c 0
-python bench/tinypython_page.py --only=dream`, `taskset -c 1 python bench/tinypython_page.py --only=coder`
+{cpu}, one core with two hyperthreads, whose seconds add up. `python bench/tinypython_page.py`
 
 ![pass@1](tinypython.png)"""
 
