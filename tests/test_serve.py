@@ -590,7 +590,7 @@ def test_sigterm_finishes_what_runs_and_refuses_what_comes():
 def test_what_still_runs_when_the_grace_is_over_is_told_so():
     with started("--grace=1", "--batch_size=1") as (process, url), concurrent.futures.ThreadPoolExecutor() as pool:
         body = {"prompt": "x", "max_tokens": 400, "n": 16, "temperature": 2}
-        answers = [pool.submit(httpx.post, url + "/v1/completions", json=body, timeout=60) for _ in range(4)]
+        answers = [pool.submit(httpx.post, url + "/v1/completions", json=body, timeout=60) for _ in range(3)]
         streamed = pool.submit(httpx.post, url + "/v1/completions", json=body | {"stream": True}, timeout=60)
         time.sleep(2)  # sixteen texts of four clients take longer
         process.send_signal(signal.SIGTERM)
@@ -602,7 +602,8 @@ def test_what_still_runs_when_the_grace_is_over_is_told_so():
 @pytest.mark.slow
 def test_a_port_in_use_a_folder_without_a_model_and_a_missing_package_are_one_line(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        says(run("serve.py", f"--port={taken.getsockname()[1]}"), "port", "choose another --port")
+        says(run("serve.py", f"--port={taken.getsockname()[1]}"), "already in use", str(taken.getsockname()[1]))
+    says(run("serve.py", "--port=70000"), "--port=70000 is not in 0 .. 65,535")
     says(run("serve.py", "--port=0", f"--ckpt={tmp_path}"), str(tmp_path), "holds no checkpoint")
     (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError(\"No module named 'uvicorn'\")")
     without = os.environ | AS_A_USER | {"PYTHONPATH": str(tmp_path)}
