@@ -160,7 +160,7 @@ class Checkpoints:
         return state
 
     def resume(self, folder, meta, like):
-        """(state, its meta) of the newest checkpoint of the run in `folder`, None if there is none yet.
+        """(state, its meta) of the newest checkpoint of the run in `folder`, saved here, too; None without one.
 
         ValueError if its model, rows, optimizer, dtype, LoRA rank or base weights are not those in meta.
         """
@@ -174,7 +174,7 @@ class Checkpoints:
             raise ValueError(f"{meta['train']['init']} holds other weights than those that {folder} began with")
         print(f"resuming {folder} after step {saved['step']}")
         state = store.restore(like)
-        if store is not self:  # from here on the new folder goes on alone
+        if store is not self:  # from here on this folder goes on alone
             self.save(saved["step"], state, meta | {name: saved[name] for name in ("step", "skipped")})
         return state, saved
 

@@ -49,7 +49,7 @@ class Config:
     ckpt: str = ""  # folder of a run or of convert_weights.py; "" is that in weights/
     int8: bool = False  # Dream's matrices in 8 bits, half the memory of bfloat16
     host: str = "127.0.0.1"  # address to listen at; 0.0.0.0 is open to the network
-    port: typing.Annotated[int, (0, 65535)] = 8000
+    port: typing.Annotated[int, (0, 65535)] = 8000  # 0 takes a free one, printed when the model is read
     api_key: str = "UNMASK_API_KEY"  # environment variable with the key that clients have to send
     batch_size: Count = 8  # texts that are generated together; those of another canvas width are another batch
     queue: Count = 64  # texts that may wait; more are refused with status 429
@@ -162,8 +162,8 @@ def rows_of(ask, path, model, wake):
             raise Refusal(400, "ids has to hold token ids, and null where the model writes", "ids")
     else:
         prompts = given if isinstance(given := ask.get("prompt", ""), list) else [given]
-        if not 1 <= len(prompts) <= (1 if page else 16) or not all(isinstance(prompt, str) for prompt in prompts):
-            raise Refusal(400, "prompt has to be a text or a list of 1 to 16", "prompt")
+        if not 1 <= len(prompts) <= 16 or not all(isinstance(x, str) for x in prompts) or (page and prompts is given):
+            raise Refusal(400, f"prompt has to be a text{'' if page else ' or a list of 1 to 16'}", "prompt")
         texts = canvas.Texts(model.tokenizer, None, model.ends, BODY)  # what does not fit is refused below
         how = {"suffix": ask.get("suffix", ""), "infill": page, "measure": lambda *x: [n or masks or 8 for n in x[-1]]}
         prompts = map(canvas.on_new_line, prompts) if page else prompts  # of an editor: as it is

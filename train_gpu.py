@@ -187,8 +187,7 @@ def make_batch(noised, row_ids, device, packed=False):
     text_S, position_S = np.nonzero(inside_BL)
     layout = [text_S, position_S, np.append(0, inside_BL.sum(1).cumsum()).astype(np.int32)] if packed else []
     xt_BL = xt_BL[inside_BL].reshape(1 if packed else len(xt_BL), -1)
-    index_N = np.flatnonzero(mask_BL[inside_BL])
-    masks = len(index_N)
+    masks = len(index_N := np.flatnonzero(mask_BL[inside_BL]))
     index_N = np.pad(index_N, (0, -masks % 64 if masks else 64))
     masked_N = np.arange(len(index_N)) < masks
     time_B = time_B.astype(np.float32)
@@ -581,8 +580,9 @@ def train(cfg, devices):
             first = restore(runs.newest(cfg.resume)[1], state, meta)
             print(f"resuming {cfg.resume} after step {first}")
         run.begin(first, meta | {"data": str(rows.folder)}, {"tokenizer.json": tokenizer_json})
+        if first and Path(cfg.resume).resolve() != Path(cfg.out).resolve():  # from here on this folder goes on alone
+            save(state, first, cfg, meta, tokenizer_json, devices)
         batches = prefetch(lambda step: step_batches(rows, cfg, devices, packed, step), first, cfg.steps)
-        intervals = cfg.log_every, cfg.eval_every, cfg.save_every
         began, tokens = time.perf_counter(), []  # tokens of each step since then, PAD not counted
         for step, (noised, micro_batches), _ in batches:
             # All randomness is a function of (seed, step): a resumed run gets the same rows, noise and dropout.
@@ -590,8 +590,8 @@ def train(cfg, devices):
             loss = gradients(state, micro_batches, dtype, devices)
             norm = update(state, step, cfg)
             tokens.append(int((noised.token_BL != mdlm.PAD).sum()))
-            done = step + 1
-            logs, evaluates, saves = (done % every == 0 or done == cfg.steps for every in intervals)
+            done, ends = step + 1, step + 1 == cfg.steps
+            logs, evaluates, saves = (ends or done % n == 0 for n in (cfg.log_every, cfg.eval_every, cfg.save_every))
 
             # several processes stop together, at a step where they communicate
             stop = run.signal if devices.world == 1 else ""

@@ -478,8 +478,13 @@ def test_past_the_queue_is_429_and_a_client_that_goes_away_frees_its_row(coder):
             answer = asyncio.run(ask_and_leave())
             assert answer.status_code == 429
             assert int(answer.headers["retry-after"]) >= 1
-            with pytest.raises(openai.RateLimitError):
-                client_of(url).completions.create(model="pythoncoder", prompt="x", n=4)
+            wait_until(lambda: loop.waiting and all(row.gone for row in loop.waiting))
+            with concurrent.futures.ThreadPoolExecutor() as pool:  # those who left take nobody's place
+                ask = {"model": "pythoncoder", "prompt": "x", "n": 4, "max_tokens": 3}
+                later = pool.submit(client_of(url).completions.create, **ask)
+                wait_until(lambda: [row.gone for row in loop.waiting] == [False] * 4)
+                hold.set()
+                assert len(later.result().choices) == 4
         finally:
             hold.set()
             sample_rows.Caches.step = step
@@ -499,6 +504,9 @@ def test_a_device_out_of_memory_fails_its_batch_alone(coder, monkeypatch):
             with pytest.raises(openai.InternalServerError) as error:
                 client.completions.create(model="pythoncoder", prompt="x")
             assert error.value.status_code == 503
+            patch.setattr(coder, "batch_of", exhausted)
+            with pytest.raises(openai.InternalServerError, match="out of memory"):
+                client.completions.create(model="pythoncoder", prompt="x")
         assert client.completions.create(model="pythoncoder", prompt=PROMPT, max_tokens=3).choices[0].text
 
 

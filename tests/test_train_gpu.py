@@ -640,6 +640,13 @@ def test_two_processes_leave_together_when_one_is_asked_to_stop(script, data, un
         np.testing.assert_allclose(losses(out)[step], want, rtol=1e-3)
 
 
+def test_a_run_that_goes_on_in_another_folder_begins_it_with_a_checkpoint(data, unbroken, tmp_path):
+    saved = runs.resumed(train_gpu.Config, [f"--resume={unbroken}"])
+    first = max(runs.saved_steps(unbroken))
+    train_gpu.main(dataclasses.replace(saved, resume=str(unbroken), out=str(tmp_path), steps=first + 1))
+    assert [*runs.saved_steps(tmp_path)] == [first, first + 1]
+
+
 def refuses(match, data, out, error=ValueError, **settings):
     with pytest.raises(error, match=match):
         train(data, out, **settings)
