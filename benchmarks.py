@@ -2,7 +2,7 @@
 
     python benchmarks.py --task=humaneval                       # pass@1: generates 164 programs and runs them
     python benchmarks.py --task=mbpp --n=10 --k 1 10            # pass@1, pass@10, and the best of 10
-    python benchmarks.py --task=humaneval --model=dream --ckpt=out/diffucoder --chat --block_length=32 --cache=dual
+    python benchmarks.py --task=humaneval --model=dream --ckpt=out/diffucoder --chat=True --block_length=32
     python benchmarks.py --task=humaneval --model=dream --ckpt=out/dream --protocol=dream_instruct    # as Dream's
     python benchmarks.py --task=humaneval_infilling --split=random-span --model=dream --ckpt=out/dream   # fills holes
     python benchmarks.py --task=humaneval --samples=mine.jsonl --watch    # scores programs from elsewhere
@@ -119,12 +119,13 @@ class Config:
 def main(cfg):
     """Generate, run and report: the report. RuntimeError if the sandbox failed on some samples."""
     cfg = resolve(cfg)
-    problems, out = tasks.read_problems(cfg), Path(cfg.out or f"out/{cfg.task}")
+    problems, out = tasks.read_problems(cfg), Path(cfg.out)
     samples = given_samples(cfg, problems) if cfg.samples else None
     settings = settings_of(cfg)
     out.mkdir(parents=True, exist_ok=True)
     with runs.lock(out / "results.jsonl"):
         check_settings(out, settings)
+        drop_verdicts_of_other_versions(out)
         runs.write(out / "config.json", settings | {"version": VERSION})
         try:
             if samples is None:
@@ -160,7 +161,7 @@ def resolve(cfg):
     _, record = protocol_of(cfg)
     filled = {field: getattr(record, field) for field in ("shots", "temperature", "top_p", "max_new")}
     splits = [*tasks.INFILLING] if cfg.task == "humaneval_infilling" else ["test", "all"]
-    filled["split"] = cfg.split or splits[0]
+    filled |= {"split": cfg.split or splits[0], "out": cfg.out or f"out/{cfg.task}"}
     if filled["split"] not in splits:
         raise ValueError(f"--split={cfg.split}: of {cfg.task} there are {', '.join(splits)}")
     if record.ours and cfg.temperature is None and cfg.n > 1:
@@ -199,7 +200,7 @@ def settings_of(cfg):
     run, step, folder = writers.find_model(cfg)
     names = "model", "shots", "n", "temperature", "top_p", "max_new", "batch_size", "seed", "trim_prefix"
     settings |= {name: getattr(cfg, name) for name in names}
-    settings |= {"ckpt": str(run), "step": step, "model_sha256": fingerprint(folder)}
+    settings |= {"ckpt": str(run), "step": step, "model_sha256": fingerprint(folder, cfg.out)}
     return settings | (dataclasses.asdict(cfg.dream) | {"top_k": record.top_k} if cfg.model == "dream" else {})
 
 
@@ -212,21 +213,41 @@ def check_settings(out, settings):
         raise ValueError(f"{out} holds results with {changed}; choose another --out")
 
 
+def drop_verdicts_of_other_versions(out):
+    """Move the verdicts of another scorer aside: the texts that it has judged are judged anew."""
+    path, results = out / "config.json", out / "results.jsonl"
+    version = runs.read_json(path).get("version", VERSION) if path.exists() else VERSION
+    if version != VERSION and results.stat().st_size:
+        aside = out / f"results_{version}.jsonl"
+        print(f"{results} is of another version of this scorer: moved to {aside.name}", file=sys.stderr)
+        aside.write_bytes(results.read_bytes())
+        os.truncate(results, 0)  # not renamed: it is our lock
+
+
 def sha256(*paths):
     """The hash of a file; of several files the hash of their hashes."""
     hashes = []
     for path in paths:
-        with open(path, "rb") as file:
+        with runs.as_path(path).open("rb") as file:
             hashes.append(hashlib.file_digest(file, "sha256").hexdigest())
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
-def fingerprint(folder):
+def fingerprint(folder, out):
     """The hash of a model's settings and of the names and sizes of its files; large weights are not read."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-        digest.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
-        digest.update(path.read_bytes() if path.suffix == ".json" else b"")
+    digest, folder = hashlib.sha256(), runs.as_path(folder).resolve()
+
+    def add(below):
+        for path in sorted(below.iterdir()):
+            if path.is_dir() and path != Path(out).resolve():  # where the results lie beside the model
+                add(path)
+            elif path.is_file():
+                size = path.stat()
+                size = size.st_size if isinstance(path, Path) else size.length
+                digest.update(f"{path.relative_to(folder)} {size}\n".encode())
+                digest.update(path.read_bytes() if path.suffix == ".json" else b"")
+
+    add(folder)
     return digest.hexdigest()
 
 
@@ -252,7 +273,7 @@ def generated_samples(cfg, problems, settings, path):
     if left:  # a finished run loads no model
         import writers
 
-        writer = writers.WRITERS[cfg.model](cfg, record, Path(settings["ckpt"]), settings["step"])
+        writer = writers.WRITERS[cfg.model](cfg, record, runs.as_path(settings["ckpt"]), settings["step"])
         prompts = {key: prompt_ids(cfg, record, writer, problem.asked) for key, problem in problems.items()}
     for number in left:
         written = write_batch(cfg, record, writer, problems, prompts, batches[number], number)
@@ -364,7 +385,8 @@ def given_rows(cfg, problems):
         else:
             others.append(row["task_id"])
     if others and (cfg.since or cfg.until):
-        print(f"{len(others)} samples are not of the days from --since to --until, and are skipped", file=sys.stderr)
+        where = f"of no problem from --since to --until, such as {others[0]}"
+        print(f"{len(others)} samples are {where}: they are skipped", file=sys.stderr)
     elif others:
         file = tasks.tasks_path(cfg).name
         found = f"{others[0]!r} is not among the {len(problems)} problems of {file}"

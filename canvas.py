@@ -70,7 +70,7 @@ class Texts:
             raise ValueError("a mask has its number of tokens: [MASK:12]; generate.py --no-infill takes [MASK as text")
         answers = self.ask is not None and len(texts) == len(sizes)  # nothing follows the last mask
         if self.must_ask and not answers:
-            raise ValueError("--chat=on answers prompts; a suffix or [MASK:n] is filled in plain text")
+            raise ValueError("--chat=on and --system are for prompts; a suffix or [MASK:n] is filled in plain text")
 
         self.tokenizer.encode_special_tokens = True  # names of special tokens in a text are text
         encoded = [self.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
@@ -152,6 +152,7 @@ class Viewer:
         self.shown = text
 
 
+UNREADABLE = SyntaxError, ValueError, TypeError, RecursionError, MemoryError  # what `ast` raises of a text
 TURN_ENDS = "<|im_end|>", "<|eot_id|>"  # end a turn of a chat, in Qwen2.5's template and in LLaDA's
 HIDDEN = "\ufdd0"  # a code point that Unicode keeps out of texts
 
@@ -336,14 +337,14 @@ def examples(prompt):
                 if call.startswith("print("):
                     value = printed(call)
                 else:
-                    with contextlib.suppress(ValueError, SyntaxError):  # no literal
+                    with contextlib.suppress(*UNREADABLE):  # no literal
                         value, result = f"({call})", ast.literal_eval(want)
                 if want and value and not example.exc_msg:
                     test = ast.unparse(ast.parse(f"assert {value} == {result!r}"))
                     found.append((call, want, "\n ".join(["if 1:", *before, test]) if before else test))
-                if before or not want:
+                if (before or not want) and not example.exc_msg:
                     before.append(call)
-    except (ValueError, SyntaxError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"cannot read the >>> examples of the prompt: {error}") from None
     if not found:
         raise ValueError("the >>> examples in the docstring of a prompt are what is run; there are none")
@@ -360,11 +361,16 @@ def printed(call):
 
 
 def definitions(prompt, text):
-    """The longest beginning of a text that parses, up to the first statement behind the prompt that defines nothing."""
+    """The longest beginning of a text that parses, up to the first statement behind the prompt that defines nothing.
+
+    Of an answer, which does not begin with its prompt, its first block of code.
+    """
     kinds = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom
-    lines, bad = text.split("\n"), contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError)
+    if not text.startswith(prompt) and (fence := re.search(r"(?s)```\w*\n(.*?)(\n```|\Z)", text)):
+        prompt, text = "", fence[1]
+    lines = text.split("\n")
     for end in range(len(lines), 0, -1):
-        with bad, warnings.catch_warnings(action="ignore"):
+        with contextlib.suppress(*UNREADABLE), warnings.catch_warnings(action="ignore"):
             body = [node for node in ast.parse("\n".join(lines[:end])).body if not isinstance(node, kinds)]
             others = (node.lineno - 1 for node in body if node.lineno > len(prompt.splitlines()))
             return "\n".join(lines[: next(others, end)]).rstrip()
@@ -381,7 +387,7 @@ def verdicts(program, tests):
         done = subprocess.run(command, capture_output=True, text=True)
     said = done.stdout.splitlines()[:-1]
     if len(said) != len(tests):
-        raise RuntimeError(f"sandbox.py failed: {done.stderr.strip()}")
+        raise RuntimeError(f"sandbox.py failed: {done.stderr.strip().rpartition(chr(10))[2]}")
     for i, (call, want, _) in enumerate(tests):
         verdict, got = said[i][:12].strip(), said[i].partition("    # got ")[2]
         result = f"gives {want}" if verdict == "pass" else f"gives {got}, not {want}" if got else f"is not {want}"
@@ -406,7 +412,10 @@ def checked(completions, n, tests):
         for row, text in completions[i * n : (i + 1) * n]:
             given = row.get("suffix") or "[MASK" in row["prompt"]  # text behind what was generated
             program = text if given else definitions(row["prompt"], text)
-            said = verdicts(program, of_prompt)
+            try:
+                said = verdicts(program, of_prompt)
+            except RuntimeError as error:
+                said = [f"not run: {error}"]
             passed = all(line.startswith("pass") for line in said)
             lines = "\n".join(said).replace("\n", "\n# ")
             shown.append((row | {"passed": passed, "examples": said}, f"{program}\n# {lines}"))

@@ -111,6 +111,8 @@ class Checkpoints:
 
     def __init__(self, folder, keep=2, best="heldout_nats", own=True):
         ocp, self.folder, metric = orbax(), absolute(folder), operator.itemgetter(best)
+        if any(self.folder.glob("step_*")):
+            raise ValueError(f"{folder} holds a run of train_gpu.py; choose another folder")
         kept, self.args = ocp.checkpoint_managers, ocp.args
         lowest = kept.BestN(get_metric_fn=metric, reverse=True, n=1, keep_checkpoints_without_metrics=False)
         how = {"preservation_policy": kept.AnyPreservationPolicy([kept.LatestN(keep), lowest])}
@@ -162,14 +164,14 @@ class Checkpoints:
     def resume(self, folder, meta, like):
         """(state, its meta) of the newest checkpoint of the run in `folder`, saved here, too; None without one.
 
-        ValueError if its model, rows, optimizer, dtype, LoRA rank or base weights are not those in meta.
+        ValueError if its model, rows, batch size, optimizer, dtype, LoRA rank or base weights are not those in meta.
         """
         store = self if absolute(folder) == self.folder else Checkpoints(folder, own=False)
         if store.newest() is None:
             print(f"{folder} stopped before its first checkpoint: starting at step 0 with its settings")
             return None
         saved, where = store.meta(), f"{folder}/checkpoints/{store.newest()}"
-        runs.check_resumed(saved, meta, where, fixed=("lora_rank", "optimizer", "dtype"))
+        runs.check_resumed(saved, meta, where, fixed=("lora_rank", "optimizer", "dtype", "batch_size"))
         if saved.get("base") != meta.get("base"):
             raise ValueError(f"{meta['train']['init']} holds other weights than those that {folder} began with")
         print(f"resuming {folder} after step {saved['step']}")
@@ -229,8 +231,7 @@ def companions(folder):
     """{name: bytes} of what lies beside a model's weights: tokenizer, chat template, code that transformers runs."""
     names = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"]
     names += ["merges.txt", "chat_template.jinja", "generation_config.json"]
-    folder = runs.as_path(folder)
-    paths = [*map(folder.joinpath, names), *sorted(folder.glob("*.py"))]
+    paths = [*map(runs.as_path(folder).joinpath, names), *sorted(runs.as_path(folder).glob("*.py"))]
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
 
@@ -308,12 +309,11 @@ def read_orbax(path, like, sums, convert):
         how = {"restore_args": ocp.checkpoint_utils.construct_restore_args(item), "partial_restore": True}
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                layer = checkpointer.restore(path / "params", args=ocp.args.PyTreeRestore(item, **how))
+                layer = flatten(checkpointer.restore(path / "params", args=ocp.args.PyTreeRestore(item, **how)))
         except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
             raise ValueError(f"checkpoint {path} cannot be read: {runs.first_line(error)}") from None
         if wrong := [k for k, v in bit_sums(layer).items() if v not in (sums.get(k), sums.get(f"params.{k}"))]:
             raise ValueError(f"checkpoint {path} cannot be read: {', '.join(wrong)} differ from what was saved")
-        layer = flatten(layer)
         params |= {name: convert(name, layer.pop(name)) for name in list(layer)}
     return params
 
@@ -335,11 +335,11 @@ def save(family, folder, model, files=(), source=""):
             shutil.copy(path, partial)
 
 
-def save_merged(family, cfg, folder, given, dtype, adapters, files=(), source=""):
-    """save() the model in the folder `given`, in dtype, with LoRA's adapters added to its matrices."""
+def save_merged(family, cfg, folder, given, step, dtype, adapters, files=(), source=""):
+    """save() the model in the folder `given`, of this step, in dtype, with LoRA's adapters added to its matrices."""
     # On the CPU, unless JAX_PLATFORMS leaves it out: devices that hold the model in few bits may have no room for more.
     host = mesh_of(jax.devices("cpu" if "cpu" in (jax.config.jax_platforms or "cpu") else None)[:1], (1, 1, 1))
-    base = nnx.to_pure_dict(nnx.state(load(family, given, dtype=dtype, mesh=host)[0]))
+    base = nnx.to_pure_dict(nnx.state(load(family, given, step, dtype, host)[0]))
     merged = family.merge_adapters(base, jax.device_put(adapters, host.devices.item()))
     save(family, folder, nnx.merge(family.graph_of(cfg, family.Run()), merged), files, source)
 

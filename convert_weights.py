@@ -64,7 +64,7 @@ class Config:
     to: typing.Literal["", "dream"] = ""  # "dream": make a Dream of a Qwen2, an SDAR of a Qwen3; "" keeps the model
     block_length: runs.Natural = 0  # with --to=dream: block length of the checkpoint; 0: that of config.json, else 1
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # write Orbax in this dtype; "" keeps every byte
-    shard_gb: runs.Positive = 5.0  # largest safetensors file, in GB
+    shard_gb: runs.Positive = 5.0  # largest safetensors file of a Dream, in GB
     verify: bool = False  # compare every tensor of --source and --out
     push: str = ""  # verify, and upload --out to this repository of the Hub, OWNER/NAME
 
@@ -614,7 +614,7 @@ def main(cfg):
         print(f"{out} exists and is not written again")
     else:
         if source.params and not cfg.dtype:
-            to_safetensors(source, out, cfg.shard_gb)
+            to_safetensors(source, out, cfg.shard_gb if source.family is dream else 1e6)  # a PythonCoder is one file
         else:
             to_orbax(source, out, cfg.dtype)
         print(f"wrote {out} in {time.time() - started:.0f} s")

@@ -20,10 +20,10 @@ import json
 import os
 import pickle
 import re
-import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 import types
 import typing
 import urllib.request
@@ -340,7 +340,7 @@ def gather(found, cfg, vocabulary=None):
     for copy in copies:
         with np.load(f"{copy}.npz") as saved:
             items, reasons = json.loads(saved["noted"].item())
-            kept += map(Item._make, items)
+            kept += (Item._make(item)._replace(path=f"{copy}.text") for item in items)  # the folder may have moved
             dropped.update(reasons)
             signatures.append(saved["signatures"])
 
@@ -424,7 +424,7 @@ def documents_of(item, rules):
             raise ValueError(f"{item.path or item.name} has no text in a column {' or '.join(columns)} ({advice})")
         licences = next((x for x in map(row.get, LICENCE_COLUMNS) if x and x == x), [])  # a row without one stays
         licences = (licences.get("spdx_id") or "?") if isinstance(licences, dict) else licences  # as GitHub has it
-        names = [licences] if isinstance(licences, str) else licences
+        names = licences if isinstance(licences, list) else [licences]
         allowed = rules.licences == "any" or all(permits(str(name)) for name in names if name)
         data = (text or "").encode("utf-8", "surrogatepass")  # half a surrogate pair is not UTF-8: judge() drops it
         yield data, "" if allowed else "licence"
@@ -522,13 +522,13 @@ def examine_all(jobs, workers):
 
 def work():
     """What a process of examine_all() runs."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # it ends silently where its parent was killed
     gc.disable()  # takes a quarter of the time of ast.parse, whose trees have no cycles
     pipe, sys.stdout = sys.stdout.buffer, sys.stderr  # what a library prints is no error of ours
     try:
         jobs = pickle.load(sys.stdin.buffer)
     except (EOFError, pickle.UnpicklingError):  # the parent was killed before
         return
+    threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()  # stdin ends with the parent
     for job in jobs:
         error = None
         try:

@@ -3,8 +3,8 @@
     python coupled_grpo.py                                        # weights/dream learns TinyPython; minutes on a CPU
     python coupled_grpo.py --resume=out/grpo                      # goes on where the run stopped
     python rl_tasks.py --difficulty=hard --tokenizer=out/diffucoder/tokenizer.json --out=data/acecode
-    python coupled_grpo.py --preset=7b --ckpt=out/diffucoder --prompts=data/acecode                  # on eight TPUs
-    python coupled_grpo.py --preset=7b --ckpt=out/diffucoder --prompts=data/acecode --lora_rank=16   # on one TPU
+    python coupled_grpo.py --preset=7b --ckpt=out/diffucoder --prompts=data/acecode --out=out/7b         # on eight TPUs
+    python coupled_grpo.py --preset=7b --ckpt=out/diffucoder --prompts=data/acecode --out=out/7b --lora_rank=16   # one
 
 Reads a Dream (a folder of convert_weights.py, or a run of train_dream.py) and tasks (JSON lines, see rl_tasks.py).
 Without --ckpt weights/dream learns tasks of tinypython.py, `constants`, and is evaluated on `composed`, operations that
@@ -18,7 +18,7 @@ killed and resumed equals one that was not.
 
 A rollout fills the positions whose most probable token reaches --threshold, whichever token is drawn. Choosing by the
 drawn token's probability, as Fast-dLLM does, sharpens the policy: at a low temperature all completions of a group
-become the same, and nothing is learnt (bench/grpo_run.py --kinds naive sure). A Dream trained in blocks generates
+become the same, and nothing is learnt (bench/LOG.md). A Dream trained in blocks generates
 behind its exact cache and is scored block by block, at twice the cost; in as many passes it learns less.
 
 --preset=7b holds the reference's settings, with these differences. Completions of the reference take 256 forward passes
@@ -518,7 +518,8 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
         source = runs.read_json(runs.as_path(cfg.ckpt) / "config.json").get("source", "")
         meta = {"model": model, "train": {"model": "dream"} | settings, "source": source}
         if cfg.lora_rank:  # adapters fit the weights beside which they were trained, and no others
-            meta["base"] = checkpoints.find_weights(runs.as_path(cfg.ckpt))[1]["sums"]
+            _, base, base_step = checkpoints.find_weights(runs.as_path(cfg.ckpt))
+            meta["base"] = base["sums"]
         store, files = checkpoints.Checkpoints(run.out), checkpoints.companions(cfg.ckpt)
         first = trainer.restore(store, meta) if cfg.resume else 0
         run.begin(first, meta, files)
@@ -529,7 +530,7 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
         if cfg.lora_rank:
             sample_dream.save_adapters(run.out, trainer.trained, cfg.lora_rank, source, trainer.model_cfg.family)
             folder, paths = run.out / "merged", [run.out / name for name in files]
-            given, trainer.base = (cfg.ckpt, trainer.dtype), None  # on a CPU the whole model is read beside it
+            given, trainer.base = (cfg.ckpt, base_step, trainer.dtype), None  # memory for the whole model
             checkpoints.save_merged(md, trainer.model_cfg, folder, *given, trainer.trained, paths, source)
     print(f"done in {(time.perf_counter() - started) / 60:.1f} min; python generate.py --model=dream --ckpt={folder}")
 

@@ -137,6 +137,7 @@ def main(cfg):
     requests = [(whole(prompt), suffix) for prompt, suffix in requests]
     if cfg.check:
         tests = [canvas.examples(prompt) for prompt, _ in requests]  # before a model is read
+        canvas.verdicts("", [("", "", "assert True")])  # a sandbox that does not work says so
     family, advice = PythonCoder, "a smaller --n or --max_new"
     if cfg.model == "dream":
         family, advice = Dream, "--int8, --int4, a smaller --batch_size or --max_new"
@@ -193,8 +194,7 @@ def resolve(cfg):
         raise ValueError(f"--html={cfg.html} is no file in a folder that exists")
     if cfg.raw:
         return cfg
-    # a shell passes \n as two characters
-    texts = cfg.dream.system, cfg.prompt, cfg.suffix, *cfg.stop
+    texts = cfg.dream.system, cfg.prompt, cfg.suffix, *cfg.stop  # a shell passes \n as two characters
     system, prompt, suffix, *stop = (text.replace("\\n", "\n") for text in texts)
     dream = dataclasses.replace(cfg.dream, system=system)
     return dataclasses.replace(cfg, prompt=prompt, suffix=suffix, stop=tuple(stop), dream=dream)
@@ -237,8 +237,7 @@ class PythonCoder:
 
         self.key, key = jax.random.split(self.key)
         self.passes, started = [], time.perf_counter()  # passes: tokens of each text after each forward pass
-        settings = prompts, cfg.max_new, self.rule, key, self.on_tokens
-        watching = cfg.show_steps or cfg.html
+        settings, watching = (prompts, cfg.max_new, self.rule, key, self.on_tokens), cfg.show_steps or cfg.html
         with inference.mesh_context(self.mesh):
             texts, stats = model_pythoncoder.generate(self.model, *settings, chunk=1 if watching else 16)
         seconds = time.perf_counter() - started
@@ -334,8 +333,9 @@ class Dream:
         self.cfg, self.watching = cfg, bool(cfg.show_steps or cfg.html)
         own = "steps schedule block_length sub_block alg_temp threshold entropy_bound cache fast_dllm guidance"
         settings = {name: getattr(flags, name) for name in [*own.split(), "eos_penalty", "late_eos"]}
-        settings |= {"top_k": cfg.top_k, "history": self.watching, "likeliest": canvas.LIKELIEST if cfg.html else 0}
-        rule = sample_dream.Sampling(flags.sampler, temperature=cfg.temperature, top_p=cfg.top_p, **settings)
+        settings |= {name: getattr(cfg, name) for name in ("temperature", "top_p", "top_k")}
+        settings |= {"history": self.watching, "likeliest": canvas.LIKELIEST if cfg.html else 0}
+        rule = sample_dream.Sampling(flags.sampler, filtered=flags.fast_dllm, **settings)
         if (flags.valid or flags.repair) and flags.chat == "on":
             raise ValueError("--valid=python and --repair are for a Dream that writes code, without a chat template")
         bits = inference.bits_of(flags)
@@ -375,7 +375,8 @@ class Dream:
         self.key, self.compile_s, self.turns = jax.random.key(cfg.seed), 0.0, []  # turns: (prompt, answer) so far
         jax.monitoring.register_event_duration_secs_listener(self.on_event)
         begin, ask, how = self.conversation(folder, tokenizer, canvas.chat_template(folder))
-        self.texts = canvas.Texts(tokenizer, dream.mask_id, ends, dream.positions, begin, ask, flags.chat == "on")
+        begin = begin, ask, flags.chat == "on" or bool(flags.system)  # refuses a suffix and [MASK:n]
+        self.texts = canvas.Texts(tokenizer, dream.mask_id, ends, dream.positions, *begin)
         print(f"{folder}, {f'int{bits} and ' if bits else ''}{self.model.run.dtype}, {how}", file=sys.stderr)
 
     def conversation(self, folder, tokenizer, wrap):
@@ -391,10 +392,10 @@ class Dream:
         config = runs.read_json(folder / "config.json")
         name = config.get("source") or f"{folder.resolve().name} {config.get('_name_or_path', '')}"
         instruct = any(word in name.lower() for word in ("instruct", "chat", "cpgrpo"))
-        by_name = flags.chat == "auto" and instruct and not (flags.valid or flags.repair)
+        by_name = flags.chat == "auto" and instruct and not (flags.valid or self.cfg.check)
         chats = wrap and (flags.chat == "on" or by_name)
-        if flags.system and not chats:
-            raise ValueError("--system goes before a conversation; say --chat=on")
+        if (flags.system and not chats) or (flags.bos and chats):
+            raise ValueError("--system goes before a conversation, say --chat=on; --bos before plain text, --chat=off")
         begin = [tokenizer.token_to_id("<|beginoftext|>")] if flags.bos else []
         if None in begin:
             raise ValueError(f"--bos: the tokenizer of {folder} has no <|beginoftext|>")
@@ -432,7 +433,6 @@ class Dream:
             total.update({name: stats[name] for name in ("forwards", "seconds", "compile_s")})
             for i, (blank, ids) in enumerate(zip(batch, filled, strict=True)):
                 completion, text = texts.text_of(blank, ids, functools.partial(canvas.truncate, stops=cfg.stop))
-                # the forward passes that this text took part in, and their seconds
                 passes = int(stats["passes"][i])
                 seconds = stats["seconds"] * passes / max(1, stats["forwards"])
                 tokens = sum(blank.ids[p] == texts.mask for p in texts.kept(blank, ids))
@@ -461,8 +461,8 @@ class Dream:
         if self.model.cfg.block_length or sizes != [None] or following[-1:] in ([], [[]]):
             where = "the only hole of a text, has text behind it, and is for a Dream without blocks"
             raise ValueError(f"[MASK] without a number is {where}; say [MASK:12]")
-        if self.grows and self.watching:
-            raise ValueError("--show_steps and --html do not show how [MASK] grows; say [MASK:12]")
+        if self.grows and (self.watching or self.cfg.dream.steps or self.cfg.dream.schedule == "even"):
+            raise ValueError("[MASK] that grows has no --steps, --schedule, --show_steps or --html; say [MASK:12]")
         if self.hole:
             return [self.hole]
         rule = dataclasses.replace(self.rule, ban_ids=self.never_in_a_hole)

@@ -524,7 +524,6 @@ def canvas(writer, cfg):
 
     BOS, text, n masks for each [MASK:n]; EOS at the end of a prompt with masks.
     """
-    # texts and the numbers of masks between them alternate
     pieces = re.split(r" ?\[MASK:(\d+)\]", cfg.prompt)
     texts, sizes = pieces[::2], [int(size[:9]) for size in pieces[1::2]]
     if any("[MASK" in text for text in texts):
@@ -590,8 +589,7 @@ class StepViewer:
     @torch.inference_mode()
     def probabilities(self, i, start, ids):
         """{position: probability} of the tokens that step i has filled, before temperature and filters."""
-        masks = [mdlm.MASK] * (len(ids) - len(self.ids))  # a new block
-        before_L = (self.ids + masks)[start:]
+        before_L = (self.ids + [mdlm.MASK] * (len(ids) - len(self.ids)))[start:]  # with a new block
         self.ids = ids
         token_1L = torch.tensor([before_L], device=self.writer.model.embed.weight.device)
         logits_1LV = self.writer.model(token_1L, self.rate_N[i : i + 1].to(token_1L.device), token_1L != mdlm.PAD)
@@ -633,12 +631,14 @@ def interact(writer, cfg):
         print("Write a beginning and press Enter; Ctrl-D ends.", file=sys.stderr)
     while True:
         try:
-            if line := input(">>> " if terminal else ""):
+            line = input(">>> " if terminal else "")  # what is not UTF-8 ends the session, as it would fail again
+        except EOFError:
+            return
+        try:
+            if line:
                 answer(writer, dataclasses.replace(cfg, prompt=line.replace("\\n", "\n")))
         except ValueError as error:  # of this prompt
             print(error, file=sys.stderr)
-        except EOFError:
-            return
 
 
 REQUEST = ("prompt", "max_new", "seed", "block", "steps", "sampler", "schedule", "temperature", "top_k", "top_p")

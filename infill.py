@@ -239,7 +239,8 @@ def fill_holes(read, holes, rule, key, ends=(), rows=1):
     """
     cfg = read.model.cfg
     banned = {*(rule.ban_ids or ()), cfg.mask_id, cfg.expand_id} - {*ends}
-    rule = dataclasses.replace(rule, ban_ids=tuple(sorted(banned)), history=False, likeliest=0)
+    whole = {"steps": 0, "block_length": 0, "cache": "", "fast_dllm": False}  # holes have any number of tokens
+    rule = dataclasses.replace(rule, **whole, ban_ids=tuple(sorted(banned)), history=False, likeliest=0)
     canvases = [[*before, *[read.mask] * size, *behind] for before, size, behind in holes]
     longest = max(map(len, canvases))
     width = max(longest, min(-(-longest // 64) * 64, cfg.positions))  # few widths, a program each

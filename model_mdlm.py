@@ -1,4 +1,4 @@
-"""MDLM: a bidirectional transformer that predicts masked tokens, 5 to 60 million parameters, and its sampling loop.
+"""MDLM: a bidirectional transformer that predicts masked tokens, 4 to 60 million parameters, and its sampling loop.
 
 PyTorch. train_gpu.py trains it, inference_jetson.py samples from it on any device. Needs diffusion.py beside it and
 Python 3.10 or newer.

@@ -51,6 +51,7 @@ HOLES = "https://raw.githubusercontent.com/openai/human-eval-infilling/master/da
 SHOTS = (2, 3, 4)  # MBPP: ids of the solved problems that the paper's prompt shows
 ARROW = re.compile(r"\s*(?:==>|=>|==|=|->|➞|→|#?\s*(?:should )?returns?\b)[ \t]*")
 # Evaluates to a hash of what a program returns for some inputs, which tells programs apart; "" if it never returns.
+BROKEN = EOFError, zlib.error, gzip.BadGzipFile  # what a damaged .gz raises
 PROBE = """import signal, zlib
 def _late(*_): raise TimeoutError
 def _show(value):
@@ -136,7 +137,7 @@ def parse_problems(task, data, split="test", count=0, protocol=""):
     """
     try:
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
-    except (EOFError, zlib.error) as error:
+    except BROKEN as error:
         raise ValueError(f"broken gzip: {error}") from None
     make, keys = MAKERS[task]
     one_list = task == "mbpp" and text.lstrip().startswith("[")  # the full MBPP is JSON lines
@@ -551,7 +552,7 @@ def live_problems(cfg):
                     wanted = cfg.since <= row["contest_date"] <= last
                     if wanted and len(problems) < (cfg.problems or math.inf):
                         problems[key_of(row["question_id"])] = live_problem(row)
-            except (ValueError, LookupError, TypeError, AttributeError, EOFError, zlib.error) as error:
+            except (ValueError, LookupError, TypeError, AttributeError, *BROKEN) as error:
                 raise ValueError(f"{file} is not a file of LiveCodeBench: {error}") from None
     if not problems:
         days = f"from {cfg.since or 'the first day'} to {cfg.until or 'the last'}"

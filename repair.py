@@ -181,7 +181,7 @@ def filler(read, rule, key, size, ends, rows=1):
     """
     cfg, calls = read.model.cfg, itertools.count()
     rule = rule if size else dataclasses.replace(rule, ban_ids=tuple(ends))
-    by_token = dataclasses.replace(rule, threshold=0.0, entropy_bound=0.0, cache="", fast_dllm=False, block_length=0)
+    by_token = type(rule)(**{name: getattr(rule, name) for name in "alg temperature top_p top_k ban_ids".split()})
 
     def grow(before, old, behind, key):
         first = read.passes

@@ -37,6 +37,7 @@ ACECODE = "TIGER-Lab/AceCode-87K"  # the data set on Hugging Face, or a folder o
 TASK = ("id", "source", "question", "test_cases", "context_messages")  # what a task keeps of AceCode's columns
 COUNTED = ("qwen_coder_2.5", "llama3_instruct")  # the models whose pass rates say how hard a row is
 SYSTEM = "You are a helpful assistant."
+BROKEN = EOFError, zlib.error, gzip.BadGzipFile  # what a damaged .gz raises
 CHAT = "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # Qwen2.5's
 
 
@@ -54,6 +55,9 @@ class Config:
 
 def main(cfg):
     out, paths = Path(cfg.out), files_below(cfg.roots)
+    written = {(out / f"{name}.jsonl").resolve() for name in ("train", "heldout", "humaneval")}
+    if own := written & {Path(path).resolve() for path in (*paths, cfg.humaneval) if path}:
+        raise ValueError(f"{own.pop()} would be written over: choose another --out")
     out.mkdir(parents=True, exist_ok=True)
     with runs.lock(out / ".lock"):
         inputs = [cfg.tokenizer, cfg.humaneval, *paths]  # the same settings and files give the same bytes
@@ -236,7 +240,7 @@ def humaneval_tasks(path):
             question = f"Please complete the following problem:\n```\n{row['prompt']}```\n"
             task = {"source": "humaneval", "split": "humaneval", "id": row["task_id"], "question": question}
             tasks.append(task | {"test_cases": [test]})
-    except (ValueError, KeyError, TypeError, SyntaxError, EOFError, RecursionError, zlib.error) as error:
+    except (ValueError, KeyError, TypeError, SyntaxError, RecursionError, *BROKEN) as error:
         raise ValueError(f"--humaneval={path} is not the official file: {error!r}") from None
     return tasks
 

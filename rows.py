@@ -232,6 +232,6 @@ def prefetch(make, first, last):
 
 def token_bytes(tokenizer, vocab):
     """Bytes of each token of a byte-level BPE, float32 [V]: one for each character; a special token has none."""
-    special = tokenizer.get_added_tokens_decoder()
+    special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if not token.content.isspace()}
     names = {id: name for name, id in tokenizer.get_vocab().items() if id not in special}
     return np.array([len(names.get(id, "")) for id in range(vocab)], np.float32)

@@ -254,17 +254,17 @@ class Run:
     """
 
     def __init__(self, cfg, unit="step", rank=0, hosts=1):
-        self.cfg, self.out, self.unit = cfg, as_path(cfg.out), unit
-        self.rank, self.hosts = rank, hosts
-        self.signal, self.asked_at = "", None  # name of the signal that asks this process to stop; when it came
-        self.tracker, self.exits = None, contextlib.ExitStack()
+        self.cfg, self.out, self.unit, self.rank, self.hosts = cfg, as_path(cfg.out), unit, rank, hosts
+        self.exits, self.tracker, self.signal, self.asked_at = contextlib.ExitStack(), None, "", None
 
     def __enter__(self):
         source = as_path(self.cfg.resume or self.out)
         if saved_steps(self.out) and not (self.cfg.resume and source.resolve() == self.out.resolve()):
             raise FileExistsError(f"{self.out} already holds a run: --resume={self.out}, or choose another --out")
-        if self.cfg.resume and not saved_steps(source) and (source / SAVED).exists():
-            raise FileNotFoundError(f"the checkpoints of {self.cfg.resume} are gone; choose another --out")
+        if gone := [folder for folder in (source, self.out) if (folder / SAVED).exists() and not saved_steps(folder)]:
+            raise FileNotFoundError(f"the checkpoints of {gone[0]} are gone; choose another --out")
+        if found := [name for name in ("meta.json", "bundle.json", "model.safetensors") if (self.out / name).exists()]:
+            raise FileExistsError(f"{self.out} is no folder of a run, it holds {found[0]}; choose another --out")
         self.out.mkdir(parents=True, exist_ok=True)
         self.exits.enter_context(lock(self.out / f".lock{self.rank}"))
         return self
@@ -381,7 +381,7 @@ def check_resumed(saved, ours, where, fixed=(), unit="step"):
         raise ValueError(f"{where} is of another model: {'; '.join(other)}")
     if saved.get("data") != ours.get("data"):
         raise ValueError(f"{where} was trained on other data; pass its --data, or start anew with another --out")
-    if not str(where).endswith((f"/{saved[unit]}", f"/step_{saved[unit]}")):
+    if Path(where).name.removeprefix("step_") != str(saved[unit]):
         raise ValueError(f"{where} holds {unit} {saved[unit]}; rename it, or delete it to use the one before")
     if changed:
         print(f"changed since {where}:", ", ".join(f"{name} {then[name]} -> {now[name]}" for name in changed))

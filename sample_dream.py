@@ -472,8 +472,8 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, watch=None, rows=0):
     A model that predicts MASK leaves it, where ban_ids allows that.
 
     key is one for all rows, or [B] one for each; None is jax.random.key(0). `rows` of them are filled at a time, 0:
-    all; block by block a row whose text has ended makes room for another. What a row becomes does not depend on the
-    others. With a record or `watch` all rows go together: they share one count of steps.
+    all; block by block a row whose text has ended makes room for another. With a record or `watch` all go together, as
+    steps are counted once. Blocks, and steps if their number is not given, are for the columns masked in any row.
 
     Raises ValueError for a canvas that does not fit the model, or steps that do not divide over the blocks.
     """

@@ -4,7 +4,7 @@
     python sandbox.py program.py --tests=tests.txt --runner=e2b   # in E2B's cloud: pip install e2b-code-interpreter
 
 tests.txt holds one test per line; an indented line continues the test above. Exit status 0: all passed, 1: not all, or
-nothing to run, 2: the sandbox itself failed. From Python:
+nothing to run, 2: the sandbox itself failed, or there is no such flag. From Python:
 
     sandbox.run_tests([program], [["assert f(1) == 2", "assert f(5) == 7"]])
     # -> [Result(rate=0.5, verdicts=["pass", "fail"], values=[None, "6"], error="")]
@@ -15,9 +15,10 @@ programs or any files but Python's own. Four layers enforce this (sandbox_inside
 - Landlock: no file can be opened but those named, whatever path or link leads to it; no TCP
 - seccomp: only the system calls that Python, NumPy and pandas need, with the arguments that they need
 - limits: time, memory, open files, and bytes written
-The minimum is seccomp and one of the first two. Without namespaces a program cannot make folders, remove files or use
-asyncio, and can find out whether a path exists. All processes are forks of a template that reads no program or test:
-they share its addresses and the seed of hash(), and see how many tests it has run. Record locks are the machine's.
+The minimum is seccomp and one of the first two. A program cannot change the mode, the times or the links of a file, so
+shutil.copy fails and copyfile works. Without namespaces it cannot make folders, remove files or use asyncio, and can
+find out whether a path exists. All processes are forks of a template that reads no program or test: they share its
+addresses and the seed of hash(), and see how many tests it has run. Record locks are the machine's.
 An exit status proves nothing: a program controls all of its own process, builtins, frames, memory, open pipes. So
 nothing that decides is there. A test runs in a second process, the judge, confined alike, that never runs a line of the
 program. The functions that it calls are pipes to the program's process, for arguments and results. The kernel keeps the
@@ -39,6 +40,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import http.client
 import inspect
 import json
 import marshal
@@ -172,6 +174,9 @@ def verdict(test, row, given):
 
 # ---- the two runners: called with the tests of a program, they return [(row, what the test gave back)] -------------
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS, Windows
+with contextlib.suppress(OSError, ValueError):  # a container may have a share of their time
+    quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    CORES = min(CORES, math.ceil(int(quota) / int(period)))
 INSIDE = "sandbox_wire", "sandbox_inside"
 LAUNCHER = tuple((name, Path(__file__).with_name(f"{name}.py").read_text("utf-8")) for name in INSIDE)
 # What an interpreter does to become a launcher: its code comes before the settings, compiled, which saves 20 ms.
@@ -401,7 +406,7 @@ class E2B:
             if answer["execution"] is None:
                 raise SandboxError(f"{url}: {answer['exception_str']}")
             return "".join(answer["execution"]["logs"]["stdout"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
             raise SandboxError(f"{url}: {error}") from None
 
     def close(self):
@@ -411,12 +416,18 @@ class E2B:
                 self.all.pop().kill()
 
 
+def workers_of(options):
+    """Programs that run at a time."""
+    return options.workers or (2 if options.runner == "e2b" else CORES)
+
+
 def run_tests(programs, tests, on_result=None, **options):
     """Run every program against its own tests: a list of Result, one per program.
 
     programs are source texts; tests, for each program, a list of source texts, each run after the program in a fresh
-    process, or of Probe, Calls and Stdin; options are the fields of Options. on_result(i, result) is called in this
-    thread as programs finish, so that an interrupted caller keeps what it has. It leaves nothing running.
+    process, or of Probe, Calls and Stdin; options are the fields of Options. Tests themselves share a process in fours:
+    a test that sets decimal's precision or the limit of recursion sets it for the next, too. on_result(i, result) is
+    called in this thread as programs finish, so that an interrupted caller keeps what it has. Nothing is left running.
 
     rate is passed / all tests, 0 without tests, and None where the sandbox failed: the launcher was killed, the disk is
     full, E2B cannot be reached. After a test that hangs while the program loads, all others are timeouts.
@@ -452,7 +463,7 @@ def run_tests(programs, tests, on_result=None, **options):
         return Result(verdicts.count("pass") / len(cases), verdicts, values, "", [row["cpu_s"] for row, _ in rows])
 
     results = [None] * len(programs)
-    workers = options.workers or (2 if options.runner == "e2b" else CORES)
+    workers = workers_of(options)
     pool = concurrent.futures.ThreadPoolExecutor(workers)  # each thread waits for a launcher
     try:
         futures = {pool.submit(run_program, *pair): i for i, pair in enumerate(zip(programs, tests, strict=True))}
@@ -485,7 +496,7 @@ PARSE = "try:\n    good = bool(ast.parse({!r}))\nexcept (SyntaxError, ValueError
 
 def parses(sources, options, exhausted=False):
     """Whether each text is Python, by a parser in the sandbox: None where that failed, `exhausted` where it crashed."""
-    workers = options.workers or CORES
+    workers = workers_of(options)
     program = "import ast, warnings\nwarnings.simplefilter('ignore')"
     tests = [Probe(PARSE.format(source)) for source in sources]
     shares = [tests[i::workers] for i in range(workers)]
@@ -635,12 +646,14 @@ def main(program: Path, /, tests: Path, options: Options = Options()):
 
 
 if __name__ == "__main__":
-    import tyro
-
     try:
+        import tyro
+
         status = tyro.cli(main, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
+    except KeyboardInterrupt:
+        status = 130
     except (ValueError, RuntimeError, OSError, ImportError) as error:
-        status = str(error)  # printed, and exit status 1
-        if isinstance(error, ModuleNotFoundError):
-            status += f"; pip install {error.name.replace('_', '-')}"
+        advice = f"; pip install {error.name.replace('_', '-')}" if isinstance(error, ModuleNotFoundError) else ""
+        print(f"{error}{advice}", file=sys.stderr)
+        status = 2 if isinstance(error, RuntimeError) else 1
     sys.exit(status)

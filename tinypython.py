@@ -10,7 +10,6 @@ operation, 2 a composition of two or three, 3 control flow with state, 4 functio
 No sentence describes two functions. Splits hold what train lacks: constants (known combinations of operations; their
 constants at most in another order), composed (new combinations), phrased (new phrasings), level4 (either of the first
 two). A task, in HumanEval's form, has five tests or more: no constant answer and none of three to ten mutants passes.
-
 Writes --out: train.jsonl ("content"), pairs.jsonl, holes.jsonl, <split>.jsonl and, last of all, meta.json.
 """
 
@@ -388,6 +387,8 @@ def main(cfg):
     if not cfg.levels:
         raise ValueError("--levels needs one of 1 to 4, or several")
     settings = json.loads(json.dumps(dataclasses.asdict(cfg) | {"out": ""}))  # with lists, as they are read back
+    if any(out.glob("*.jsonl")) and not (out / ".lock").exists():
+        raise ValueError(f"{out} holds other files than a TinyPython; choose another --out")
     out.mkdir(parents=True, exist_ok=True)
     with runs.lock(out / ".lock"):
         if (out / "meta.json").exists():
@@ -411,9 +412,8 @@ def main(cfg):
         for name, rows in files.items():
             data = "".join(json.dumps(row) + "\n" for row in rows).encode()
             runs.write(out / f"{name.replace('rows', 'train')}.jsonl", data)
-        counts = {split: len(files[split]) for split in cfg.splits}
-        runs.write(out / "meta.json", {"settings": settings, "tasks": counts})
-    print(f"wrote {out}: {cfg.n:,} functions, tasks: " + ", ".join(f"{split} {n:,}" for split, n in counts.items()))
+        runs.write(out / "meta.json", {"settings": settings, "tasks": {name: len(files[name]) for name in cfg.splits}})
+    print(f"wrote {out}: {cfg.n:,} functions, tasks: " + ", ".join(f"{name} {len(files[name])}" for name in cfg.splits))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Train Dream: masked diffusion over text, in blocks or whole, from scratch, from a converted model, or with LoRA.
 
-    python train_dream.py --steps=50 --seq_len=512      # CPU: the tiny preset from scratch, to see it work
-    python train_dream.py --resume=out/train_dream      # continues a stopped run with its own settings
+    python train_dream.py --steps=50 --seq_len=512 --out=out/try      # CPU: the tiny preset, to see it work
+    python train_dream.py --resume=out/try              # continues a stopped run with its own settings
     python train_dream.py --objective=ar --out=out/ar   # the same layers as an autoregressive model
     python train_dream.py --init=out/ar --block_length=4 --block_warmup=200     # which then learns to fill blocks
     python train_dream.py --init=out/ar --block_length=16 --context=causal      # which verifies what it drafts
     python train_dream.py --init=out/diffucoder --data=data/pairs               # fine-tunes a converted Dream
-    python train_dream.py --init=out/diffucoder --data=data/pairs --lora_rank=16 --base_bits=4  # 7B on 12 GB
+    python train_dream.py --init=out/diffucoder --data=data/pairs --lora_rank=16 --base_bits=4 --remat=full
     python train_dream.py --eval_only=out/diffucoder --data=data/mine           # held-out bits per byte, a bound
 
 Reads a folder of packed rows, or of pairs, from data_prep.py; without --data it first prepares the standard library of
@@ -76,13 +76,13 @@ class Config:
     anneal_steps: Natural = 0  # steps in which the attention mask goes from causal to bidirectional, without blocks
     blocks: Blocks = Blocks()
     seq_len: Natural = 0  # tokens per row; 0: that of the data, else the model's positions, at most 2048
-    batch_size: Natural = 0  # rows per optimizer step, all devices together; 0: about 131,072 tokens, 4,096 on a CPU
+    batch_size: Natural = 0  # rows of a step, all devices; 0: 8,192 to 131,072 tokens by the data, 4,096 on a CPU
     epochs: Positive = 4.0  # passes over the training rows; sets --steps
     steps: Natural = 0  # optimizer steps; 0: from --epochs
     lr: NonNegative = 0.0  # peak; 0: 3e-4 sqrt(1.5e9 / parameters), at most 3e-3; a tenth with --init, unless LoRA
     warmup: Natural = 0  # steps of linear warm-up; 0: 2000, or a tenth of a shorter run
     optimizer: typing.Literal["", "adamw", "muon"] = ""  # default: muon below 100 M parameters without --init
-    weight_decay: NonNegative = 0.1  # of matrices and embeddings
+    weight_decay: NonNegative = 0.1  # of matrices; with adamw of embeddings, too
     clip: Positive = 1.0  # maximum global gradient norm
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of the computation; parameters are float32
     remat: typing.Literal["none", "qkvo", "full"] = "qkvo"  # what the backward pass recomputes
@@ -92,7 +92,7 @@ class Config:
     device: typing.Literal["", "cpu"] = ""  # "cpu" trains on the CPU although JAX leaves an accelerator idle
     hosts: str = ""  # "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process; default: one host
     log_every: Count = 10  # steps between rows of the log
-    eval_every: Natural = 0  # steps between evaluations, each with a sample and a checkpoint; 0: by the run, 50 to 1000
+    eval_every: Natural = 0  # steps between evaluations, each with a sample and a checkpoint; 0: at most 1000
     eval_rows: Count = 512  # held-out rows per evaluation, at most
     save_minutes: NonNegative = 30.0  # minutes between checkpoints, checked when it logs; 0: only at evaluations
     keep: Count = 2  # newest checkpoints to keep, besides the best
@@ -159,8 +159,7 @@ def pick_batch(cfg, seq_len, copies, on_cpu, data=None):
     seen = cfg.epochs * data["splits"]["train"]["tokens"] if data else math.inf
     tokens = 4096 if on_cpu else 2 ** int(math.log2(np.clip(seen / 2000, 8192, 131_072)))
     batch = cfg.batch_size or max(1, tokens // seq_len // copies) * copies
-    rows = batch // copies
-    micro = cfg.micro_batch or max(m for m in range(1, 1 + MICRO_BATCH.get(cfg.model, 1)) if rows % m == 0)
+    micro = cfg.micro_batch or max(m for m in range(1, 1 + MICRO_BATCH.get(cfg.model, 1)) if batch // copies % m == 0)
     if batch % (copies * micro):
         raise ValueError(f"--batch_size={batch} does not divide over {copies} devices times --micro_batch={micro}")
     return batch, micro
@@ -182,7 +181,8 @@ def resolve(cfg, devices, data=None, memory=None):
     dtype = cfg.dtype or ("float32" if on_cpu else "bfloat16")
     if dtype == "float32":  # else a TPU multiplies in bfloat16, a GPU in TF32
         jax.config.update("jax_default_matmul_precision", "highest")
-    optimizer = cfg.optimizer or ("adamw" if cfg.init or md.count_params(model)["total"] >= 1e8 else "muon")
+    known = dataclasses.replace(model, vocab=data["vocab_padded"]) if data and not cfg.init else model  # see with_mask
+    optimizer = cfg.optimizer or ("adamw" if cfg.init or md.count_params(known)["total"] >= 1e8 else "muon")
     chosen = {"seq_len": seq_len, "batch_size": batch, "micro_batch": micro, "optimizer": optimizer, "dtype": dtype}
     cfg = dataclasses.replace(cfg, **chosen)
     block = 64 if on_cpu else 128  # queries of attention at a time: scores that stay in a CPU's caches
@@ -199,7 +199,7 @@ def resolve(cfg, devices, data=None, memory=None):
 
 
 def plan(cfg, model, rows):
-    """(cfg with the length of the run and its learning rate, steps of an epoch); prints them."""
+    """(cfg with the length of the run and its learning rate, steps of an epoch or of --eval_every); prints them."""
     counts = md.count_params(model)
     per_epoch = rows.total // cfg.batch_size
     steps = cfg.steps or max(1, round(cfg.epochs * per_epoch))
@@ -215,7 +215,7 @@ def plan(cfg, model, rows):
     print(", ".join(f"{part} {n:,}" for part, n in counts.items()) + " parameters")
     print(f"{steps:,} steps of {seen // steps:,} tokens = {steps / per_epoch:.2f} epochs of {data:,} tokens")
     print(f"{seen / counts['total']:.1f} tokens per parameter; {cfg.optimizer}, peak learning rate {lr:.3g}")
-    return cfg, per_epoch
+    return cfg, max(per_epoch, eval_every)
 
 
 def step_flops(cfg, model):
@@ -522,8 +522,8 @@ class Trainer:
         checkpoints.check_memory(self.mesh, needed.pop(""), needed)
         self.shapes = shapes[""]
         self.trained = "adapters" if cfg.lora_rank else "params"  # its name in a checkpoint: adapters are no model
-        # which weights the adapters belong to
-        self.base = {"base": checkpoints.find_weights(runs.as_path(cfg.init))[1]["sums"]} if cfg.lora_rank else {}
+        found = cfg.lora_rank and checkpoints.find_weights(runs.as_path(cfg.init))  # what adapters belong to
+        self.base, self.base_step = ({"base": found[1]["sums"]}, found[2]) if found else ({}, 0)
         self.rows_at = jax.NamedSharding(self.mesh, md.PS(None, md.BATCH))
         self.micro_rows = cfg.micro_batch * self.mesh.size // cfg.tensor  # on all devices together
         self.state = None  # {"params", "opt"}, with LoRA {"params": adapters, "opt", "base": frozen weights}
@@ -557,7 +557,7 @@ class Trainer:
 
     def read_init(self, dtype, bits=0):
         """The weights of --init."""
-        model, _ = checkpoints.load(md, self.cfg.init, dtype=dtype, mesh=self.mesh, bits=bits)
+        model, _ = checkpoints.load(md, self.cfg.init, self.base_step, dtype, self.mesh, bits)
         return nnx.to_pure_dict(nnx.state(model))
 
     def weights(self):
@@ -643,14 +643,14 @@ def main(cfg):
         if first < cfg.steps:
             train(folder, store, trainer, first, skipped)
         else:
-            print(f"{cfg.out} has all of its {cfg.steps:,} steps; more with --epochs or --steps")
+            print(f"{cfg.out} has all of its {cfg.steps:,} steps; more with --steps, or --steps=0 --epochs")
         store.close()
         out = cfg.out
         if cfg.lora_rank:
             adapters, family = trainer.state.pop("params"), trainer.model.family
             sample_dream.save_adapters(folder.out, adapters, cfg.lora_rank, config["source"], family)
             out, files = folder.out / "merged", [folder.out / name for name in trainer.files]
-            base, trainer.state = (cfg.init, trainer.run.dtype), None  # on a CPU the whole model is read beside it
+            base, trainer.state = (cfg.init, trainer.base_step, trainer.run.dtype), None  # memory for the whole model
             checkpoints.save_merged(md, trainer.model, out, *base, adapters, files, config["source"])
     print(f"done: {out}; generate code with: python generate.py --model=dream --ckpt={out}")
 

@@ -1,6 +1,6 @@
 """Train MDLM, a masked diffusion language model, on one GPU or several, or on the CPU for a first try.
 
-    python train_gpu.py --steps=50                          # tiny, on a CPU, a few minutes: is everything there?
+    python train_gpu.py --steps=50 --out=out/try            # tiny, on a CPU, a few minutes: is everything there?
     python train_gpu.py --data=data/stories --model=small   # rows that data_prep.py wrote
     python train_gpu.py --resume=out/train_gpu              # continues a stopped run with its own settings
     python train_gpu.py --eval_only=out/train_gpu           # held-out bits per byte, accuracy by noise level
@@ -105,7 +105,7 @@ def find_data(cfg):
     train, heldout, tokenizer_json = open_data(folder, cfg.seq_len)
     ids = [train.meta.get(f"{name}_id") for name in ("pad", "bos", "eos", "mask", "unk")]
     if ids != [mdlm.PAD, mdlm.BOS, mdlm.EOS, mdlm.MASK, mdlm.UNK]:
-        raise ValueError(f"{folder} is not for a masked diffusion model; prepare it with --rows=padded")
+        raise ValueError(f"{folder} has its special tokens at {ids}, not at 0 to 4; prepare it with --rows=padded")
     if not heldout.total:
         raise ValueError(f"{folder} holds no held-out rows; prepare it again with --heldout above 0")
     return train, heldout, tokenizer_json
@@ -117,8 +117,7 @@ def crop(token_BL, rate, rng):
     The rest of the row is PAD. Without crops the model never sees a canvas that is shorter than its text.
     """
     B, L = token_BL.shape
-    chosen_B = rng.random(B) < rate
-    from_start_B = rng.random(B) < 0.5
+    chosen_B, from_start_B = rng.random(B) < rate, rng.random(B) < 0.5
     # a window lies within the text, or starts with it if the text is shorter
     size_B = rng.integers(min(32, L), L + 1, B)
     text_B = (token_BL != mdlm.PAD).sum(1)
@@ -431,7 +430,8 @@ def save(state, step, cfg, meta, tokenizer_json, devices):
 @torch.no_grad()
 def restore(folder, state, meta):
     """Load a checkpoint into the state; returns its step. Raises ValueError if it does not fit."""
-    advice = "delete it to use the one before"
+    other = folder.parent.name == "checkpoints"  # of train_tpu.py or train_dream.py
+    advice = "go on with the trainer that wrote it" if other else "delete it to use the one before"
     try:
         trainer = runs.read_json(folder / "trainer.json", "model", "train", "data", "step", "skipped", "scaler")
         data = (folder / "trainer.safetensors").read_bytes()
@@ -561,7 +561,7 @@ def train(cfg, devices):
     tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
     heldout_RL, bits = read_heldout(heldout, tokenizer, cfg.eval_rows)
     own = {name: getattr(cfg, name) for name in ("tie", "rope", "dropout")} | {"vocab": rows.meta["vocab_padded"]}
-    own["positions"] = max(mdlm.CONFIGS[cfg.model].positions, rows.meta["seq_len"])
+    own["positions"] = rows.meta["seq_len"]  # longer texts would be at positions that were never trained
     architecture = dataclasses.replace(mdlm.CONFIGS[cfg.model], **own)
     meta = {"model": dataclasses.asdict(architecture), "data": rows.meta["fingerprint"]}
     meta["train"] = dataclasses.asdict(cfg) | given  # as it was given: a resumed run may have other devices

@@ -1,6 +1,6 @@
 """Train PythonCoder on Python source, on whatever JAX finds: a TPU chip, a pod, GPUs or a CPU.
 
-    python train_tpu.py --steps=50                      # CPU: the tiny preset for two minutes, to see it work
+    python train_tpu.py --steps=50 --out=out/try        # CPU: the tiny preset for two minutes, to see it work
     python train_tpu.py                                 # four epochs over the standard library: the tiny preset
     python train_tpu.py --resume=out/train_tpu          # continues a stopped run with its own settings
     python train_tpu.py --data=data/mine --model=300m   # rows that data_prep.py wrote
@@ -56,13 +56,13 @@ class Config:
     mtp_weight: NonNegative = 0.1  # weight of the multi-token-prediction loss (the token after the next)
     z_loss: NonNegative = 0.0  # weight of logsumexp^2, which keeps logits small
     seq_len: Natural = 0  # tokens per row; 0: that of the data, else the model's positions, at most 2048
-    batch_size: Natural = 0  # rows per optimizer step, all devices together; 0: about 131,072 tokens, 4,096 on a CPU
+    batch_size: Natural = 0  # rows of a step, all devices; 0: 8,192 to 131,072 tokens by the data, 4,096 on a CPU
     epochs: Positive = 4.0  # passes over the training rows; sets --steps
     steps: Natural = 0  # optimizer steps; 0: from --epochs
     lr: NonNegative = 0.0  # peak learning rate; 0: 3e-4 sqrt(1.5e9 / parameters), at most 3e-3
     warmup: Natural = 0  # steps of linear warm-up; 0: 2000, or a tenth of a shorter run
     optimizer: typing.Literal["", "adamw", "muon"] = ""  # default: muon below 100 M parameters
-    weight_decay: NonNegative = 0.1  # of matrices and embeddings
+    weight_decay: NonNegative = 0.1  # of matrices; with adamw of embeddings, too
     clip: Positive = 1.0  # maximum global gradient norm
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of the computation; parameters are float32
     reduce: typing.Literal["", "step", "micro"] = ""  # sum gradients over devices once a step | a micro-batch
@@ -72,7 +72,7 @@ class Config:
     device: typing.Literal["", "cpu"] = ""  # "cpu" trains on the CPU although JAX leaves an accelerator idle
     hosts: str = ""  # "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process; default: one host
     log_every: Count = 10  # steps between rows of the log
-    eval_every: Natural = 0  # steps between evaluations, each with a sample and a checkpoint; 0: by the run, 50 to 1000
+    eval_every: Natural = 0  # steps between evaluations, each with a sample and a checkpoint; 0: at most 1000
     eval_rows: Count = 512  # held-out rows per evaluation, at most
     save_minutes: NonNegative = 30.0  # minutes between checkpoints, checked when it logs; 0: only at evaluations
     keep: Count = 2  # newest checkpoints to keep, besides the best
@@ -210,7 +210,7 @@ def resolve(cfg, devices, data=None, memory=None):
 
 
 def plan(cfg, model, rows):
-    """(cfg with the length of the run and its learning rate, steps of an epoch); prints them."""
+    """(cfg with the length of the run and its learning rate, steps of an epoch or of --eval_every); prints them."""
     counts = pc.count_params(model)
     # Length: whole epochs, unless --steps says otherwise.
     per_epoch = rows.total // cfg.batch_size
@@ -226,7 +226,7 @@ def plan(cfg, model, rows):
     print(", ".join(f"{part} {n:,}" for part, n in counts.items()) + " parameters")
     print(f"{steps:,} steps of {seen // steps:,} tokens = {steps / per_epoch:.2f} epochs of {data:,} tokens")
     print(f"{seen / counts['total']:.1f} tokens per parameter; {cfg.optimizer}, peak learning rate {lr:.3g}")
-    return cfg, per_epoch
+    return cfg, max(per_epoch, eval_every)
 
 
 def step_flops(cfg, model):
@@ -392,7 +392,7 @@ def score(graph, params, heldout, count, size, mesh, bytes_V):
     rows_at = NamedSharding(mesh, PS(None, pc.BATCH))
     with jax.set_mesh(mesh):
         batches = (checkpoints.on_mesh(heldout, ids, rows_at) for ids in heldout.padded(count, size))
-        sums = [sums_of(graph, params, *columns, bytes_V) for columns in batches]
+        sums = [sums_of(graph, params, *columns[:3], bytes_V) for columns in batches]  # of pairs there are four
     nats, tokens, text_bytes = sum(np.asarray(x, np.float64) for x in sums)
     return {"heldout_nats": nats / tokens, "bits_per_byte": nats / math.log(2) / text_bytes}
 
@@ -411,7 +411,7 @@ def evaluate(cfg):
     bytes_V = jnp.asarray(token_bytes(tokenizer, model.cfg.vocab))
     scores = {"step": step, "rows": len(ids), **score(graph, params, heldout, len(ids), size, mesh, bytes_V)}
 
-    token_RL, segment_RL = heldout.read(ids)[:2]  # of pairs there are four columns
+    token_RL, segment_RL = heldout.read(ids)[:2]
     text = tokenizer.decode(token_RL[segment_RL > 0].tolist()).encode()
     scores["xz_bits_per_byte"] = 8 * len(lzma.compress(text, preset=9)) / len(text)
     if model.cfg.mtp:  # the share of greedy draft tokens that are accepted, on continuations of held-out rows
@@ -551,7 +551,7 @@ def main(cfg):
         if first < cfg.steps:
             train(folder, store, trainer, first, skipped)
         else:
-            print(f"{cfg.out} has all of its {cfg.steps:,} steps; more with --epochs or --steps")
+            print(f"{cfg.out} has all of its {cfg.steps:,} steps; more with --steps, or --steps=0 --epochs")
         store.close()
     print(f"done: {cfg.out}; generate code with: python generate.py --ckpt={cfg.out}")
 

@@ -9,7 +9,6 @@ cfg is the Config of benchmarks.py, record its protocol's. For another model fam
 
 import dataclasses
 import typing
-from pathlib import Path
 
 import jax
 
@@ -28,7 +27,7 @@ import sandbox
 def find_model(cfg):
     """(folder of the run, step, folder of the weights) of --ckpt; step is None for a converted model."""
     trained = {"pythoncoder": "out/train_tpu", "dream": "out/train_dream"}
-    run = Path(cfg.ckpt or inference.default_folder(trained[cfg.model], cfg.model))
+    run = runs.as_path(cfg.ckpt or inference.default_folder(trained[cfg.model], cfg.model))
     if any((run / name).is_file() for name in ("meta.json", "model.safetensors")):
         return run, None, run
     return run, *runs.newest(run, cfg.step)

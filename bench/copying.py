@@ -158,7 +158,8 @@ def main(cfg):
                 with path.open("a") as file:
                     file.write(json.dumps(row) + "\n")
     found = sorted(read_lines(path), key=lambda row: row["seed"])
-    lines = [HEAD, *table(found), "", f"Seeds side by side; {found[0]['cpu']}.", "", "![curves](copying.png)"]
+    about = f"Seeds side by side; {found[0]['cpu']}, two runs at once."
+    lines = [HEAD, *table(found), "", about, "", "![curves](copying.png)"]
     lines += ["", f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"]
     (RESULTS / f"{cfg.file}.md").write_text("\n".join(lines) + "\n")
     plot(found, RESULTS / f"{cfg.file}.png")

@@ -1,7 +1,7 @@
 """Drafts and their proof: the text with --draft=N is the text token by token, and a step writes several tokens.
 
-    python bench/drafts.py --ckpt=out/causal --files world/composed.jsonl world/phrased.jsonl --each=1   # minutes
-    python bench/drafts.py --coder=weights/pythoncoder --files world/composed.jsonl --prompts=100    # a minute
+    W=out/readings/world; python bench/drafts.py --ckpt=out/readings/ar_weight_3.332 --files $W/composed.jsonl --each=1
+    python bench/drafts.py --coder=weights/pythoncoder --files $W/composed.jsonl --prompts=100    # a minute
 
 Each prompt goes through --each of the combinations of temperature, top-p, N, passes for the drafts and batch, in turn.
 Its text is compared with that of one token at a time, which the same key gives in a batch of 50. A margin is how far a

@@ -156,15 +156,18 @@ def main(cfg):
     name = torch.cuda.get_device_name() if cuda else "CPU"
     out = Path(cfg.out or RESULTS / f"first_hour_{name.replace(' ', '_')}.json")
     device = device_state(torch.device("cuda" if cuda else "cpu")) | {"cpu": cpu_name(), "python": sys.version}
-    done = []
+    done = runs.read_json(out)["steps"] if cfg.only and out.exists() else []
     with tempfile.TemporaryDirectory() as folder:
         random_run(Path(folder) / "run", mdlm.CONFIGS[cfg.model])
         steps = make_steps(cfg, Path(folder))
         if unknown := set(cfg.only) - {step.name for step in steps}:
             raise ValueError(f"--only: no step {unknown.pop()}; there are {', '.join(step.name for step in steps)}")
-        for step in steps:
-            if cfg.only and step.name not in cfg.only:
-                continue
+        chosen = {*cfg.only} or {step.name for step in steps}
+        chosen |= {"data"} if "train" in chosen else set()  # steps that read what others write
+        chosen |= {"engine"} if "write_tensorrt" in chosen else set()
+        chosen |= {"export"} if any(name.startswith(("engine", "write_")) for name in chosen) else set()
+        done = [row for row in done if row["name"] not in chosen]
+        for step in (step for step in steps if step.name in chosen):
             print(f"{step.name:18}", end="", flush=True)
             why = next(filter(None, map(lacking, step.needs)), "")
             row = {"status": f"skipped: {why}"} if why else run(step)
@@ -174,7 +177,7 @@ def main(cfg):
             if "failed" in row["status"]:
                 print("\n".join(f"    {line}" for line in row["tail"]), flush=True)
     print(f"wrote {out}")
-    if failed := [row["name"] for row in done if "failed" in row["status"]]:
+    if failed := [row["name"] for row in done if row["name"] in chosen and "failed" in row["status"]]:
         raise ValueError(f"failed: {', '.join(failed)}; their last lines are in {out}")
 
 

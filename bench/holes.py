@@ -14,6 +14,7 @@ none. Writes holes.md under bench/results/ after each row.
 """
 
 import dataclasses
+import itertools
 import json
 import shlex
 import sys
@@ -52,43 +53,40 @@ def fill_holes(cfg, tasks, masks, valid):
         clock["compile"] += seconds if name.startswith("/jax/core/compile/") else 0
 
     jax.monitoring.register_event_duration_secs_listener(on_event)
-    rule = sample_dream.Sampling(vocab=tokenizer.get_vocab_size())
-    forwards, mask, rows, programs = 0, model.cfg.mask_id, [], []
-    never = mask, model.cfg.expand_id, model.cfg.eos_id
+    mask, eos, rows, programs = model.cfg.mask_id, model.cfg.eos_id, [], []
+    ends = {eos} if masks in (4, 16, 64) else set()  # in a hole whose length is known no text ends
+    never = {mask, model.cfg.expand_id, eos} - ends
+    rule = sample_dream.Sampling(vocab=tokenizer.get_vocab_size(), ban_ids=tuple(never))
     now = lambda: time.perf_counter() - clock["compile"]  # noqa: E731
-
-    def write(canvases):
-        nonlocal forwards
-        # In a hole whose length is known no text ends; in another one it may, and what follows is left out.
-        known = masks not in (4, 16, 64)
-        settings = canvases, 0, dataclasses.replace(rule, ban_ids=never) if known else rule, jax.random.key(0)
-        filled, stats = sample_dream.generate(model, *settings, rows=min(8, len(canvases)))
-        forwards += int(np.sum(stats["passes"]))
-        return filled
 
     for task in tasks:
         start, end = task["hole"]
         solution = task["canonical_solution"]
         texts = task["prompt"] + solution[:start], solution[start:end], solution[end:]
         before, hole, behind = (tokenizer.encode(text).ids for text in texts)
-        read, forwards, started = infill.Reader(model, tokenizer), 0, now()
+        read, started = infill.Reader(model, tokenizer), now()
         n = {"as many": len(hole)}.get(masks, masks)
         if masks == "likeliest":
-            known = dataclasses.replace(rule, ban_ids=never)
-            n = infill.hole_length(read, before, behind, known, jax.random.key(0), 8, valid)
+            n = infill.hole_length(read, before, behind, rule, jax.random.key(0), 8, valid)
         elif "from" in str(masks):
             by_probability = dataclasses.replace(rule, alg="maskgit_plus")
-            n = len(infill.grow(read, before, behind, by_probability, size=int(masks[5:])))
+            grown = infill.grow(read, before, behind, by_probability, size=int(masks[5:]))
+            n = len(grown)
         canvas = [*before, *[mask] * n, *behind]
-        (ids,) = write([canvas])
+        if "from" in str(masks):
+            ids = [*before, *grown, *behind]
+        else:
+            (ids,), stats = sample_dream.generate(model, [canvas], 0, rule, jax.random.key(0), rows=1)
+            read.passes += int(stats["passes"].sum())
         filled = now()
         if valid:
-            ids, _ = infill.mend(read, canvas, ids)
+            ids, _ = infill.mend(read, canvas, ids, ends)
         seconds = {"filling": filled - started, "mending": now() - filled}
-        text = tokenizer.decode(ids[len(before) : len(before) + n])
+        hole = itertools.takewhile(lambda token: token not in ends, ids[len(before) : len(before) + n])
+        text = tokenizer.decode([*hole])
         programs.append(texts[0] + text + texts[2])
         right = infill.parses(programs[-1]) and not infill.swallows(texts[0], text, texts[2])
-        row = {"exact": text == texts[1], "parses": right, "masks": n, "forwards": forwards + read.passes}
+        row = {"exact": text == texts[1], "parses": right, "masks": n, "forwards": read.passes}
         rows.append(row | seconds)
     verdicts = sandbox.run_tests(programs, [task["test_cases"] for task in tasks])
     return [row | {"passes_tests": verdict.rate == 1} for row, verdict in zip(rows, verdicts, strict=True)]
@@ -109,7 +107,7 @@ def main(cfg):
     grows = model_dream.read_config(cfg.ckpt).expand_id >= 0
     for masks in ("as many", 4, 16, 64, "likeliest", *(f"from {n}" for n in (4, 16, 64) if grows)):
         for valid in (False, True):
-            path = out / f"{masks}-{valid}-{cfg.holes}.json"
+            path = out / f"{masks}-{valid}-{cfg.holes}-{Path(cfg.ckpt).name}.json"
             if not path.exists():
                 path.write_text(json.dumps(fill_holes(cfg, tasks, masks, valid)))
             rows = json.loads(path.read_text())

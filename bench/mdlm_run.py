@@ -1,6 +1,6 @@
 """The figures and the page of a finished run of train_gpu.py: curve, held-out bits per byte, noise levels, samples.
 
-    python bench/mdlm_run.py --ckpt=out/stories         # two minutes after the run of the README
+    python bench/mdlm_run.py --ckpt=out/stories         # two minutes; the run is the README's
 
 Writes mdlm_run.png, mdlm_noise.png, mdlm_run.jsonl (the run's log), mdlm_run.md and an entry of cpu.json, all under
 bench/results/. The unigram value is the held-out text's cross-entropy under the token frequencies of the training text.

@@ -51,7 +51,8 @@ BY_TOKEN = "token by token"
 ABOUT = """\
 A Dream learns from left to right (*start*), then goes on for the same processor time: from left to right (*ar*), or
 with the loss of masks, in blocks of 16 with a causal context, beside *ar weight* times the autoregressive loss. Drafts
-give the token-by-token text, so that pass@1 is equal; "passes 0": the pass that verifies also makes the next drafts.
+give the token-by-token text, so that pass@1 is equal; "passes 0": the pass that verifies also makes the next
+drafts; "passes 2" are of an earlier version.
 
 ![pass@1 over passes of all rules](readings.png)"""
 

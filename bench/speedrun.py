@@ -7,9 +7,10 @@
     python bench/speedrun.py functions --family=dream --ar_steps=0 --flags=--steps=2700 --change="masks from the start"
     python bench/speedrun.py code --change="AdamW" --flags="--optimizer=adamw --lr=1e-3"
 
-Beat the last row: change the code, or the trainer's flags, and run the same command. Processor seconds of the trainer
-and of what it compiles with count, so that a busy machine changes little; preparing the data and scoring do not. A run
-that took more is refused. Appends a row to results/speedrun.jsonl and writes results/speedrun.md from it.
+Beat the last row: change the code, or the trainer's flags, and run the same command with another --out. Processor
+seconds of the trainer and of what it compiles with count, so that a busy machine changes little; preparing the data and
+scoring do not. A run that took more is refused. Appends a row to results/speedrun.jsonl, and writes results/speedrun.md
+from it.
 
 Stories are the 2.3 MB of TinyStories that two public repositories ship (the first 10,000 lines of the GPT-4 version's
 training split and the head of the first version's, interleaved), 56 of 2,653 held out; their figure is a bound, with
@@ -21,6 +22,7 @@ a 95 % interval (Wilson). What was tried and did not help stands in LOG.md.
 import dataclasses
 import datetime
 import json
+import os
 import resource
 import shlex
 import subprocess
@@ -65,10 +67,6 @@ class Config:
     out: str = "out/speedrun"  # folder of data and run, one of each for a track; a new run needs a new one
 
 
-def script(name, *flags):
-    subprocess.run([sys.executable, str(ROOT / name), *flags], cwd=ROOT, check=True)
-
-
 def processor_seconds():
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
@@ -76,13 +74,13 @@ def processor_seconds():
 
 def prepare(cfg, recipe, data):
     """Write the rows that are trained on."""
-    source = {"stories": ["text", str(Path(cfg.text).absolute())], "code": ["python"]}.get(cfg.track)
+    source = {"stories": ["text", cfg.text], "code": ["python"]}.get(cfg.track)
     if not source:
         world = f"{cfg.out}/world"
-        script("tinypython.py", "--n=200000", f"--out={world}")
+        runs.script("tinypython.py", "--n=200000", f"--out={world}")
         source = ["python", "--roots", f"{world}/train.jsonl", "--column=content"]
         source = ["pairs", f"{world}/pairs.jsonl"] if cfg.family == "dream" else source
-    script("data_prep.py", *source, f"--out={data}", *shlex.split(cfg.data or DATA[recipe]))
+    runs.script("data_prep.py", *source, f"--out={data}", *shlex.split(cfg.data or DATA[recipe]))
 
 
 def scored(cfg, folder, data):
@@ -102,7 +100,7 @@ def scored(cfg, folder, data):
     else:
         import train_tpu
 
-        row = train_tpu.main(train_tpu.Config(**settings))
+        row = train_tpu.main(train_tpu.Config(**settings, device="cpu" * ("--device=cpu" in cfg.flags)))
     spread = 2 * row.get("standard_error", 0) / row["heldout_nats"] * row["bits_per_byte"]  # it is in nats per token
     return {"bits_per_byte": row["bits_per_byte"], "spread": spread}
 
@@ -129,7 +127,9 @@ def main(cfg):
     data, out = f"{cfg.out}/{recipe}/data", f"{cfg.out}/{recipe}/run"
     if cfg.track == "stories" and not Path(cfg.text).is_file():
         raise FileNotFoundError(f"--text={cfg.text} is no file; it holds stories with <|endoftext|> between them")
-    if (ROOT / out).exists():  # its budget is that of one run from the start
+    cfg = dataclasses.replace(cfg, text=str(Path(cfg.text).absolute()))
+    os.chdir(ROOT)
+    if Path(out).exists() or Path(f"{out}_causal").exists():  # its budget is that of one run from the start
         raise FileExistsError(f"{out} already holds a run; take another --out")
     prepare(cfg, recipe, data)
 
@@ -138,9 +138,10 @@ def main(cfg):
     start, before = ["--model=tiny"] * (recipe == "functions, dream"), processor_seconds()
     if start and cfg.ar_steps:
         start = [f"--init={out}_causal"]
-        script(trainer, f"--data={data}", f"--out={out}_causal", f"--steps={cfg.ar_steps}", *shlex.split(CAUSAL))
+        causal = [*shlex.split(CAUSAL), *({"--device=cpu"} & {*shlex.split(cfg.flags)})]
+        runs.script(trainer, f"--data={data}", f"--out={out}_causal", f"--steps={cfg.ar_steps}", *causal)
     flags = shlex.split(f"{TRAIN[recipe]} {cfg.flags}")
-    script(trainer, f"--data={data}", f"--out={out}", *start, *flags)
+    runs.script(trainer, f"--data={data}", f"--out={out}", *start, *flags)
     seconds = processor_seconds() - before
 
     # score the last checkpoint on all that was held out

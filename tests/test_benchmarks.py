@@ -643,6 +643,12 @@ def test_an_out_folder_takes_no_other_settings_and_no_second_run(tmp_path):
     row = benchmarks.main(cfg)
     assert benchmarks.main(cfg) == row
     before = (tmp_path / "out" / "results.jsonl").read_bytes()
+    settings = tmp_path / "out" / "config.json"
+    settings.write_text(settings.read_text().replace(benchmarks.VERSION, "before"))
+    assert benchmarks.main(cfg) == row  # verdicts of another scorer are kept aside, and made anew
+    assert (tmp_path / "out" / "results_before.jsonl").read_bytes() == before
+    assert len(results(tmp_path / "out")) == 1
+    before = (tmp_path / "out" / "results.jsonl").read_bytes()
     other = dataclasses.replace(cfg, sandbox=benchmarks.SandboxFlags(timeout_s=1.0))
     refused(other, "holds results with timeout_s=20.0", "another --out")
     refused(config("humaneval", tmp_path, [("HumanEval/1", "    pass\n")]), "samples_sha256")
@@ -922,7 +928,11 @@ def test_dream_writes_under_a_protocol_and_its_texts_are_explained(dream, tmp_pa
     row = benchmarks.main(cfg)
     assert row["settings"]["protocol"] == "dream_base/humaneval"
     assert (row["settings"]["temperature"], row["settings"]["top_p"], row["settings"]["max_new"]) == (0.2, 0.95, 8)
-    assert row["settings"]["model_sha256"] == benchmarks.fingerprint(dream)
+    assert row["settings"]["model_sha256"] == benchmarks.fingerprint(dream, "out")
+    inside = shutil.copytree(dream, tmp_path / "dream")  # results may lie in the model's folder
+    (inside / "humaneval").mkdir()
+    (inside / "humaneval" / "config.json").write_text("{}")
+    assert benchmarks.fingerprint(inside, inside / "humaneval") == benchmarks.fingerprint(dream, "out")
     problems = tasks.read_problems(cfg)
     samples = tmp_path / "out" / "samples.jsonl"
     for line in map(json.loads, samples.read_text().splitlines()):

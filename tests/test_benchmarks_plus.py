@@ -317,7 +317,7 @@ def test_problems_of_livecodebench_are_those_of_the_days(tmp_path, capsys):
     samples = write(tmp_path / "given.jsonl", [{"task_id": i, "solution": ""} for i in ("abc301_a", "3606")])
     chosen = dataclasses.replace(cfg, since="2025-01-01", samples=samples)
     assert [*benchmarks.given_samples(chosen, tasks.read_problems(chosen))] == [("3606", 0)]
-    assert "1 samples are not of the days" in capsys.readouterr().err
+    assert "1 samples are of no problem from --since to --until" in capsys.readouterr().err
     with pytest.raises(ValueError, match="no problem of LiveCodeBench"):
         tasks.read_problems(dataclasses.replace(cfg, since="2030-01-01"))
 

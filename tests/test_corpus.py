@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -116,6 +117,7 @@ def test_the_column_of_text_is_found_and_rows_of_other_licences_are_dropped(tmp_
     forms = ({"content": text, "license": None, "licenses": ["GPL-3.0"]} for text in texts[:2])
     forms = [*forms, {"content": None, "text": texts[2], "license": float("nan")}]
     forms += [{"content": texts[i], "license": {"key": key, "spdx_id": key}} for i, key in ((3, "MIT"), (4, "GPL-3.0"))]
+    forms += [{"content": texts[6], "license": True}]
     (tmp_path / "forms.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (*forms, {"content": texts[5]})))
     cfg = config(tmp_path, roots=(str(tmp_path / "forms.jsonl"),), out=str(tmp_path / "out3"))
     dp.main(cfg)
@@ -141,6 +143,23 @@ def test_a_run_that_was_stopped_does_not_read_its_inputs_again(tmp_path, monkeyp
     )
     dp.main(cfg)
     assert read == ["b.jsonl"]
+    assert len(texts_of(cfg.out)) == 8
+
+
+def test_a_folder_that_was_moved_goes_on(tmp_path, monkeypatch):
+    write_rows(tmp_path / "rows", [module(i) for i in range(8)])
+    cfg = config(tmp_path, roots=(str(tmp_path / "rows"),))
+
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(cp, "near_duplicates", full)
+    with pytest.raises(OSError, match="no space left"):
+        dp.main(cfg)
+    monkeypatch.undo()
+    shutil.move(cfg.out, tmp_path / "larger disk")
+    cfg = dataclasses.replace(cfg, out=str(tmp_path / "larger disk"))
+    dp.main(cfg)
     assert len(texts_of(cfg.out)) == 8
 
 

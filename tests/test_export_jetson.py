@@ -111,6 +111,9 @@ def test_an_artefact_that_is_not_the_model_is_refused(capsys):
     for broken in (want[0] + 1, want[0] * torch.nan, want[0][:, :, :50]):
         with pytest.raises(ValueError, match="not exported"):
             export_jetson.compare("a", lambda *_, broken=broken: broken, inputs, want)
+    one = export_jetson.canvases(SMALL, [(1, 1)])  # BOS alone: no mask
+    want = [torch.randn(1, 1, 100)]
+    assert export_jetson.compare("a", lambda *_: want[0], one, want)["same_likeliest"] == 0
 
 
 def stops(match, **settings):

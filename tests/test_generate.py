@@ -199,6 +199,10 @@ def test_examples_of_docstrings_become_tests_of_the_sandbox():
     given = '>>> print(*f(3))\n1 2\n>>> print(f(1), end="!")\n1!\n>>> print(1) or f(2)\n1\n'
     assert [test for *_, test in canvas.examples(given)] == ["assert ' '.join(map(str, [*f(3)])) == '1 2'"]
     assert canvas.examples("Write it.\n>>> f(1)\n<Odd>\n") == [("f(1)", "<Odd>", "assert repr(f(1)) == '<Odd>'")]
+    assert canvas.examples(">>> f(1)\n{[1]}\n")[0][2] == "assert repr(f(1)) == '{[1]}'"  # no literal
+    # an example that raises is not repeated before those behind it
+    raises = '>>> c = Counter(3)\n>>> c.add("x")\nTraceback (most recent call last):\nTypeError\n>>> c.add(2)\n5\n'
+    assert [test for *_, test in canvas.examples(raises)] == ["if 1:\n c = Counter(3)\n assert c.add(2) == 5"]
     for prompt, part in (
         ("def f(x):", "there are none"),
         ("def f(x):\n    'no docstring'\n    y = 1  # >>> f", "there are none"),
@@ -219,6 +223,8 @@ def test_a_completion_ends_where_it_no_longer_defines_anything_or_does_not_parse
     assert canvas.definitions("def f(x", "def f(x") == "def f(x"
     deep = f"def f(x):\n    return x\ny = {'-' * 60_000}x\n"  # too deep for Python's parser
     assert canvas.definitions("def f(x):\n", deep) == "def f(x):\n    return x"
+    answer = "Here it is:\n```python\ndef f(x):\n    return x\n\nprint(f(1))\n```\nIt returns x."
+    assert canvas.definitions("Write f.\n>>> f(1)\n1\n", answer) == "def f(x):\n    return x"
 
 
 def test_the_first_completion_that_passes_in_the_sandbox_is_taken(capsys):

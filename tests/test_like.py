@@ -356,7 +356,7 @@ def test_flags_of_a_model_of_another_kind_are_refused_in_one_line(model_of):
         ("llada", "w5", "--sub_block=4", "sub_block is for a model that was trained in blocks"),
         ("sdar", "w5", "--late_eos=logits", "a model of blocks is filled without late_eos"),
         ("dream", "w5", "--regrow=9", "--regrow is for a model that expands and deletes masks"),
-        ("dreamon", "w5 [MASK] w6", "--show_steps", "do not show how [MASK] grows; say [MASK:12]"),
+        ("dreamon", "w5 [MASK] w6", "--show_steps", "[MASK] that grows has no --steps, --schedule, --show_steps"),
     ):
         flags = f"--ckpt={model_of(name)[0]}", f"--prompt={prompt}", "--model=dream", "--compile_cache=", "--max_new=8"
         says(run("generate.py", flag, *flags), part)

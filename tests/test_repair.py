@@ -129,6 +129,9 @@ def test_a_hole_ends_with_an_end_token_or_has_as_many_tokens_as_before(read):
     fill = repair.filler(read, rule, jax.random.key(0), 0, (end,))
     ((text, _),) = fill([(PROMPT + "    return", " max(xs)", "\n")])
     assert len(read.tokenizer.encode(text).ids) == len(read.tokenizer.encode(" max(xs)").ids)
+    blocks = dataclasses.replace(rule, block_length=32, cache="dual", fast_dllm=True, steps=64)
+    fill = repair.filler(read, blocks, jax.random.key(0), 0, (end,))  # holes are no multiple of a block
+    assert fill([(PROMPT + "    return", " max(xs)", "\n")])[0][0] == text
 
 
 def generate(*flags):
@@ -168,7 +171,8 @@ def test_what_cannot_be_repaired_is_refused_in_one_line(flags, part):
 def test_a_hole_that_grows_is_filled_token_by_token_whatever_the_rule(read):
     cfg = dataclasses.replace(read.model.cfg, expand_id=1100)
     grows = infill.Reader(nnx.merge(model_dream.graph_of(cfg, read.model.run), nnx.state(read.model)), read.tokenizer)
-    rule = sample_dream.Sampling(entropy_bound=0.1, vocab=read.tokenizer.get_vocab_size(), eos_ids=(cfg.eos_id,))
+    ids = {"vocab": read.tokenizer.get_vocab_size(), "eos_ids": (cfg.eos_id,)}
+    rule = sample_dream.Sampling(entropy_bound=0.1, eos_penalty=3.0, late_eos="confidence", **ids)
     fill = repair.filler(grows, rule, jax.random.key(0), 0, (cfg.eos_id,))
     ((text, passes),) = fill([(PROMPT + "    return", " max(xs)", "\n")])
     assert text

@@ -226,6 +226,14 @@ def test_a_folder_of_other_tasks_is_refused(tmp_path):
         rl_tasks.main(cfg)
 
 
+def test_the_rows_that_are_read_are_not_written_over(tmp_path):
+    cfg = acecode(tmp_path, rows_of_acecode(3))
+    own = Path(cfg.roots[0]).rename(tmp_path / "train.jsonl")
+    before = own.read_bytes()
+    assert "would be written over" in refused(dataclasses.replace(cfg, roots=(str(own),), out=str(tmp_path)))
+    assert own.read_bytes() == before
+
+
 @pytest.mark.skipif(not HUMANEVAL.is_file(), reason=f"no {HUMANEVAL}; set SHARED_DATA")
 def test_humaneval_is_written_as_tasks_that_its_solutions_pass(tmp_path):
     cfg = acecode(tmp_path, rows_of_acecode(2), humaneval=str(HUMANEVAL))

@@ -212,6 +212,11 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path):
             pass
     with runs.Run(dataclasses.replace(cfg, resume=str(tmp_path / "other" / ".." / "run"))):
         pass
+    (tmp_path / "converted").mkdir()
+    (tmp_path / "converted" / "meta.json").touch()
+    with pytest.raises(FileExistsError, match=r"is no folder of a run, it holds meta.json"):
+        with runs.Run(Config(str(tmp_path / "converted"))):
+            pass
 
 
 def test_a_resumed_log_goes_on_after_the_checkpoint(tmp_path, capsys):
@@ -362,10 +367,18 @@ def test_a_run_that_lost_its_checkpoints_does_not_begin_anew(tmp_path):
     with runs.Run(cfg):
         pass
     shutil.rmtree(tmp_path / "checkpoints")
-    with pytest.raises(FileNotFoundError, match=r"checkpoints of .* are gone; choose another --out"), runs.Run(cfg):
-        pass
+    for again in cfg, Config(str(tmp_path)):
+        with pytest.raises(FileNotFoundError, match=r"checkpoints of .* are gone; choose another"), runs.Run(again):
+            pass
     with runs.Run(Config(str(tmp_path / "other"), resume=str(tmp_path / "other"))):  # stopped before its first one
         pass
+
+
+def test_a_run_of_pytorch_is_not_resumed_by_jax(tmp_path):
+    pytest.importorskip("jax")
+    (tmp_path / "step_5").mkdir()
+    with pytest.raises(ValueError, match=r"holds a run of train_gpu.py; choose another folder"):
+        checkpoints.Checkpoints(tmp_path)
 
 
 def test_a_damaged_checkpoint_is_one_line_that_names_it(saved, tmp_path):
@@ -411,6 +424,7 @@ def test_what_changed_since_a_checkpoint_is_said_or_refused(capsys):
         return capsys.readouterr().out
 
     assert compare() == compare(out="b", resume="a", lr=0.1, unset="x") == compare(Path("run/step_12")) == ""
+    assert compare(Path("step_12")) == ""  # --resume=.
     changed = compare(seed=1, batch_size=16, rates=(0.2, 1.0))
     assert changed.startswith("changed since out/checkpoints/12: seed 0 -> 1, batch_size 8 -> 16, rates [0.1, 1.0] -> ")
     with pytest.raises(ValueError, match="width 2 there, 3 here; depth None there, 1 here"):

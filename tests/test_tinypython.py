@@ -122,6 +122,13 @@ def test_every_operation_and_template_has_at_least_six_phrasings():
             assert sum(len(texts) for group in groups for texts in group) >= 6, key
 
 
+def test_files_of_somebody_else_are_not_touched(tmp_path):
+    (tmp_path / "train.jsonl").write_text("mine")
+    with pytest.raises(ValueError, match="holds other files than a TinyPython"):
+        tinypython.main(dataclasses.replace(CONFIG, out=str(tmp_path)))
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

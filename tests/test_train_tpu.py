@@ -260,6 +260,14 @@ def test_without_model_and_batch_size_data_and_device_decide_together(capsys):
     assert picked(8_000_000, model="1b")[0] == "1b"
 
 
+def test_an_epoch_ends_with_an_evaluation_unless_these_are_asked_for_less_often():
+    rows = SimpleNamespace(total=100, meta={"splits": {"train": {"tokens": 100}}})
+    for asked, want in ((0, (25, 25)), (10, (10, 25)), (1000, (1000, 1000))):
+        cfg = train_tpu.Config(batch_size=4, seq_len=64, eval_every=asked)
+        cfg, epoch = train_tpu.plan(cfg, CODER, rows)
+        assert (cfg.eval_every, epoch) == want
+
+
 def test_the_fused_attention_is_that_of_the_device():
     def of(platform, version="", dtype="bfloat16"):
         device = SimpleNamespace(platform=platform, compute_capability=version)
@@ -412,6 +420,7 @@ def test_what_changed_since_the_checkpoint_is_said_or_refused(unbroken, one_devi
         assert part in said
     assert "--optimizer adamw there, muon here" in refusal(train_tpu, resumed(train_tpu, out, optimizer="muon"))
     assert "--dtype float32 there, bfloat16 here" in refusal(train_tpu, resumed(train_tpu, out, dtype="bfloat16"))
+    assert "--batch_size 8 there, 16 here" in refusal(train_tpu, resumed(train_tpu, out, batch_size=16))
     (out / "checkpoints" / "12").rename(out / "checkpoints" / "14")
     assert "checkpoints/14 holds step 12" in refusal(train_tpu, resumed(train_tpu, out))
     before = (out / "log.jsonl").read_text()
@@ -440,7 +449,7 @@ def test_more_epochs_go_on_with_a_finished_run_and_old_epochs_are_not_kept(code_
     done = max(losses(out))
     assert resumed(train_tpu, out).micro_batch == 256
     train_tpu.main(resumed(train_tpu, out))
-    assert f"has all of its {done} steps; more with --epochs or --steps" in capsys.readouterr().out
+    assert f"has all of its {done} steps; more with --steps, or --steps=0 --epochs" in capsys.readouterr().out
     train_tpu.main(resumed(train_tpu, out, epochs=3.0))
     assert max(losses(out)) == 3 * done
     assert len(runs.saved_steps(out)) <= 3  # two, and the best
