@@ -162,6 +162,13 @@ def turn_end(tokenizer):
     return next((i for i in map(tokenizer.token_to_id, TURN_ENDS) if i is not None), None)
 
 
+def end_of_text(folder, tokenizer):
+    """The id that ends a text of PythonCoder: by generation_config.json, else <|endoftext|>; -1 if there is none."""
+    path, token = folder / "generation_config.json", tokenizer.token_to_id("<|endoftext|>")
+    token = json.loads(path.read_bytes()).get("eos_token_id", token) if path.is_file() else token
+    return -1 if token is None else token
+
+
 def chat_template(folder):
     """wrap(prompt, system="", before=()) -> text, by the chat template in a model's folder; None if it has none.
 

@@ -210,15 +210,15 @@ def show(cfg, row, text, number=0):
 
 class PythonCoder:
     def __init__(self, cfg, requests):
+        import canvas
         import model_pythoncoder
 
         self.cfg, self.key = cfg, jax.random.key(cfg.seed)
         how = {"dtype": cfg.dtype, "devices": cfg.devices, "rows": requests * cfg.n, "compile_cache": cfg.compile_cache}
         self.model, step, self.mesh = inference.load_for_inference(model_pythoncoder, cfg.ckpt, cfg.step, **how)
         self.tokenizer = runs.read_tokenizer(cfg.ckpt, self.model.cfg.vocab)
-        # the head has more rows than the tokenizer has tokens: those are never drawn
-        eos, flags = self.tokenizer.token_to_id("<|endoftext|>"), cfg.pythoncoder
-        ids = {"vocab": self.tokenizer.get_vocab_size(), "eos": -1 if eos is None else eos}
+        flags, eos = cfg.pythoncoder, canvas.end_of_text(runs.as_path(cfg.ckpt), self.tokenizer)
+        ids = {"vocab": self.tokenizer.get_vocab_size(), "eos": eos}  # the head has more rows: they are never drawn
         drafts = {"no_repeat_ngram": flags.no_repeat_ngram, "speculate": flags.speculate and self.model.cfg.mtp}
         self.rule = model_pythoncoder.Sampling(cfg.temperature, cfg.top_k, cfg.top_p, **ids, **drafts)
         print(f"{cfg.ckpt} step {step}, {self.model.run.dtype}", file=sys.stderr)

@@ -335,7 +335,7 @@ class PythonCoder(Family):
         if bits:
             raise ValueError("--int8 is for --model=dream")
         super().__init__(pc, folder, rows, **how)
-        self.ends = {self.tokenizer.token_to_id("<|endoftext|>")} - {None}
+        self.ends = {canvas.end_of_text(runs.as_path(folder), self.tokenizer)} - {-1}
 
     def check(self, ids, ask):
         if Row(ids, ask).holes > 1:

@@ -443,7 +443,8 @@ class Trainer:
             raise ValueError(f"{folder} holds pairs, for train_dream.py: PythonCoder would learn prompts too")
         self.cfg, self.per_epoch = plan(cfg, self.model, self.train)
         self.tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
-        self.files = checkpoints.companions(self.train.folder) | {"tokenizer.json": tokenizer_json}
+        ends = {"generation_config.json": {"eos_token_id": self.train.meta["eos_id"]}}  # see canvas.end_of_text
+        self.files = checkpoints.companions(self.train.folder) | {"tokenizer.json": tokenizer_json} | ends
         # Moments: bfloat16 mu saves 2 GiB of 23 at 1.08 B and costs nothing measurable; nu stays float32.
         self.optimizer = make_optimizer(cfg.clip, cfg.weight_decay, self.run.dtype, muon=cfg.optimizer == "muon")
         self.shapes = checkpoints.state_shapes(pc, self.model, self.optimizer, self.mesh)

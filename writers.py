@@ -59,9 +59,8 @@ def pythoncoder_writer(cfg, record, run, step):
     settings = {"rows": cfg.batch_size, "compile_cache": cfg.compile_cache}
     model, _, mesh = inference.load_for_inference(model_pythoncoder, run, step or 0, **settings)
     tokenizer = runs.read_tokenizer(run, model.cfg.vocab)
-    eos, vocab = tokenizer.token_to_id("<|endoftext|>"), tokenizer.get_vocab_size()
-    settings = {"top_p": cfg.top_p, "vocab": vocab, "eos": -1 if eos is None else eos, "speculate": model.cfg.mtp}
-    rule = model_pythoncoder.Sampling(cfg.temperature, **settings)
+    ids = {"vocab": tokenizer.get_vocab_size(), "eos": canvas.end_of_text(runs.as_path(run), tokenizer)}
+    rule = model_pythoncoder.Sampling(cfg.temperature, top_p=cfg.top_p, **ids, speculate=model.cfg.mtp)
 
     def write(prompts, number, lengths, finished):
         settings = prompts, cfg.max_new, rule, key_of(cfg, number), finished

@@ -77,6 +77,19 @@ def says(result, *parts):
         assert part in line, line
 
 
+def refused_by(script, *flags):
+    """The line with which a script, in this process, refuses a command line."""
+    import tyro
+
+    import runs
+
+    cfg = tyro.cli(script.Config, args=[*map(str, flags)], config=(tyro.conf.OmitArgPrefixes,))
+    with pytest.raises((ValueError, OSError)) as error:
+        script.main(runs.check(cfg))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
 def losses(out):
     """{step: (loss, gradient norm)} that a trainer logged."""
     rows = [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]

@@ -593,19 +593,19 @@ def test_the_kin_of_dream_have_the_parameters_of_their_files():
     assert blocks["nemotron_3b"] == (32, False, True)
 
 
-def test_a_model_of_blocks_is_compiled_for_its_own_passes(monkeypatch):
+@pytest.mark.parametrize("name", ["sdar_4b", pytest.param("nemotron_3b", marks=pytest.mark.slow)])
+def test_a_model_of_blocks_is_compiled_for_its_own_passes(monkeypatch, name):
     import jax
 
     monkeypatch.setattr(compile_for, "topology_devices", lambda name: jax.devices()[:1])
     small, names = {"width": 64, "layers": 1, "heads": 2, "kv_heads": 1, "head_size": 16, "ffn": 64}, []
     monkeypatch.setattr(compile_for, "report", lambda name, *_: names.append(name) or {"fits": True})
-    for name in ("sdar_4b", "nemotron_3b"):
-        monkeypatch.setitem(md.CONFIGS, name, dataclasses.replace(compile_for.KIN[name], **small))
-        size = compile_for.KIN[name].block_length
-        for only, slots in {"": (2 * size, size), "opens": (2 * size,), "cached": (size,)}.items():
-            rows = compile_for.Generate(model=name, length=96, only=only).rows()
-            assert len(rows) == len(slots)
-            assert [text.split("pass over ")[1] for text in names[-len(slots) :]] == [f"{n} slots" for n in slots]
+    monkeypatch.setitem(md.CONFIGS, name, dataclasses.replace(compile_for.KIN[name], **small))
+    size = compile_for.KIN[name].block_length
+    for only, slots in {"": (2 * size, size), "opens": (2 * size,), "cached": (size,)}.items():
+        rows = compile_for.Generate(model=name, length=96, only=only).rows()
+        assert len(rows) == len(slots)
+        assert [text.split("pass over ")[1] for text in names[-len(slots) :]] == [f"{n} slots" for n in slots]
 
 
 @pytest.mark.slow

@@ -129,6 +129,18 @@ def test_fill_in_the_middle_puts_prefix_and_suffix_before_the_middle(run_folder)
     assert 0 not in canvas.encode(tokenizer, "<|endoftext|>", "")  # a special token's name in a prompt is text
 
 
+def test_a_text_ends_with_the_token_that_ended_the_documents_of_the_data(run_folder, tmp_path, capsys):
+    tokenizer = Tokenizer.from_file(str(run_folder / "tokenizer.json"))
+    assert canvas.end_of_text(tmp_path, tokenizer) == tokenizer.token_to_id("<|endoftext|>")
+    settings = {"prompt": "def f(x):", "temperature": 0.0, "max_new": 8, "json": True}
+    out, _ = says_pythoncoder(capsys, run_folder, **settings)
+    ids = tokenizer.encode(json.loads(out)["completion"]).ids
+    shutil.copytree(run_folder, tmp_path / "run")
+    (tmp_path / "run" / "generation_config.json").write_text(json.dumps({"eos_token_id": ids[2]}))
+    out, _ = says_pythoncoder(capsys, tmp_path / "run", **settings)
+    assert json.loads(out)["tokens"] <= 3
+
+
 def refused(part, config=None, **settings):
     with pytest.raises((ValueError, OSError)) as error:
         generate.main(runs.check(config or generate.Config(**settings)))

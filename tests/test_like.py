@@ -10,7 +10,7 @@ import json
 import shutil
 
 import pytest
-from conftest import ROOT, run, says
+from conftest import ROOT, refused_by, run, says
 
 import convert_weights
 import generate
@@ -18,6 +18,7 @@ import model_dream as md
 import runs
 
 pytestmark = [pytest.mark.golden, pytest.mark.usefixtures("exact_matmuls", "no_compile_cache")]
+CODER = ROOT / "weights" / "pythoncoder"
 AREAS = {
     "dream": "dream",
     "dreamon": "kin/dreamon",
@@ -343,11 +344,14 @@ def test_a_preset_for_a_model_of_another_kind_is_one_line(model_of):
         ("sdar", "fast_dllm", "is a sdar; say --like=sdar"),
         ("dream", "dreamon", "is a dream; say --like=dream or fast_dllm"),
     ):
-        flags = f"--ckpt={model_of(name)[0]}", "--prompt=w5", "--compile_cache="
-        says(run("generate.py", f"--like={like}", *flags), f"--like={like}", part)
+        flags = generate.with_preset([f"--like={like}", f"--ckpt={model_of(name)[0]}", "--prompt=w5"])
+        said = refused_by(generate, *flags)
+        assert f"--like={like}" in said
+        assert part in said
     says(run("generate.py", "--like=sdar", "--model=pythoncoder", "--prompt=x"), "is for --model=dream")
-    done = run("generate.py", "--like=llada", f"--ckpt={ROOT / 'weights/pythoncoder'}", "--prompt=x")
-    says(done, "weights/pythoncoder holds none of dream, llada, ", ": it is a PythonCoder")
+    said = refused_by(generate, *generate.with_preset(["--like=llada", f"--ckpt={CODER}", "--prompt=x"]))
+    assert "weights/pythoncoder holds none of dream, llada, " in said
+    assert ": it is a PythonCoder" in said
 
 
 @pytest.mark.slow

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, run, says
+from conftest import ROOT, refused_by, run, says
 from flax import nnx
 
 import canvas
 import checkpoints
+import generate
 import infill
 import model_dream
 import repair
@@ -134,25 +135,26 @@ def test_a_hole_ends_with_an_end_token_or_has_as_many_tokens_as_before(read):
     assert fill([(PROMPT + "    return", " max(xs)", "\n")])[0][0] == text
 
 
-def generate(*flags):
-    return run("generate.py", "--model=dream", f"--ckpt={DREAM}", "--temperature=0", "--threshold=0.9", *flags)
+FLAGS = "--model=dream", f"--ckpt={DREAM}", "--temperature=0", "--threshold=0.9", "--compile_cache=", "--devices=1"
 
 
-def test_what_never_passes_is_shown_with_all_rounds(tmp_path):
+def test_what_never_passes_is_shown_with_all_rounds(tmp_path, capsys):
     prompt = 'def double(n):\n    """Return n times 2.\n\n    >>> double(2)\n    99\n    """\n'
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
-    done = generate(f"--file={tmp_path / 'in.jsonl'}", "--repair=3", "--json")
-    assert done.returncode == 1
-    row = json.loads(done.stdout.splitlines()[0])
+    flags = *FLAGS, f"--file={tmp_path / 'in.jsonl'}", "--repair=3"
+    assert "no completion passes all examples of 1 of 1 prompts" in refused_by(generate, *flags, "--json")
+    out, err = capsys.readouterr()
+    row = json.loads(out.splitlines()[0])
     assert len(row["repair"]) == 3
     assert row["passed"] is False
     assert row["examples"] == ["fail: double(2) gives 4, not 99"]
     assert row["repair"][0]["old"] != row["repair"][0]["new"]
     for number in (1, 2, 3):
-        assert f"repair {number}: " in done.stderr
-    shown = generate(f"--file={tmp_path / 'in.jsonl'}", "--repair=3", "--show_steps")
+        assert f"repair {number}: " in err
+    refused_by(generate, *flags, "--show_steps")
+    shown = capsys.readouterr().out
     for tried in row["repair"]:
-        assert prompt + tried["before"] + tried["new"] + tried["behind"] in shown.stdout
+        assert prompt + tried["before"] + tried["new"] + tried["behind"] in shown
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,7 @@ def test_what_never_passes_is_shown_with_all_rounds(tmp_path):
     ],
 )
 def test_what_cannot_be_repaired_is_refused_in_one_line(flags, part):
-    says(generate("--repair=2", *flags), part)
+    assert part in refused_by(generate, *FLAGS, "--repair=2", *flags)
 
 
 def test_a_hole_that_grows_is_filled_token_by_token_whatever_the_rule(read):

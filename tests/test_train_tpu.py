@@ -368,6 +368,8 @@ def test_a_run_prints_its_choices_and_leaves_what_generate_needs(unbroken):
     model, step = checkpoints.load(pc, out)
     assert step == 12
     assert model.cfg == CODER
+    eos_id = runs.read_json(Path(runs.read_json(out / "config.json")["data"]) / "meta.json")["eos_id"]
+    assert runs.read_json(out / "generation_config.json") == {"eos_token_id": eos_id}
 
 
 def test_sigterm_saves_and_resuming_equals_not_stopping_bit_for_bit(
