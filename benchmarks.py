@@ -111,7 +111,7 @@ class Config:
     seed: Natural = 0  # random seed of generation
     compile_cache: str = "~/.cache/unmask"  # folder of compiled programs; "" compiles again
     json: bool = False  # print the report as one JSON line
-    watch: bool = False  # show pass@1 so far and the time left without a terminal, too
+    watch: bool = False  # show progress (pass@1, time left) even without a terminal
     dream: DreamFlags = DreamFlags()
     sandbox: SandboxFlags = SandboxFlags()
 
@@ -242,8 +242,8 @@ def fingerprint(folder, out):
             if path.is_dir() and path != Path(out).resolve():  # where the results lie beside the model
                 add(path)
             elif path.is_file():
-                size = path.stat()
-                size = size.st_size if isinstance(path, Path) else size.length
+                about = path.stat()
+                size = about.st_size if isinstance(path, Path) else about.length  # of a bucket
                 digest.update(f"{path.relative_to(folder)} {size}\n".encode())
                 digest.update(path.read_bytes() if path.suffix == ".json" else b"")
 
@@ -404,8 +404,8 @@ def given_rows(cfg, problems):
 def given_samples(cfg, problems):
     """{(key of problems, number): code} of --samples.
 
-    The protocol cuts the text that a model wrote, "written", or else the completion; a solution is a whole program. Of
-    "ours" a completion is only freed of fences and prose: its stop strings cut it before it was written to the file.
+    The protocol cuts the raw text, "written", or else the completion; a solution is a whole program. With "ours" only
+    fences and prose are removed from a completion: it was cut at its stop strings before it was saved.
     """
     name, record = protocol_of(cfg)
     samples = {}

@@ -6,7 +6,7 @@
     completion, text = texts.text_of(blank, ids)
     canvas.write_page("steps.html", [texts.tokens(blank, ids, when, probability)])    # or steps.svg
 
-generate.py and serve.py use it; chat_template also data_prep.py and sample_dream.py. Imports nothing of ours; a page is
+The JAX scripts use it for prompts and texts, data_prep.py for chat templates. Imports nothing of ours; a page is
 serve.html with the steps inside.
 """
 
@@ -67,7 +67,7 @@ class Texts:
             parts += cut(suffix)
         texts, sizes = parts[::2], [count and int(count) for count in parts[1::2]]
         if infill and (0 in sizes or any("[MASK" in text for text in texts)):
-            raise ValueError("a mask has its number of tokens: [MASK:12]; generate.py --no-infill takes [MASK as text")
+            raise ValueError("write a hole as [MASK] or [MASK:12]; generate.py --no-infill takes [MASK as text")
         answers = self.ask is not None and len(texts) == len(sizes)  # nothing follows the last mask
         if self.must_ask and not answers:
             raise ValueError("--chat=on and --system are for prompts; a suffix or [MASK:n] is filled in plain text")
@@ -165,7 +165,11 @@ def turn_end(tokenizer):
 def end_of_text(folder, tokenizer):
     """The id that ends a text of PythonCoder: by generation_config.json, else <|endoftext|>; -1 if there is none."""
     path, token = folder / "generation_config.json", tokenizer.token_to_id("<|endoftext|>")
-    token = json.loads(path.read_bytes()).get("eos_token_id", token) if path.is_file() else token
+    try:
+        token = json.loads(path.read_bytes()).get("eos_token_id", token) if path.is_file() else token
+    except (ValueError, AttributeError):
+        raise ValueError(f"{path} is damaged: it is not a JSON object") from None
+    token = token[0] if isinstance(token, list) else token
     return -1 if token is None else token
 
 
@@ -267,9 +271,9 @@ def on_new_line(prompt):
 
 
 def interact(complete, end, whole):
-    """Read prompts from standard input until its end, complete([(prompt, "")]) each: lines up to an empty one are one.
+    """Read prompts from standard input, each ended by an empty line or EOF; call complete([(prompt, "")]) for each.
 
-    end follows a prompt, and whole() makes it what is continued. A prompt that is refused ends nothing.
+    end is appended to a prompt, then whole() is applied. A ValueError is printed, and reading goes on.
     """
     terminal = sys.stdin.isatty()
     if terminal:
@@ -329,7 +333,7 @@ def examples(prompt):
     """[(call, result, test of sandbox.py)] of the >>> examples in a prompt's docstrings, or in a prompt without one.
 
     A statement without a result, such as c = Counter(3), and all lines after it are repeated before each later test. An
-    example that raises is not tested. ValueError if none is left.
+    example that raises is neither tested nor repeated. ValueError if none is left.
     """
     import doctest
 
@@ -354,7 +358,7 @@ def examples(prompt):
     except UNREADABLE as error:
         raise ValueError(f"cannot read the >>> examples of the prompt: {error}") from None
     if not found:
-        raise ValueError("the >>> examples in the docstring of a prompt are what is run; there are none")
+        raise ValueError("the prompt's docstring has no >>> examples that can be run: there are none")
     return found
 
 
@@ -370,11 +374,12 @@ def printed(call):
 def definitions(prompt, text):
     """The longest beginning of a text that parses, up to the first statement behind the prompt that defines nothing.
 
-    Of an answer, which does not begin with its prompt, its first block of code.
+    Of an answer, which does not begin with its prompt, its first block of code; what stands before the definitions
+    stays.
     """
     kinds = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom
     if not text.startswith(prompt) and (fence := re.search(r"(?s)```\w*\n(.*?)(\n```|\Z)", text)):
-        prompt, text = "", fence[1]
+        prompt, text = re.split(r"(?m)^(?=async def |def |class )", fence[1])[0], fence[1]
     lines = text.split("\n")
     for end in range(len(lines), 0, -1):
         with contextlib.suppress(*UNREADABLE), warnings.catch_warnings(action="ignore"):

@@ -68,7 +68,7 @@ def bit_sums(tree):
 
 
 def join_hosts(hosts):
-    """Make one machine of several: "auto" on TPU pods, SLURM and MPI, or ADDRESS:PORT,COUNT,INDEX; "" is one host."""
+    """Initialise jax.distributed: "auto" on TPU pods, SLURM and MPI, or ADDRESS:PORT,COUNT,INDEX; "" is one host."""
     if hosts:
         address, *numbers = hosts.split(",")
         where = [] if hosts == "auto" else [address, *map(int, numbers)]
@@ -164,14 +164,14 @@ class Checkpoints:
     def resume(self, folder, meta, like):
         """(state, its meta) of the newest checkpoint of the run in `folder`, saved here, too; None without one.
 
-        ValueError if its model, rows, batch size, optimizer, dtype, LoRA rank or base weights are not those in meta.
+        ValueError if its model, rows, optimizer, dtype, LoRA rank or base weights are not those in meta.
         """
         store = self if absolute(folder) == self.folder else Checkpoints(folder, own=False)
         if store.newest() is None:
             print(f"{folder} stopped before its first checkpoint: starting at step 0 with its settings")
             return None
         saved, where = store.meta(), f"{folder}/checkpoints/{store.newest()}"
-        runs.check_resumed(saved, meta, where, fixed=("lora_rank", "optimizer", "dtype", "batch_size"))
+        runs.check_resumed(saved, meta, where, fixed=("lora_rank", "optimizer", "dtype"))
         if saved.get("base") != meta.get("base"):
             raise ValueError(f"{meta['train']['init']} holds other weights than those that {folder} began with")
         print(f"resuming {folder} after step {saved['step']}")
@@ -451,7 +451,7 @@ def on_mesh(rows, row_ids, sharding):
 
 
 def bytes_on_a_device(tree):
-    """Of a tree of arrays, or of ShapeDtypeStructs that say how they are laid out."""
+    """Bytes on a device of a tree of arrays, or of ShapeDtypeStructs with shardings."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
@@ -466,7 +466,7 @@ def fits(needed, free, what, smaller):
     """Raise ValueError if fewer bytes are free than needed; smaller is {flag: bytes} of what takes less."""
     if needed > free:
         advice = " or ".join(f"{flag} takes {size / 1e9:.3g}" for flag, size in smaller.items() if size <= free)
-        advice = advice or "that takes a smaller model, or more devices, or more memory"
+        advice = advice or "use a smaller model, more devices or more memory"
         raise ValueError(f"{what} on each device, where {free / 1e9:.3g} are free; {advice}")
 
 

@@ -492,8 +492,7 @@ def examine(items, copy, rules):
 def examine_all(jobs, workers):
     """examine(*job) for all jobs, in as many processes as there are cores; raises the first ValueError or OSError.
 
-    Process i of n does jobs i, i + n, ... multiprocessing is not used: its processes would import the main script of
-    whoever calls us, and outlive a parent that is killed.
+    Process i of n does jobs i, i + n, ... Not by multiprocessing, whose processes outlive a parent that is killed.
     """
     n = min(workers or os.cpu_count(), len(jobs))
     order = tqdm(range(len(jobs)), "reading", unit=" inputs", disable=None)
@@ -535,8 +534,9 @@ def work():
             examine(*job)
         except (ValueError, OSError) as raised:
             error = raised
-        pickle.dump(error, pipe)
-        pipe.flush()
+        with contextlib.suppress(BrokenPipeError):
+            pickle.dump(error, pipe)
+            pipe.flush()
         gc.collect()
 
 

@@ -3,8 +3,8 @@
     python coupled_grpo.py                                        # weights/dream learns TinyPython; minutes on a CPU
     python coupled_grpo.py --resume=out/grpo                      # goes on where the run stopped
     python rl_tasks.py --difficulty=hard --tokenizer=out/diffucoder/tokenizer.json --out=data/acecode
-    python coupled_grpo.py --preset=7b --ckpt=out/diffucoder --prompts=data/acecode --out=out/7b         # on eight TPUs
-    python coupled_grpo.py --preset=7b --ckpt=out/diffucoder --prompts=data/acecode --out=out/7b --lora_rank=16   # one
+    python coupled_grpo.py --preset=7b --ckpt=out/diffucoder --prompts=data/acecode --out=out/7b    # on eight TPUs
+    python coupled_grpo.py --preset=7b --ckpt=out/diffucoder --prompts=data/acecode --lora_rank=16 --out=out/7b_lora
 
 Reads a Dream (a folder of convert_weights.py, or a run of train_dream.py) and tasks (JSON lines, see rl_tasks.py).
 Without --ckpt weights/dream learns tasks of tinypython.py, `constants`, and is evaluated on `composed`, operations that
@@ -21,10 +21,10 @@ drawn token's probability, as Fast-dLLM does, sharpens the policy: at a low temp
 become the same, and nothing is learnt (bench/LOG.md). A Dream trained in blocks generates
 behind its exact cache and is scored block by block, at twice the cost; in as many passes it learns less.
 
---preset=7b holds the reference's settings, with these differences. Completions of the reference take 256 forward passes
-(--threshold=0 --block_length=0), most of all compute; ours use cached blocks and a threshold. It cuts long prompts, we
-leave them out. It computes the KL divergence of groups of equal rewards, we leave them out of the update. It rewards
-text behind <|im_end|>, and counts a failed sandbox as a wrong answer. Its masks repeat after about a hundred draws.
+--preset=7b has the settings of DiffuCoder's code, with these differences. There completions take 256 forward passes
+(--threshold=0 --block_length=0), most of the compute; ours use cached blocks and a threshold. It cuts long prompts, we
+drop them. It computes the KL divergence of groups of equal rewards, we drop such groups from the update. It rewards
+text after <|im_end|>, and counts a failed sandbox as a wrong answer. Its masks repeat after about a hundred draws.
 
 Letters: B sequences, L columns of a canvas, C of them its completion, R rows of a micro-batch, F reward functions.
 """

@@ -123,7 +123,7 @@ class Pairs(Shards):
     out: str = "data/pairs"  # folder to write
     vocab_size: VocabSize = 8192  # size of the tokenizer that is trained; at least 261: 256 bytes, 5 special tokens
     eos_to: Count = 1  # EOS pads a response to a multiple of this; before a suffix, by a random number below it
-    edit_rate: Share = 0.0  # fraction of responses with a suffix that train expansion, and fraction that train deletion
+    edit_rate: Share = 0.0  # with a suffix: share of holes with masks to expand, and share with masks to delete
     chat: bool = False  # write pairs as turns of a chat, by the template beside --tokenizer
 
 
@@ -533,11 +533,11 @@ def pair_ids(items, split, cfg, vocabulary):
 
 
 def edit(before, hole, after, eos, number, cfg):
-    """(ids, fixed) of a hole with masks that stand for no single token, so that a length can be found: fixed 2.
+    """(ids, fixed) of a hole with masks to expand or to delete (fixed 2), which teach a model to find its length.
 
-    Where the hole is to grow, tokens that follow each other become one mask, which a model learns to expand: the first
-    of them is its id. Where it is to shrink, up to MOST_DELETED masks follow, which it learns to delete: their id is
-    EOS. The ids and the number of the hole in its shard draw how. Ref: DreamOn (hkunlp.github.io/blog/2025/dreamon).
+    To grow, adjacent tokens become one mask, which the model learns to expand; its id is the first of them. To shrink,
+    up to MOST_DELETED masks follow, which the model learns to delete; their id is EOS. The ids and the number of the
+    hole in its shard seed these draws. Ref: DreamOn (hkunlp.github.io/blog/2025/dreamon).
     """
     content = np.array([*before, *hole, *after], np.int32).tobytes()
     rng = np.random.default_rng([cfg.seed, number, *hashlib.sha256(content).digest()])

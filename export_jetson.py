@@ -113,11 +113,11 @@ def compare(name, run, inputs, want, tolerance=0.02):
         masked_BL = token_BL == mdlm.MASK
         same += (got_BLV.argmax(-1) == want_BLV.argmax(-1))[masked_BL].sum().item()
         masks += masked_BL.sum().item()
-    same /= max(masks, 1)
-    print(f"{name:18} error {worst:.2g} of {largest:.3g}, the same argmax at {same:.1%} of the masks", flush=True)
+    share = same / max(masks, 1)
+    print(f"{name:18} error {worst:.2g} of {largest:.3g}, the same argmax at {share:.1%} of the masks", flush=True)
     if not worst <= tolerance * largest:
         raise ValueError(f"{name}: an error of {worst:.3g} is no rounding; not exported")
-    return {"max_error": worst, "largest_logit": largest, "same_likeliest": same}
+    return {"max_error": worst, "largest_logit": largest, "same_likeliest": share}
 
 
 # ---- the files -----------------------------------------------------------------------------------------------------

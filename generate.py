@@ -7,7 +7,7 @@
     python generate.py --prompt="def area(r):\\n" --show_steps --html=steps.html    # accepted drafts, probabilities
     python generate.py --model=dream --ckpt=out/diffucoder --chat=on --prompt="Sort a list in Python." --show_steps
     python generate.py --model=dream --prompt="def area(r):\\n    [MASK]\\n    return a" --valid=python
-    python generate.py --model=dream --repair=4 --file=prompts.jsonl    # opens what fails its examples, fills it again
+    python generate.py --model=dream --repair=4 --file=prompts.jsonl    # masks what fails its examples, refills it
     python generate.py --like=llada --ckpt=out/llada --prompt="Sort a list in Python."    # as LLaDA's own demo does
     python generate.py --model=dream --ckpt=out/diffucoder --int8 --block_length=32 --cache=dual --threshold=0.9
 
@@ -78,13 +78,13 @@ class DreamFlags:
     fast_dllm: bool = False  # blocks with a cache exactly as Fast-dLLM fills them
     guidance: NonNegative = 0.0  # classifier-free guidance by the prompt, LLaDA's cfg_scale; twice the time
     eos_penalty: NonNegative = 0.0  # makes an early end of the text less likely; Dream-Coder's demos use 3
-    late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # LLaDA: EOS has confidence 0 | is never drawn
+    late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # LLaDA: EOS is unmasked last | is never drawn
     batch_size: Count = 8  # texts that are filled together
     infill: bool = True  # [MASK:n] in a prompt is n tokens to fill, [MASK] a hole; --no-infill: both are text
     hole: Natural = 0  # masks that [MASK] starts with, up to EOS; 0: by the model's config, else the likeliest length
     repair: Natural = 0  # rounds of repair of a text that fails its >>> examples, see repair.py; implies --check
     regrow: Natural | None = None  # expansion budget of DreamOn's own loop; unset: our loop, no budget
-    chat: typing.Literal["auto", "on", "off"] = "auto"  # chat template; auto: if the model's name says instruct
+    chat: typing.Literal["auto", "on", "off"] = "auto"  # chat template; auto: of instruct models, not to --check
     system: str = ""  # system turn of the chat template, \n for a new line
     bos: bool = False  # begin plain text with <|beginoftext|>, as Dream-Base's evaluation; DreamOn: end it with EOS
     valid: typing.Literal["", "python"] = ""  # constrain the text to a valid prefix of a Python program
@@ -107,7 +107,7 @@ class Config:
     top_k: Natural = 0  # draw from the k likeliest tokens; 0 draws from all
     top_p: TopP | None = None  # draw from the smallest set of this probability; default 0.95
     stop: tuple[str, ...] = ()  # strings that end a completion and are cut off, \n for a new line
-    raw: bool = False  # take prompts, --suffix, --stop, --system as they are: \n is two characters, no line is ended
+    raw: bool = False  # take prompts, --suffix, --stop, --system as they are: no \n escapes, no line break appended
     show_steps: bool = False  # show each step; in a terminal red to green by probability, or by PythonCoder's drafts
     html: str = ""  # write a page with the step and the probability of each token; .svg: an animation of the steps
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of weights; "" is float32 on a CPU if it fits, else 16 bits
@@ -375,8 +375,8 @@ class Dream:
         self.key, self.compile_s, self.turns = jax.random.key(cfg.seed), 0.0, []  # turns: (prompt, answer) so far
         jax.monitoring.register_event_duration_secs_listener(self.on_event)
         begin, ask, how = self.conversation(folder, tokenizer, canvas.chat_template(folder))
-        begin = begin, ask, flags.chat == "on" or bool(flags.system)  # refuses a suffix and [MASK:n]
-        self.texts = canvas.Texts(tokenizer, dream.mask_id, ends, dream.positions, *begin)
+        must_ask = flags.chat == "on" or bool(flags.system)
+        self.texts = canvas.Texts(tokenizer, dream.mask_id, ends, dream.positions, begin, ask, must_ask)
         print(f"{folder}, {f'int{bits} and ' if bits else ''}{self.model.run.dtype}, {how}", file=sys.stderr)
 
     def conversation(self, folder, tokenizer, wrap):
@@ -459,8 +459,8 @@ class Dream:
         import infill
 
         if self.model.cfg.block_length or sizes != [None] or following[-1:] in ([], [[]]):
-            where = "the only hole of a text, has text behind it, and is for a Dream without blocks"
-            raise ValueError(f"[MASK] without a number is {where}; say [MASK:12]")
+            where = "a single hole, text after it, and a Dream without blocks"
+            raise ValueError(f"[MASK] without a number needs {where}; else say [MASK:12]")
         if self.grows and (self.watching or self.cfg.dream.steps or self.cfg.dream.schedule == "even"):
             raise ValueError("[MASK] that grows has no --steps, --schedule, --show_steps or --html; say [MASK:12]")
         if self.hole:

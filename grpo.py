@@ -45,8 +45,8 @@ def draw_masks(key, iteration, rows, columns, share=1):
 def coupled_views(token_BL, completion_BL, u_BL, ratio_B, mask_id):
     """(the three versions of each canvas [B, K, L], mask_BL of the second).
 
-    The whole completion is MASK in the first; where u < ratio in the second, elsewhere in the third. The prompt never
-    is; what follows EOS is, as in the reference.
+    The completion is MASK in the first, where u < ratio in the second, and elsewhere in the third. The prompt is not
+    masked; what follows EOS is (as in DiffuCoder's code).
     """
     masks = diffusion.coupled_masks(completion_BL, u_BL, jnp.reshape(ratio_B, (-1, 1)))
     views = [jnp.where(mask_BL, mask_id, token_BL) for mask_BL in (completion_BL, *masks)]

@@ -45,6 +45,7 @@ SURE = 0.9  # masks of at least this probability of EOS are deleted together
 BEHIND = 8  # tokens behind a hole that are scored with it
 BEAMS = 8  # width of the beam search
 CHOICES = 64  # likeliest tokens that are tried at a position
+ANY_SIZE = {"steps": 0, "block_length": 0, "cache": "", "fast_dllm": False}  # of a rule, for holes of any size
 
 # ---- what Python can still become ----------------------------------------------------------------------------------
 
@@ -78,7 +79,7 @@ def parses(text, whole=True):
 
 @functools.lru_cache(1 << 14)
 def can_go_on(text):
-    """Whether some text makes a program of this one, by the parser of the running Python.
+    """Whether a text is a valid prefix of a program, by the parser of the running Python.
 
     Where the parser does not say so, some endings are tried, and all keywords that the last word begins.
     """
@@ -233,14 +234,13 @@ def write_again(read, ids, span, fits, beams=0):
 
 
 def fill_holes(read, holes, rule, key, ends=(), rows=1):
-    """[(ids, forward passes)] of holes (ids before, number of masks, ids behind), by one of the ids `ends` cut short.
+    """Fill holes (ids before, number of masks, ids after): [(ids, forward passes)], cut at the first id of `ends`.
 
-    So a hole of unknown length has many masks, if the Dream was trained so (data_prep.py pairs --eos_to).
+    A hole of unknown length takes many masks if the Dream was trained so (data_prep.py pairs --eos_to).
     """
     cfg = read.model.cfg
     banned = {*(rule.ban_ids or ()), cfg.mask_id, cfg.expand_id} - {*ends}
-    whole = {"steps": 0, "block_length": 0, "cache": "", "fast_dllm": False}  # holes have any number of tokens
-    rule = dataclasses.replace(rule, **whole, ban_ids=tuple(sorted(banned)), history=False, likeliest=0)
+    rule = dataclasses.replace(rule, ban_ids=tuple(sorted(banned)), history=False, likeliest=0)
     canvases = [[*before, *[read.mask] * size, *behind] for before, size, behind in holes]
     longest = max(map(len, canvases))
     width = max(longest, min(-(-longest // 64) * 64, cfg.positions))  # few widths, a program each
@@ -278,7 +278,7 @@ def propose(params, state, given, slot_1C, *, sampler):
 
 
 def grow(read, before, after, rule, key=None, size=START, most=LENGTHS[-1], regrow=None, to_right=False):
-    """The ids between two lists of ids, as a Dream with cfg.expand_id fills and counts them from `size` masks on.
+    """The ids that a Dream with cfg.expand_id generates between two lists of ids, starting from `size` masks.
 
     Each pass writes the mask of highest confidence, by the order, temperature and filters of the rule: a token; or
     cfg.expand_id, two masks, while there are fewer than `most` tokens; or EOS, which deletes the mask, and with it all

@@ -50,8 +50,8 @@ INFILLING = {  # --split of humaneval_infilling -> its official file
 HOLES = "https://raw.githubusercontent.com/openai/human-eval-infilling/master/data/HumanEval-{}.jsonl.gz"
 SHOTS = (2, 3, 4)  # MBPP: ids of the solved problems that the paper's prompt shows
 ARROW = re.compile(r"\s*(?:==>|=>|==|=|->|➞|→|#?\s*(?:should )?returns?\b)[ \t]*")
-# Evaluates to a hash of what a program returns for some inputs, which tells programs apart; "" if it never returns.
 BROKEN = EOFError, zlib.error, gzip.BadGzipFile  # what a damaged .gz raises
+# Evaluates to a hash of what a program returns for some inputs, which tells programs apart; "" if it never returns.
 PROBE = """import signal, zlib
 def _late(*_): raise TimeoutError
 def _show(value):
@@ -542,7 +542,7 @@ def live_problems(cfg):
     """{id: Problem} of contests from the first minute of --since to the first minute of --until, both included."""
     if not cfg.tasks_file:
         source = "https://huggingface.co/datasets/livecodebench/code_generation_lite"
-        raise ValueError(f"LiveCodeBench is too large to download unasked: get test*.jsonl of {source}, --tasks_file")
+        raise ValueError(f"LiveCodeBench is large: download test*.jsonl from {source}, and pass it as --tasks_file")
     last = f"{cfg.until}T00:00:00" if cfg.until else "9999"
     problems = {}
     for file in task_files(cfg):

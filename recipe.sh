@@ -5,7 +5,7 @@
 #   bash recipe.sh cpu        # two cores, 20 minutes: tiny, 1.3 M parameters, on the standard library
 #   bash recipe.sh t4         # Colab's GPU, an hour: small, 33 M, on 100 packages of PyPI; pip install pypi-simple
 #   bash recipe.sh v5e        # Colab's older TPU, an hour: small on 300 packages; pip install pypi-simple
-#   bash recipe.sh v6e        # one chip, a night: 300m on GitHub's Python
+#   bash recipe.sh v6e        # one chip, a night: 300m on GitHub's Python; pip install datasets
 #   bash recipe.sh v6e-16     # a pod of sixteen chips, a day: 1b. The same line on each host; OUT, DATA in a bucket
 #   OUT=out/run bash recipe.sh score    # only what comes after the training, on one machine, from a local copy
 #
@@ -23,7 +23,7 @@ github=codeparrot/codeparrot-clean # five million files, 50 GB; each row names i
 # them
 text=() packages=""
 case $device in
-cpu) ids=2048 row=512 train="--model=tiny --steps=3100" ;; # 0.3 h and 1.06, both measured
+cpu) ids=2048 row=512 train="--model=tiny --steps=3100" && export JAX_PLATFORMS=cpu ;; # 0.3 h, 1.06: measured
 t4) packages=top:100 ids=8192 row=1024 train="--model=small --batch_size=32 --steps=1800" ;; # 0.8 h
 v5e) packages=top:300 ids=8192 row=1024 train="--model=small --batch_size=128 --steps=6000" ;; # 0.8 h
 v6e) text=("--hf=$github") ids=32768 row=2048 train="--model=300m --batch_size=64 --steps=33000" ;; # 9.8 h
@@ -48,7 +48,7 @@ if [ "$device" != score ]; then
     python train_tpu.py --out="$out" --data="$data" $train "${resume[@]}" "$@"
 fi
 if [ "$device" != v6e-16 ]; then
-    python train_tpu.py --eval_only="$out" --eval_rows=4096
+    python train_tpu.py --eval_only="$out" --eval_rows=4096 ${DATA:+--data="$DATA"}
     step=$(ls "$out/checkpoints" | sort -n | tail -1)
     [ -e "$out/weights_$step" ] || python convert_weights.py --source="$out" --out="$out/weights_$step" --dtype=bfloat16
     python benchmarks.py --task=humaneval --ckpt="$out/weights_$step" --out="$out/humaneval_$step" --watch

@@ -1,10 +1,10 @@
-"""Repair a function that fails the examples of its docstring: open it where it is suspect, fill the hole, test again.
+"""Repair a function that fails the examples of its docstring: mask a suspect span, fill it, test again.
 
     read = infill.Reader(model, tokenizer)
     fill, drafts = repair.filler(read, rule, key, size=64, ends=ends), [repair.Draft(prompt, body, examples)]
     repair.repair(drafts, 4, read, fill, judge)    # four rounds: .body is the best text, .rounds what was tried
 
-generate.py and benchmarks.py do this with --repair=N, serve.py on its page. Each round opens one place of each draft
+generate.py and benchmarks.py do this with --repair=N, serve.py on its page. Each round masks one span of each draft
 that fails, and keeps the new text if it passes more examples. Hidden tests are never run.
 
 A draft is suspect where the model prefers another token, and at the line where an example raises. One forward pass
@@ -125,7 +125,7 @@ def run_examples(drafts, judge):
 
 
 def set_line(draft, number):
-    """Of the program's line, from 1, that of the body; None for a line that the model did not generate."""
+    """Set draft.line by the number of a line of the program, from 1; None for a line that was not generated."""
     line = (number or 0) - 1 - draft.prompt.count("\n")
     draft.line = line if 0 <= line < len(draft.body.splitlines()) else None
 
@@ -157,9 +157,9 @@ def suspects(drafts, read):
 
 
 def default_openings(draft, suspects):
-    """(start, end, text that the hole begins with) in the order in which a draft is opened.
+    """(start, end, text that the hole begins with) of the spans to mask, in the order of trial.
 
-    Of three suspect tokens the rest of the line behind the other one, then the line that raises and the tokens' lines.
+    Of three suspects the rest of each line, with its other token first; then the line that raises, and their lines.
     """
     lines = [found.span() for found in re.finditer(r".*\n|.+", draft.body)]
     raising = [] if draft.line is None else [lines[draft.line]]
@@ -180,7 +180,7 @@ def filler(read, rule, key, size, ends, rows=1):
     ids `ends` ends the hole; with size 0 it fills as many masks as the old text has tokens.
     """
     cfg, calls = read.model.cfg, itertools.count()
-    rule = rule if size else dataclasses.replace(rule, ban_ids=tuple(ends))
+    rule = dataclasses.replace(rule, **infill.ANY_SIZE, ban_ids=rule.ban_ids if size else tuple(ends))
     by_token = type(rule)(**{name: getattr(rule, name) for name in "alg temperature top_p top_k ban_ids".split()})
 
     def grow(before, old, behind, key):

@@ -36,8 +36,8 @@ from runs import Count, Natural, Share
 ACECODE = "TIGER-Lab/AceCode-87K"  # the data set on Hugging Face, or a folder of the same
 TASK = ("id", "source", "question", "test_cases", "context_messages")  # what a task keeps of AceCode's columns
 COUNTED = ("qwen_coder_2.5", "llama3_instruct")  # the models whose pass rates say how hard a row is
-SYSTEM = "You are a helpful assistant."
 BROKEN = EOFError, zlib.error, gzip.BadGzipFile  # what a damaged .gz raises
+SYSTEM = "You are a helpful assistant."
 CHAT = "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # Qwen2.5's
 
 
@@ -124,7 +124,7 @@ def write_acecode(cfg, out, paths):
             raise ValueError(f"no task is left to train on (dropped: {reasons}); give more rows, or lower --heldout")
     print(f"{len(kept_N):,} rows | dropped: {reasons}")
     if not tokenizer:
-        print("prompts were not measured: --tokenizer, that of the model, leaves out those of over --max_prompt tokens")
+        print("prompts were not measured: pass the model's --tokenizer to leave out those over --max_prompt tokens")
     return {"rows": len(kept_N), "tasks": counts, "dropped": dropped}
 
 

@@ -201,7 +201,7 @@ def open_data(folder, seq_len=0):
 
 
 def held_out(folder, data=""):
-    """(held-out Rows, tokenizer) to score the model in a folder on, of `data` or the data that it was trained on.
+    """(held-out Rows of `data`, or else of the model's training data; tokenizer) to score the model in a folder.
 
     ValueError if no rows are held out, or if the model has other token ids.
     """
@@ -232,6 +232,6 @@ def prefetch(make, first, last):
 
 def token_bytes(tokenizer, vocab):
     """Bytes of each token of a byte-level BPE, float32 [V]: one for each character; a special token has none."""
-    special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if not token.content.isspace()}
+    special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.content.strip(" \n\t")}
     names = {id: name for name, id in tokenizer.get_vocab().items() if id not in special}
     return np.array([len(names.get(id, "")) for id in range(vocab)], np.float32)

@@ -278,7 +278,7 @@ class Run:
             raise InterruptedError(f"stopped in the middle of a {self.unit} ({why}); {after}") from error
 
     def begin(self, first, settings, files=None):
-        """Write config.json and files, {name: bytes}. From here on a signal asks the run to stop, a second one ends it.
+        """Write config.json and files, {name: bytes or JSON}. From here on a signal asks the run to stop, two end it.
 
         Logs and samples after step `first`, the last checkpoint, are cut off: the run writes them again.
         """

@@ -7,8 +7,8 @@ A token attends to its own block and those before it, so the keys and values of 
 pass of a block feeds the finished block before it as well: that commits the final keys and values of this one to the
 cache, and is the first denoising step of the new one. The further steps feed the new block alone, and the token before
 it, whose hidden state predicts the first of the block. Rows begin at slot 0, each with blocks of its own, so that a row
-of a batch is what it is alone. How positions are chosen is explained in sample_dream.py. With sub_block only those of
-the first part of the block that holds a MASK are open, and of a new block its first token alone: Fast-dLLM v2's order.
+of a batch is what it is alone. How positions are chosen is explained in sample_dream.py. With sub_block a step fills
+only the first sub-block that holds a MASK, and the first step of a block only its first token, as Fast-dLLM v2.
 
 Letters: B rows, L slots, N tokens of a block, W slots of a window, M masks of a block, D width, V vocabulary, S steps.
 Refs: BD3-LM, arXiv:2503.09573; Fast-dLLM v2, arXiv:2509.26328; entropy bound: EB-Sampler, arXiv:2505.24857.
@@ -143,8 +143,8 @@ class Sampler:
         return diffusion.surest(prob_BN, masked_BN, count_B)
 
     def step(self, model, state, given, start_B, width, masks_B, i, seeds=False):
-        """Step i of a block: a pass over `width` slots of each row from start_B on, and the positions of highest
-        confidence written. With `seeds` attention is causal, and only the first token of the block is, the next one of
+        """Step i of a block: a pass over `width` slots of each row from start_B on, to fill positions of highest
+        confidence. With `seeds` attention is causal, and only the first token of the block is filled: the next one of
         an autoregressive model.
         """
         slot_BW = start_B[:, None] + jnp.arange(width)
@@ -262,7 +262,7 @@ def prepare(cfg, rule, prompts, rows=0, width=0, key=None, dtype=jnp.float32):
 
 
 def sampler_of(graph, rule, watch=None):
-    """The Sampler of a rule, without what `Given` holds already: another value of that asks for no other program."""
+    """The Sampler of a rule, without the values that `Given` holds: changing these compiles no new program."""
     # of these it only matters whether they are set
     bounds = {name: float(getattr(rule, name) > 0) for name in ("threshold", "entropy_bound")}
     return Sampler(graph, dataclasses.replace(rule, steps=0, schedule="block", vocab=0, **bounds), watch)

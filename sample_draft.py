@@ -1,17 +1,17 @@
-"""Text that a Dream of blocks writes token by token, drafted in blocks: the same text, in fewer passes.
+"""Self-speculative decoding of a Dream: draft a block, verify it causally; the same text, in fewer passes.
 
     model, _ = checkpoints.load(model_dream, "out/nemotron")    # finished tokens attend causally
     rows, stats = sample_draft.generate(model, [[5, 6, 7]], 256, sample_draft.Sampling(draft=8))
 
-Where finished tokens attend causally, the model has two readings with the same keys: one token behind the other, and
-MASKs behind the last token that see each other. A step fills MASKs by the second reading (the drafts), then reads them
-by the first: that pass predicts the token of each slot, and its keys are final. The longest prefix of drafts that equal
-the predictions stays, and the model's own next token follows. With draft_steps=0 that pass also makes the next drafts,
-for each number of drafts that may stay: a single pass, of drafts that do not see the token which follows.
+Where finished tokens attend causally, the model has two modes over the same keys: causal, and bidirectional among MASKs
+after the last token. A step fills MASKs in the second mode (the drafts), then verifies them in the first: that pass
+predicts the token of each slot, and its keys are final. The longest prefix of drafts that equal the predictions stays,
+and the model's own next token follows. With draft_steps=0 that pass also makes the next drafts, for each number of
+drafts that may stay: a single pass, of drafts that do not see the token which follows.
 
 A token is the argmax of its logits plus Gumbel noise, a function of the row's key and the slot alone: drafts and
-reading use the same noise. What is written is always the reading's token. So the text of a key is the same for every
-length of drafts, none among them, in every batch, at every temperature; in float32, but for near-ties.
+verification use the same noise. What is written is always the verified token. So the text of a key is the same for
+every length of drafts, none among them, in every batch, at every temperature; in float32, but for near-ties.
 
 Letters: B rows, L slots, N drafts, W slots of a pass, V vocabulary.
 Refs: Nemotron-Labs-Diffusion's linear self-speculation; coupling, arXiv:2408.07978; one pass: TiDAR, arXiv:2511.08923.

@@ -59,7 +59,7 @@ class Sampling:
     ban_ids: tuple[int, ...] | None = None  # never drawn; None: MASK
     vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
     eos_ids: tuple[int, ...] = ()  # each ends a text if nothing before it is MASK; eos_ids[0] fills the rest
-    late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # eos_ids have confidence 0 | EOS is never drawn
+    late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # eos_ids are unmasked last | EOS is never drawn
     history: bool = False  # keep when each token was written, and the model's probability of it then
     likeliest: int = 0  # with history: keep so many of the likeliest tokens, too
 
@@ -454,7 +454,7 @@ def prepare(cfg, rule, token_BL, see_BL, key=None):
 
 
 def sampler_of(graph, cfg, rule, watch=None):
-    """The Sampler of a rule, without what `Given` holds already: another value of that asks for no other program."""
+    """The Sampler of a rule, without the values that `Given` holds: changing these compiles no new program."""
     # of these it only matters whether they are set
     is_set = {name: float(bool(getattr(rule, name))) for name in ("threshold", "entropy_bound", "eos_penalty")}
     order = "entropy" if rule.entropy_bound else "maskgit_plus" if rule.threshold else rule.alg
@@ -473,7 +473,7 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, watch=None, rows=0):
 
     key is one for all rows, or [B] one for each; None is jax.random.key(0). `rows` of them are filled at a time, 0:
     all; block by block a row whose text has ended makes room for another. With a record or `watch` all go together, as
-    steps are counted once. Blocks, and steps if their number is not given, are for the columns masked in any row.
+    steps are counted once. Blocks, and the default number of steps, follow from the columns that are masked in any row.
 
     Raises ValueError for a canvas that does not fit the model, or steps that do not divide over the blocks.
     """

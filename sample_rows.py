@@ -7,7 +7,7 @@
     loop.submit([row])    # then row.written grows, until row.ended is set
 
 Temperature, top-p, schedule, bound and random numbers belong to a row and are arrays of one compiled program: three
-programs for each canvas width of a Dream, four of one of blocks, two of PythonCoder. serve.py is the loop's door.
+programs for each canvas width of a Dream, four with blocks, two of PythonCoder. serve.py serves the loop by HTTP.
 
 Letters: B rows, L slots of a canvas, M slots of a cache, D width, V vocabulary, N likeliest tokens.
 """

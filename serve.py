@@ -54,7 +54,7 @@ class Config:
     batch_size: Count = 8  # texts that are generated together; those of another canvas width are another batch
     queue: Count = 64  # texts that may wait; more are refused with status 429
     warm: bool = False  # compile all programs before the first request
-    grace: Count = 30  # seconds that SIGTERM leaves running requests
+    grace: Count = 30  # seconds for running requests after SIGTERM
     compile_cache: str = "~/.cache/unmask"  # folder of compiled programs, for later runs; "" keeps none
 
 

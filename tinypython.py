@@ -387,7 +387,7 @@ def main(cfg):
     if not cfg.levels:
         raise ValueError("--levels needs one of 1 to 4, or several")
     settings = json.loads(json.dumps(dataclasses.asdict(cfg) | {"out": ""}))  # with lists, as they are read back
-    if any(out.glob("*.jsonl")) and not (out / ".lock").exists():
+    if any(out.glob("*.jsonl")) and not any((out / name).exists() for name in (".lock", "meta.json")):
         raise ValueError(f"{out} holds other files than a TinyPython; choose another --out")
     out.mkdir(parents=True, exist_ok=True)
     with runs.lock(out / ".lock"):
@@ -413,7 +413,7 @@ def main(cfg):
             data = "".join(json.dumps(row) + "\n" for row in rows).encode()
             runs.write(out / f"{name.replace('rows', 'train')}.jsonl", data)
         runs.write(out / "meta.json", {"settings": settings, "tasks": {name: len(files[name]) for name in cfg.splits}})
-    print(f"wrote {out}: {cfg.n:,} functions, tasks: " + ", ".join(f"{name} {len(files[name])}" for name in cfg.splits))
+    print(f"wrote {out}: {cfg.n:,} functions, tasks: " + ", ".join(f"{key} {len(files[key]):,}" for key in cfg.splits))
 
 
 if __name__ == "__main__":

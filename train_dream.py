@@ -92,7 +92,7 @@ class Config:
     device: typing.Literal["", "cpu"] = ""  # "cpu" trains on the CPU although JAX leaves an accelerator idle
     hosts: str = ""  # "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process; default: one host
     log_every: Count = 10  # steps between rows of the log
-    eval_every: Natural = 0  # steps between evaluations, each with a sample and a checkpoint; 0: at most 1000
+    eval_every: Natural = 0  # steps between evaluations, each with a sample and a checkpoint; 0: by the run
     eval_rows: Count = 512  # held-out rows per evaluation, at most
     save_minutes: NonNegative = 30.0  # minutes between checkpoints, checked when it logs; 0: only at evaluations
     keep: Count = 2  # newest checkpoints to keep, besides the best
@@ -133,7 +133,7 @@ def with_blocks(cfg, model):
     if ar and (blocks != Blocks() or not model.shift):
         raise ValueError("--objective=ar is for a model with the shift, and has no settings of blocks")
     if blocks != Blocks() and size < (2 if blocks.context else 1):
-        raise ValueError("settings of blocks need --block_length, which is above 0, with --context=causal above 1")
+        raise ValueError("settings of blocks need --block_length above 0, with --context=causal above 1")
     if size and (cfg.schedule != "linear" or cfg.anneal_steps):
         raise ValueError("blocks go with the linear --schedule, and without --anneal_steps")
     if blocks.rates[0] >= blocks.rates[1]:
@@ -181,7 +181,7 @@ def resolve(cfg, devices, data=None, memory=None):
     dtype = cfg.dtype or ("float32" if on_cpu else "bfloat16")
     if dtype == "float32":  # else a TPU multiplies in bfloat16, a GPU in TF32
         jax.config.update("jax_default_matmul_precision", "highest")
-    known = dataclasses.replace(model, vocab=data["vocab_padded"]) if data and not cfg.init else model  # see with_mask
+    known = dataclasses.replace(model, vocab=data["vocab_padded"]) if data and not cfg.init else model  # about
     optimizer = cfg.optimizer or ("adamw" if cfg.init or md.count_params(known)["total"] >= 1e8 else "muon")
     chosen = {"seq_len": seq_len, "batch_size": batch, "micro_batch": micro, "optimizer": optimizer, "dtype": dtype}
     cfg = dataclasses.replace(cfg, **chosen)
@@ -199,7 +199,7 @@ def resolve(cfg, devices, data=None, memory=None):
 
 
 def plan(cfg, model, rows):
-    """(cfg with the length of the run and its learning rate, steps of an epoch or of --eval_every); prints them."""
+    """(cfg with the length of the run and its learning rate, steps of an epoch or, if more, --eval_every); printed."""
     counts = md.count_params(model)
     per_epoch = rows.total // cfg.batch_size
     steps = cfg.steps or max(1, round(cfg.epochs * per_epoch))
@@ -275,8 +275,8 @@ def known_ids(folder, model, meta, tokenizer_json):
 def with_expand(cfg, model, tokenizer_json):
     """A Dream that learns holes of any length (data_prep.edit): with an id for the mask that becomes two."""
     if model.block_length or cfg.lora_rank:
-        what = "a Dream that sees the whole canvas, without --lora_rank; --anneal_steps makes an autoregressive one so"
-        raise ValueError(f"{cfg.data} has holes that grow and shrink (--edit_rate), for {what}")
+        what = "train a Dream without blocks or --lora_rank, an autoregressive one with --anneal_steps"
+        raise ValueError(f"{cfg.data} has holes that grow and shrink (--edit_rate): {what}")
     if model.expand_id >= 0:
         return model
     tokens = tokenizers.Tokenizer.from_str(tokenizer_json.decode()).get_vocab(with_added_tokens=True)
@@ -522,7 +522,7 @@ class Trainer:
         checkpoints.check_memory(self.mesh, needed.pop(""), needed)
         self.shapes = shapes[""]
         self.trained = "adapters" if cfg.lora_rank else "params"  # its name in a checkpoint: adapters are no model
-        found = cfg.lora_rank and checkpoints.find_weights(runs.as_path(cfg.init))  # what adapters belong to
+        found = checkpoints.find_weights(runs.as_path(cfg.init)) if cfg.lora_rank else None  # what adapters belong to
         self.base, self.base_step = ({"base": found[1]["sums"]}, found[2]) if found else ({}, 0)
         self.rows_at = jax.NamedSharding(self.mesh, md.PS(None, md.BATCH))
         self.micro_rows = cfg.micro_batch * self.mesh.size // cfg.tensor  # on all devices together
@@ -643,7 +643,7 @@ def main(cfg):
         if first < cfg.steps:
             train(folder, store, trainer, first, skipped)
         else:
-            print(f"{cfg.out} has all of its {cfg.steps:,} steps; more with --steps, or --steps=0 --epochs")
+            print(f"{cfg.out} has all of its {cfg.steps:,} steps; raise --steps, or --epochs with --steps=0")
         store.close()
         out = cfg.out
         if cfg.lora_rank:
@@ -672,8 +672,8 @@ def train(folder, store, trainer, first, skipped):
         # A gradient that is not finite leaves the state as it was: one may be bad luck, five are a bad setting.
         meter.count(metrics.pop("ok"), waited_s)
         if meter.in_a_row == 5:
-            left = f"step {store.newest() or 0}, with a lower --lr"
-            raise RuntimeError(f"no finite gradient in five steps, the last {done}; go on from {left}")
+            left = f"--resume={cfg.out} and a lower --lr"
+            raise RuntimeError(f"no finite gradient in five steps, the last {done}; go on with {left}")
         late = False
         if done % cfg.log_every == 0 or done == cfg.steps or meter.in_a_row:
             folder.log({"step": done, **metrics, **meter.row(done)})

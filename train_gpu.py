@@ -430,7 +430,7 @@ def save(state, step, cfg, meta, tokenizer_json, devices):
 @torch.no_grad()
 def restore(folder, state, meta):
     """Load a checkpoint into the state; returns its step. Raises ValueError if it does not fit."""
-    other = folder.parent.name == "checkpoints"  # of train_tpu.py or train_dream.py
+    other = not folder.name.startswith("step_")  # of train_tpu.py or train_dream.py
     advice = "go on with the trainer that wrote it" if other else "delete it to use the one before"
     try:
         trainer = runs.read_json(folder / "trainer.json", "model", "train", "data", "step", "skipped", "scaler")
@@ -496,7 +496,7 @@ def evaluate(model, token_RL, rng, micro_batch, dtype):
 
 
 def scores(sums_T4, bits):
-    """Scores for the log, of the sums of `evaluate`; bits per byte of text is a nat per token."""
+    """Scores for the log, of the sums of `evaluate`; a nat per token is `bits` bits per byte."""
     nats, masked_nats, correct, masks = sums_T4.sum(0).tolist()
     row = {"heldout_nats": nats, "perplexity": math.exp(min(nats, 700)), "bits_per_byte": bits * nats}
     return row | {"masked_ce": masked_nats / masks, "masked_accuracy": correct / masks}
@@ -561,7 +561,7 @@ def train(cfg, devices):
     tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
     heldout_RL, bits = read_heldout(heldout, tokenizer, cfg.eval_rows)
     own = {name: getattr(cfg, name) for name in ("tie", "rope", "dropout")} | {"vocab": rows.meta["vocab_padded"]}
-    own["positions"] = rows.meta["seq_len"]  # longer texts would be at positions that were never trained
+    own["positions"] = max(mdlm.CONFIGS[cfg.model].positions, rows.meta["seq_len"])
     architecture = dataclasses.replace(mdlm.CONFIGS[cfg.model], **own)
     meta = {"model": dataclasses.asdict(architecture), "data": rows.meta["fingerprint"]}
     meta["train"] = dataclasses.asdict(cfg) | given  # as it was given: a resumed run may have other devices

@@ -72,7 +72,7 @@ class Config:
     device: typing.Literal["", "cpu"] = ""  # "cpu" trains on the CPU although JAX leaves an accelerator idle
     hosts: str = ""  # "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process; default: one host
     log_every: Count = 10  # steps between rows of the log
-    eval_every: Natural = 0  # steps between evaluations, each with a sample and a checkpoint; 0: at most 1000
+    eval_every: Natural = 0  # steps between evaluations, each with a sample and a checkpoint; 0: by the run
     eval_rows: Count = 512  # held-out rows per evaluation, at most
     save_minutes: NonNegative = 30.0  # minutes between checkpoints, checked when it logs; 0: only at evaluations
     keep: Count = 2  # newest checkpoints to keep, besides the best
@@ -128,7 +128,7 @@ def most_rows(name, devices, memory):
 def pick_model(cfg, devices, data=None, memory=None):
     """(name of the preset, architecture): --model, or the largest preset that memory and data allow.
 
-    The model has as many ids and positions as the data, if the preset has fewer, or twice as many ids.
+    It has the data's number of ids if the preset has fewer, or twice as many, and positions for a row.
     """
     name, memory = cfg.model or "tiny", memory or checkpoints.device_memory_gib(devices[0]) or 0
     for larger in STEP_GIB.get(devices[0].platform, ()) if not cfg.model else ():
@@ -140,7 +140,7 @@ def pick_model(cfg, devices, data=None, memory=None):
         raise ValueError(f"--model={name}: not one of {', '.join(pc.CONFIGS)}; train_dream.py trains Dream")
     model = pc.CONFIGS[name]
     if cfg.diff == "v2" and model.heads // model.kv_heads % 2:
-        raise ValueError(f"--diff=v2 subtracts pairs of heads that read the same keys: the heads of {name} do not")
+        raise ValueError(f"--diff=v2 needs an even number of heads per key head, not {name}'s: choose another --model")
     fits = not data or data["vocab_size"] <= model.vocab < 2 * data["vocab_padded"]
     ids = model.vocab if fits else data["vocab_padded"]
     positions = max(model.positions, data["seq_len"] if data else cfg.seq_len)
@@ -210,7 +210,7 @@ def resolve(cfg, devices, data=None, memory=None):
 
 
 def plan(cfg, model, rows):
-    """(cfg with the length of the run and its learning rate, steps of an epoch or of --eval_every); prints them."""
+    """(cfg with the length of the run and its learning rate, steps of an epoch or, if more, --eval_every); printed."""
     counts = pc.count_params(model)
     # Length: whole epochs, unless --steps says otherwise.
     per_epoch = rows.total // cfg.batch_size
@@ -552,7 +552,7 @@ def main(cfg):
         if first < cfg.steps:
             train(folder, store, trainer, first, skipped)
         else:
-            print(f"{cfg.out} has all of its {cfg.steps:,} steps; more with --steps, or --steps=0 --epochs")
+            print(f"{cfg.out} has all of its {cfg.steps:,} steps; raise --steps, or --epochs with --steps=0")
         store.close()
     print(f"done: {cfg.out}; generate code with: python generate.py --ckpt={cfg.out}")
 
@@ -570,8 +570,8 @@ def train(folder, store, trainer, first, skipped):
         # A gradient that is not finite leaves the state as it was: one may be bad luck, five are a bad setting.
         meter.count(metrics.pop("ok"), waited_s)
         if meter.in_a_row == 5:
-            left = f"step {store.newest() or 0}, with a lower --lr"
-            raise RuntimeError(f"no finite gradient in five steps, the last {done}; go on from {left}")
+            left = f"--resume={cfg.out} and a lower --lr"
+            raise RuntimeError(f"no finite gradient in five steps, the last {done}; go on with {left}")
         late = False
         if done % cfg.log_every == 0 or done == cfg.steps or meter.in_a_row:
             folder.log({"step": done, **metrics, **meter.row(done)})

@@ -83,11 +83,11 @@ def dream_writer(cfg, record, run, step):
     ends = tuple(sorted(ends - {None, model.cfg.mask_id}))
     if (cfg.dream.eos_penalty or cfg.dream.late_eos) and not ends:
         flag = "--eos_penalty" if cfg.dream.eos_penalty else "--late_eos"
-        raise ValueError(f"{flag} is for protocols in which <|endoftext|> ends a text; this one reads on behind")
+        raise ValueError(f"{flag} is for protocols in which <|endoftext|> ends a text; in this one it does not")
     others = "chat", "bos", "int8", "int4", "hole", "repair"
     flags = {name: value for name, value in dataclasses.asdict(cfg.dream).items() if name not in others}
     flags |= {"temperature": cfg.temperature, "top_p": cfg.top_p, "top_k": record.top_k}
-    flags["vocab"] = tokenizer.get_vocab_size()
+    flags |= {"vocab": tokenizer.get_vocab_size(), "filtered": cfg.dream.fast_dllm}
     rule, sampler = sample_dream.Sampling(**flags, eos_ids=ends), sample_dream
     if model.cfg.block_length:
         rule, sampler = sample_block.settings_of(rule), sample_block
@@ -101,7 +101,7 @@ def dream_writer(cfg, record, run, step):
     growth |= {"regrow": cfg.max_new, "to_right": True} if record.bos else {}  # as DreamOn's evaluation
     size, hole_ends = cfg.dream.hole or model.cfg.hole_masks, (*ends, model.cfg.eos_id)
     if model.cfg.block_length and (cfg.dream.repair or record.data == ("infilling",)):
-        raise ValueError("holes, as of humaneval_infilling and --repair, are for a Dream that sees the whole canvas")
+        raise ValueError("humaneval_infilling and --repair need a Dream without blocks; choose another --ckpt")
 
     def fill_hole(ids, key):
         """What belongs in the place of the one MASK of a text: as many tokens as the Dream itself says, else as the

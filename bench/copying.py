@@ -102,7 +102,8 @@ def measured(cfg, out, tasks, name, seed):
     shutil.rmtree(folder, ignore_errors=True)
     data = out / settings.get("data", "all") / "rows"
     shared = {"model": "tiny", "steps": cfg.steps, "eval_every": cfg.every, "keep": cfg.steps, "eval_rows": 16}
-    settings = shared | settings | {"data": str(data), "out": str(folder), "seed": seed, "log_every": 100}
+    shared |= {"compile_cache": "", "log_every": 100}
+    settings = shared | settings | {"data": str(data), "out": str(folder), "seed": seed}
     seconds = spent("pythoncoder", shape, settings)
     texts = numbers_of(runs.read_tokenizer(folder), tasks)
     share = {step: copied(folder, step, *texts) for step in runs.saved_steps(folder)}
@@ -158,8 +159,8 @@ def main(cfg):
                 with path.open("a") as file:
                     file.write(json.dumps(row) + "\n")
     found = sorted(read_lines(path), key=lambda row: row["seed"])
-    about = f"Seeds side by side; {found[0]['cpu']}, two runs at once."
-    lines = [HEAD, *table(found), "", about, "", "![curves](copying.png)"]
+    about = f"Seeds side by side; {', '.join(dict.fromkeys(row['cpu'] for row in found))}."
+    lines = [HEAD, *table(found), "", about, "", f"![curves]({cfg.file}.png)"]
     lines += ["", f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"]
     (RESULTS / f"{cfg.file}.md").write_text("\n".join(lines) + "\n")
     plot(found, RESULTS / f"{cfg.file}.png")

@@ -868,7 +868,7 @@ def drift_rows(canvases, cfg):
             rule = sample_dream.Sampling(block_length=C, cache=cache, **own)
             _, stats = sample_dream.fill(model, token_BL, canvases.see_BL, rule, jax.random.key(0))
             record = stats["record"]
-            step_BC, drawn_BC, logp_BC = (np.asarray(x_BL)[:, -C:] for x_BL in record)
+            step_BC, drawn_BC, logp_BC = (np.asarray(x_BL)[:, -C:] for x_BL in record[:3])
             views = np.asarray(record.token_BL), canvases.see_BL, step_BC, model.cfg.mask_id
             log_BC = np.asarray(replayed(model, *views, int(step_BC.max()) + 1)) - logp_BC
             found = drift(log_BC, drawn_BC != model.cfg.mask_id)

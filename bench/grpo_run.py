@@ -49,7 +49,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-from record import RESULTS, record
+from record import RESULTS, claim, record
 
 import coupled_grpo
 import grpo
@@ -203,6 +203,7 @@ def run_demo(kind, settings):
 def finished(cfg, seed, kind):
     """The log of a run and its minutes; runs it if that is not done yet."""
     out, world = Path(cfg.out) / f"{kind}-{seed}", Path(cfg.out) / f"{cfg.kinds[0]}-{cfg.seeds[0]}" / "world"
+    claim(cfg.out, {name: getattr(cfg, name) for name in ("rounds", "eval_every", "eval_samples")})
     if not (out / "minutes.json").exists():
         shutil.rmtree(out, ignore_errors=True)
         if world.exists():  # the same tasks for all

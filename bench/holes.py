@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 import jax
 import numpy as np
-from record import RESULTS, cpu_name
+from record import RESULTS, claim, cpu_name
 
 import checkpoints
 import infill
@@ -46,7 +46,7 @@ class Config:
 
 def fill_holes(cfg, tasks, masks, valid):
     """[{"exact", "passes_tests", "parses", "masks", "forwards", "filling", "mending"}]; -ing in seconds."""
-    model, _ = checkpoints.load(model_dream, cfg.ckpt)
+    model, _ = checkpoints.load(model_dream, cfg.ckpt, dtype="float32")  # as generate.py on a CPU
     tokenizer, clock = runs.read_tokenizer(cfg.ckpt), {"compile": 0.0}
 
     def on_event(name, seconds, **_):
@@ -94,6 +94,7 @@ def fill_holes(cfg, tasks, masks, valid):
 
 def main(cfg):
     out = Path(cfg.out)
+    claim(out, {"ckpt": cfg.ckpt, "holes": cfg.holes})
     split = "--splits=composed", "--formats=rows", f"--tasks={cfg.holes}"
     runs.script("tinypython.py", "--n=20000", *split, f"--out={out / 'world'}")
     tasks = [json.loads(line) for line in (out / "world/composed.jsonl").read_text().splitlines()]
@@ -107,7 +108,7 @@ def main(cfg):
     grows = model_dream.read_config(cfg.ckpt).expand_id >= 0
     for masks in ("as many", 4, 16, 64, "likeliest", *(f"from {n}" for n in (4, 16, 64) if grows)):
         for valid in (False, True):
-            path = out / f"{masks}-{valid}-{cfg.holes}-{Path(cfg.ckpt).name}.json"
+            path = out / f"{masks}-{valid}.json"
             if not path.exists():
                 path.write_text(json.dumps(fill_holes(cfg, tasks, masks, valid)))
             rows = json.loads(path.read_text())

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from record import record
+from record import claim, record
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -135,6 +135,7 @@ def distinct(texts):
 def judge_stories(cfg, tokenizer):
     import model_pythoncoder as pc
 
+    claim(cfg.twin, {"data": str(Path(cfg.data).resolve()), "twin_steps": cfg.twin_steps})
     if not runs.saved_steps(Path(cfg.twin, "run")):
         train_twin(cfg)
     model, _, _ = inference.load_for_inference(pc, runs.as_path(f"{cfg.twin}/run"), 0, "")

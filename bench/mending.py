@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 import jax
 import numpy as np
-from record import RESULTS, record
+from record import RESULTS, claim, record
 
 import benchmarks
 import canvas
@@ -287,6 +287,7 @@ def plot(of, path):
 
 def main(cfg):
     checkpoints.keep_compiled("~/.cache/unmask")
+    claim(cfg.out, {name: value for name, value in vars(cfg).items() if name not in ("out", "file")})
     out, dream, coder = Path(cfg.out), Dream(cfg), Coder(cfg)
     splits = "constants", "composed", "phrased"
     shape = "--n=20000", f"--tasks={cfg.tasks}", f"--out={out / 'world'}"

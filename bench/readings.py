@@ -54,7 +54,7 @@ with the loss of masks, in blocks of 16 with a causal context, beside *ar weight
 give the token-by-token text, so that pass@1 is equal; "passes 0": the pass that verifies also makes the next
 drafts; "passes 2" are of an earlier version.
 
-![pass@1 over passes of all rules](readings.png)"""
+![pass@1 over passes of all rules]({}.png)"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,8 +236,12 @@ def main(cfg):
         path.write_text("".join(json.dumps(row) + "\n" for row in found))
 
     arms.sort(key=lambda arm: arm == "ar")
+    if other := {row["tasks"] for row in found} - {cfg.tasks}:
+        raise ValueError(f"{path} has rows of {other.pop()} tasks: say --tasks, or another --file")
     todo = [(seed, arm) for seed in cfg.seeds for arm in arms if not known(seed, arm)]
-    if todo:
+    if not todo:
+        print(f"nothing to measure: all of it is in {path}, and another --file measures it anew")
+    else:
         runs.script("tinypython.py", "--n=200000", f"--out={out / 'world'}")
         if not (out / "rows/meta.json").exists():
             runs.script("data_prep.py", "pairs", str(out / "world/pairs.jsonl"), f"--out={out / 'rows'}", *PACKING)
@@ -257,9 +261,11 @@ def main(cfg):
 
     found.sort(key=lambda row: ([*ARMS, CODER].index(row["arm"]), row["seed"]))
     plot(found, cfg.tasks, RESULTS / f"{cfg.file}.png")
-    lines = ["# One set of weights, two readings", "", *ABOUT.splitlines(), "", *table(found, cfg.tasks), ""]
+    about = ABOUT.format(cfg.file).splitlines()
+    lines = ["# One set of weights, two readings", "", *about, "", *table(found, cfg.tasks), ""]
     lines += [f"The seeds side by side; {cfg.tasks} tasks of the split composed, at most {CANVAS} tokens, greedy."]
-    lines += [f"{found[0]['cpu']}. `python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"]
+    cpus = ", ".join(dict.fromkeys(row["cpu"] for row in found))
+    lines += [f"{cpus}. `python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"]
     (RESULTS / f"{cfg.file}.md").write_text("\n".join(lines) + "\n")
 
 

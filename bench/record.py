@@ -27,6 +27,16 @@ def cpu_name():
         return platform.processor() or platform.machine()
 
 
+def claim(folder, settings):
+    """Note with which settings the results in a folder are made. ValueError if it holds results of others."""
+    path, settings = Path(folder) / "settings.json", json.loads(json.dumps(settings))
+    saved = json.loads(path.read_text()) if path.exists() else settings
+    if other := [f"{name}={saved.get(name)}" for name in settings if saved.get(name) != settings[name]]:
+        raise ValueError(f"{folder} holds results of {', '.join(other)}; choose another folder, or delete it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(settings))
+
+
 def record(file, name, value, unit, spread=None, device="", **more):
     """Write one entry into bench/results/<file>.json and print it."""
     # the versions that a number depends on, of what is installed

@@ -100,7 +100,7 @@ def scored(cfg, folder, data):
     else:
         import train_tpu
 
-        row = train_tpu.main(train_tpu.Config(**settings, device="cpu" * ("--device=cpu" in cfg.flags)))
+        row = train_tpu.main(train_tpu.Config(**settings, device="cpu" if "--device=cpu" in cfg.flags else ""))
     spread = 2 * row.get("standard_error", 0) / row["heldout_nats"] * row["bits_per_byte"]  # it is in nats per token
     return {"bits_per_byte": row["bits_per_byte"], "spread": spread}
 
@@ -134,13 +134,14 @@ def main(cfg):
     prepare(cfg, recipe, data)
 
     # train, within the budget
+    cpu = ["--device=cpu"] if "--device=cpu" in shlex.split(cfg.flags) else []
     trainer = {"stories": "train_gpu.py", "functions, dream": "train_dream.py"}.get(recipe, "train_tpu.py")
     start, before = ["--model=tiny"] * (recipe == "functions, dream"), processor_seconds()
     if start and cfg.ar_steps:
         start = [f"--init={out}_causal"]
-        causal = [*shlex.split(CAUSAL), *({"--device=cpu"} & {*shlex.split(cfg.flags)})]
+        causal = ["--compile_cache=", *shlex.split(CAUSAL), *cpu]
         runs.script(trainer, f"--data={data}", f"--out={out}_causal", f"--steps={cfg.ar_steps}", *causal)
-    flags = shlex.split(f"{TRAIN[recipe]} {cfg.flags}")
+    flags = shlex.split(f"{TRAIN[recipe]} {'' if cfg.track == 'stories' else '--compile_cache='} {cfg.flags}")
     runs.script(trainer, f"--data={data}", f"--out={out}", *start, *flags)
     seconds = processor_seconds() - before
 

@@ -154,7 +154,7 @@ functions are 14 M tokens of a vocabulary of 1,024, 22 M with the EOS that a Dre
 | family | parameters | core minutes | steps | processor s | pass@1 on *composed* |
 |---|---|---|---|---|---|"""
 TAIL = """Greedy, 1,000 tasks, 95 % intervals; one seed each. A Dream learns from left to right for a fifth of its time.
-{cpu}, one core with two hyperthreads, whose seconds add up. `python bench/tinypython_page.py`
+{cpu}; the seconds of a core's hyperthreads add up. `python bench/tinypython_page.py`
 
 ![pass@1](tinypython.png)"""
 
@@ -166,7 +166,8 @@ def page(out, rows, count):
         score = "{:.1f} % ({:.1f} to {:.1f})".format(*(100 * rate for rate in row["pass@1"]))
         cells = row["family"], f"{row['size'][0]} M", row["minutes"], f"{row['steps']:,}", f"{row['processor_s']:,.0f}"
         lines.append("| " + " | ".join(map(str, (*cells, score))) + " |")
-    lines += ["", f"{len(rows)} of 18 cells. " * (len(rows) < 18) + TAIL.format(cpu=rows[0]["cpu"])]
+    cpus = ", ".join(dict.fromkeys(row["cpu"] for row in rows))
+    lines += ["", f"{len(rows)} of 18 cells. " * (len(rows) < 18) + TAIL.format(cpu=cpus)]
     for family in ("pythoncoder", "dream"):
         for passed, texts in samples(out, family, count):
             which = "that pass their tests" if passed else "that do not"

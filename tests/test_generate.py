@@ -129,16 +129,16 @@ def test_fill_in_the_middle_puts_prefix_and_suffix_before_the_middle(run_folder)
     assert 0 not in canvas.encode(tokenizer, "<|endoftext|>", "")  # a special token's name in a prompt is text
 
 
-def test_a_text_ends_with_the_token_that_ended_the_documents_of_the_data(run_folder, tmp_path, capsys):
+def test_a_text_ends_with_the_token_that_ended_the_documents_of_the_data(run_folder, tmp_path):
     tokenizer = Tokenizer.from_file(str(run_folder / "tokenizer.json"))
     assert canvas.end_of_text(tmp_path, tokenizer) == tokenizer.token_to_id("<|endoftext|>")
-    settings = {"prompt": "def f(x):", "temperature": 0.0, "max_new": 8, "json": True}
-    out, _ = says_pythoncoder(capsys, run_folder, **settings)
-    ids = tokenizer.encode(json.loads(out)["completion"]).ids
-    shutil.copytree(run_folder, tmp_path / "run")
-    (tmp_path / "run" / "generation_config.json").write_text(json.dumps({"eos_token_id": ids[2]}))
-    out, _ = says_pythoncoder(capsys, tmp_path / "run", **settings)
-    assert json.loads(out)["tokens"] <= 3
+    path = shutil.copytree(run_folder, tmp_path / "run") / "generation_config.json"
+    path.write_text('{"eos_token_id": 7}')
+    cfg = generate.resolve(generate.Config(ckpt=str(tmp_path / "run"), prompt="x", compile_cache=""))
+    assert generate.PythonCoder(cfg, 1).rule.eos == 7
+    path.write_text("7")
+    with pytest.raises(ValueError, match=r"generation_config.json is damaged"):
+        canvas.end_of_text(tmp_path / "run", tokenizer)
 
 
 def refused(part, config=None, **settings):
@@ -237,6 +237,8 @@ def test_a_completion_ends_where_it_no_longer_defines_anything_or_does_not_parse
     assert canvas.definitions("def f(x):\n", deep) == "def f(x):\n    return x"
     answer = "Here it is:\n```python\ndef f(x):\n    return x\n\nprint(f(1))\n```\nIt returns x."
     assert canvas.definitions("Write f.\n>>> f(1)\n1\n", answer) == "def f(x):\n    return x"
+    answer = "```python\nMOD = 7\n@cache\ndef f(x):\n    return x % MOD\n```"
+    assert canvas.definitions("Write f.", answer) == answer[10:-4]
 
 
 def test_the_first_completion_that_passes_in_the_sandbox_is_taken(capsys):

@@ -30,9 +30,9 @@ CEILINGS = {  # script: files that it carries, with itself, and lines of all of 
     "sandbox": (2, 1183),
     "train_dream": (8, 4180),
     "train_gpu": (5, 2189),
-    "train_tpu": (7, 3646),
-    "sample_rows": (11, 5779),
-    "serve": (12, 6158),
+    "train_tpu": (7, 3647),
+    "sample_rows": (11, 5791),
+    "serve": (12, 6170),
 }
 LEAF = {"benchmarks", "problems", "protocols", "writers"}  # one program in four files
 TRAINERS = ("train_tpu", "train_dream", "train_gpu", "coupled_grpo")

@@ -47,7 +47,7 @@ def test_the_colab_notebook_trains_writes_code_scores_and_learns(tmp_path, monke
         assert part in text, text
     for part in ("tensors,", "64 tokens in", "round 2 |"):
         assert part in text, text
-    assert (tmp_path / "runs" / "grpo" / "merged").is_dir()
+    assert (tmp_path / "runs" / "grpo_7b" / "merged").is_dir()
     kinds = {kind for output in outputs for kind in output.get("data", {})}
     assert {"image/png", "text/html"} <= kinds
 

@@ -444,8 +444,7 @@ def test_a_run_leaves_a_model_that_loads_and_its_scores_fall(data, unbroken):
     assert 0 <= scores[-1]["masked_accuracy"] < 1
     assert list(runs.saved_steps(unbroken)) == [8, 12]
     model = mdlm.load(unbroken / "step_12")
-    own = {"vocab": 512, "rope": True, "positions": 32}  # 300 token ids, filled up; no position beyond the rows
-    assert model.cfg == dataclasses.replace(mdlm.CONFIGS["tiny"], **own)
+    assert model.cfg == dataclasses.replace(mdlm.CONFIGS["tiny"], vocab=512, rope=True)  # 300 token ids, filled up
     assert "---- step 12" in (unbroken / "samples.txt").read_text()
 
 
