@@ -51,6 +51,7 @@ class Config:
     batches: tuple[int, ...] = (1, 7)  # rows of a batch
     max_new: runs.Count = 96  # tokens of a text
     tie: float = 1e-4  # margin of a near-tie
+    file: str = "drafts"  # bench/results/<file>.md
 
 
 @functools.partial(jax.jit, static_argnames="rule")
@@ -174,7 +175,7 @@ def main(cfg):
     out += ["", "Means and two standard errors over texts of all temperatures, behind the first token.", ""]
     out += [f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`", ""]
     out += [f"{cpu_name()}, one core, {time.process_time() - began:.0f} processor seconds, compiling included."]
-    (RESULTS / "drafts.md").write_text("\n".join(out) + "\n")
+    (RESULTS / f"{cfg.file}.md").write_text("\n".join(out) + "\n")
 
 
 if __name__ == "__main__":

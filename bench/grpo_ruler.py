@@ -624,6 +624,7 @@ class Config:
     batches: int = 0  # of completions whose policy gradients are compared, 25 s for each; 0: none
     prompts: int = 4  # of a batch
     group: int = 8  # completions of a prompt
+    file: str = "grpo_ruler"  # bench/results/<file>.md
     drift: bool = False  # only print how far rollouts with a cache drift from the model that learns
 
 
@@ -924,7 +925,7 @@ def main(cfg):
     lines += [*path_rows(of_answers, cfg.tau, elbos.mean()), *strata_rows(cfg.length)]
     lines += gradient_rows(canvases, cfg) if cfg.batches else []
     text = "\n".join(lines) + f"\n\n`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`\n"
-    (RESULTS / "grpo_ruler.md").write_text(text)
+    (RESULTS / f"{cfg.file}.md").write_text(text)
     print(text)
 
 

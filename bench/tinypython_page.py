@@ -1,13 +1,13 @@
 """What models of 1, 2 and 4 M parameters reach on TinyPython after 5, 20 and 60 core minutes: a table, a plot, samples.
 
-    python bench/tinypython_page.py --only="1m, 5"           # ten minutes of a core: both families
-    python bench/tinypython_page.py                          # nine core hours; goes on where it stopped
-    python bench/tinypython_page.py --only=none              # writes the page from what is there
+    python bench/tinypython_page.py --only="1m, 5" --file=mine    # ten minutes of a core: both families
+    python bench/tinypython_page.py --file=mine                   # nine core hours; goes on where it stopped
+    python bench/tinypython_page.py --only=none                   # writes the page from what is there
 
 A cell is a training from scratch with a learning rate that falls within its own time, and greedy pass@1 on the 1,000
 tasks of the split `composed`, with a 95 % interval (Wilson). A Dream learns from left to right for a fifth of its
 time, then to fill masks. Processor seconds count, of training and what it compiles; scoring does not. Each cell is
-appended to results/tinypython.jsonl, from which tinypython.md and tinypython.png are written. Samples are of the models
+appended to results/<file>.jsonl, from which <file>.md and <file>.png are written. Samples are of the models
 in weights/.
 """
 
@@ -44,6 +44,7 @@ PROBE = 60  # steps from which the pace is known
 class Config:
     only: str = ""  # only cells whose "family, size, minutes" has a match of this regular expression; none: no cell
     out: str = "out/tinypython_page"  # folder of the world, its rows and the runs
+    file: str = "tinypython"  # bench/results/<file>.jsonl, .md, .png
     samples: int = 5  # right answers, and wrong ones, of each model in weights/
 
 
@@ -156,25 +157,25 @@ functions are 14 M tokens of a vocabulary of 1,024, 22 M with the EOS that a Dre
 TAIL = """Greedy, 1,000 tasks, 95 % intervals; one seed each. A Dream learns from left to right for a fifth of its time.
 {cpu}; the seconds of a core's hyperthreads add up. `python bench/tinypython_page.py`
 
-![pass@1](tinypython.png)"""
+![pass@1]({file}.png)"""
 
 
-def page(out, rows, count):
-    """tinypython.md, with tinypython.png."""
+def page(out, rows, count, file):
+    """<file>.md, with <file>.png."""
     lines = [HEAD]
     for row in rows:
         score = "{:.1f} % ({:.1f} to {:.1f})".format(*(100 * rate for rate in row["pass@1"]))
         cells = row["family"], f"{row['size'][0]} M", row["minutes"], f"{row['steps']:,}", f"{row['processor_s']:,.0f}"
         lines.append("| " + " | ".join(map(str, (*cells, score))) + " |")
     cpus = ", ".join(dict.fromkeys(row["cpu"] for row in rows))
-    lines += ["", f"{len(rows)} of 18 cells. " * (len(rows) < 18) + TAIL.format(cpu=cpus)]
+    lines += ["", f"{len(rows)} of 18 cells. " * (len(rows) < 18) + TAIL.format(cpu=cpus, file=file)]
     for family in ("pythoncoder", "dream"):
         for passed, texts in samples(out, family, count):
             which = "that pass their tests" if passed else "that do not"
             lines += ["", f"## weights/{family}: the first {len(texts)} of the split {which}", ""]
             lines += [f"```\n{text}\n```" for text in texts]
-    (RESULTS / "tinypython.md").write_text("\n".join(lines) + "\n")
-    plot(rows, RESULTS / "tinypython.png")
+    (RESULTS / f"{file}.md").write_text("\n".join(lines) + "\n")
+    plot(rows, RESULTS / f"{file}.png")
 
 
 def plot(rows, path):
@@ -203,7 +204,7 @@ def plot(rows, path):
 
 
 def main(cfg):
-    out, path = Path(cfg.out), RESULTS / "tinypython.jsonl"
+    out, path = Path(cfg.out), RESULTS / f"{cfg.file}.jsonl"
     prepare(out)
     cells = [(family, shape, minutes) for minutes in MINUTES for shape in SHAPES for family in ("pythoncoder", "dream")]
     for key in cells:
@@ -214,7 +215,7 @@ def main(cfg):
             with path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
     if rows := read_lines(path):
-        page(out, sorted(rows, key=lambda row: (row["family"], row["size"], row["minutes"])), cfg.samples)
+        page(out, sorted(rows, key=lambda row: (row["family"], row["size"], row["minutes"])), cfg.samples, cfg.file)
 
 
 if __name__ == "__main__":
