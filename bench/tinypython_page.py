@@ -1,6 +1,6 @@
 """What models of 1, 2 and 4 M parameters reach on TinyPython after 5, 20 and 60 core minutes: a table, a plot, samples.
 
-    python bench/tinypython_page.py --only="1m, 5" --file=mine    # ten minutes of a core: both families
+    python bench/tinypython_page.py --only="1m, 5" --file=mine    # twenty minutes: both families
     python bench/tinypython_page.py --file=mine                   # nine core hours; goes on where it stopped
     python bench/tinypython_page.py --only=none                   # writes the page from what is there
 

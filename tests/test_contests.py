@@ -9,6 +9,7 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT / "bench"))
 import least
 import mending
+import record
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,13 @@ def test_the_granted_error_gives_up_the_texts_with_most_passes():
     assert least.granted([1, 2, 3, 10], 0) == 4
     assert least.granted([10, 1, 3, 2], 0.25) == 7 / 4
     assert least.granted([10, 1, 3, 2], 0.24) == 4
+
+
+def test_a_folder_of_results_takes_no_others(tmp_path):
+    record.claim(tmp_path / "out", {"seeds": (0, 1), "steps": 3})
+    record.claim(tmp_path / "out", {"seeds": (0, 1), "steps": 3})
+    with pytest.raises(ValueError, match=r"holds results of steps=3; choose another folder"):
+        record.claim(tmp_path / "out", {"seeds": (0, 1), "steps": 4})
 
 
 def test_a_planted_bug_is_one_change_that_parses():
