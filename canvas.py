@@ -6,7 +6,7 @@
     completion, text = texts.text_of(blank, ids)
     canvas.write_page("steps.html", [texts.tokens(blank, ids, when, probability)])    # or steps.svg
 
-The JAX scripts use it for prompts and texts, data_prep.py for chat templates. Imports nothing of ours; a page is
+What generates text uses it, and data_prep.py for chat templates. Imports nothing of ours; a page is
 serve.html with the steps inside.
 """
 
@@ -169,7 +169,7 @@ def end_of_text(folder, tokenizer):
         token = json.loads(path.read_bytes()).get("eos_token_id", token) if path.is_file() else token
     except (ValueError, AttributeError):
         raise ValueError(f"{path} is damaged: it is not a JSON object") from None
-    token = token[0] if isinstance(token, list) else token
+    token = next(iter(token), None) if isinstance(token, list) else token  # of several the first
     return -1 if token is None else token
 
 
@@ -358,7 +358,7 @@ def examples(prompt):
     except UNREADABLE as error:
         raise ValueError(f"cannot read the >>> examples of the prompt: {error}") from None
     if not found:
-        raise ValueError("the prompt's docstring has no >>> examples that can be run: there are none")
+        raise ValueError("the prompt has no >>> examples that can be run")
     return found
 
 

@@ -92,7 +92,7 @@ class Config:
     device: typing.Literal["", "cpu"] = ""  # "cpu" trains on the CPU although JAX leaves an accelerator idle
     hosts: str = ""  # "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process; default: one host
     log_every: Count = 10  # steps between rows of the log
-    eval_every: Natural = 0  # steps between evaluations, each with a sample and a checkpoint; 0: by the run
+    eval_every: Natural = 0  # steps between evaluations, each with a sample and a checkpoint; 0: 50 to 1000
     eval_rows: Count = 512  # held-out rows per evaluation, at most
     save_minutes: NonNegative = 30.0  # minutes between checkpoints, checked when it logs; 0: only at evaluations
     keep: Count = 2  # newest checkpoints to keep, besides the best
@@ -181,7 +181,7 @@ def resolve(cfg, devices, data=None, memory=None):
     dtype = cfg.dtype or ("float32" if on_cpu else "bfloat16")
     if dtype == "float32":  # else a TPU multiplies in bfloat16, a GPU in TF32
         jax.config.update("jax_default_matmul_precision", "highest")
-    known = dataclasses.replace(model, vocab=data["vocab_padded"]) if data and not cfg.init else model  # about
+    known = dataclasses.replace(model, vocab=data["vocab_padded"]) if data and not cfg.init else model  # and MASK
     optimizer = cfg.optimizer or ("adamw" if cfg.init or md.count_params(known)["total"] >= 1e8 else "muon")
     chosen = {"seq_len": seq_len, "batch_size": batch, "micro_batch": micro, "optimizer": optimizer, "dtype": dtype}
     cfg = dataclasses.replace(cfg, **chosen)
@@ -275,7 +275,7 @@ def known_ids(folder, model, meta, tokenizer_json):
 def with_expand(cfg, model, tokenizer_json):
     """A Dream that learns holes of any length (data_prep.edit): with an id for the mask that becomes two."""
     if model.block_length or cfg.lora_rank:
-        what = "train a Dream without blocks or --lora_rank, an autoregressive one with --anneal_steps"
+        what = "these need a Dream without blocks, and no --lora_rank; an autoregressive one needs --anneal_steps"
         raise ValueError(f"{cfg.data} has holes that grow and shrink (--edit_rate): {what}")
     if model.expand_id >= 0:
         return model

@@ -159,6 +159,8 @@ def main(cfg):
                 with path.open("a") as file:
                     file.write(json.dumps(row) + "\n")
     found = sorted(read_lines(path), key=lambda row: row["seed"])
+    if not found:
+        raise ValueError(f"{path} has no rows; measure some with --only and --seeds")
     about = f"Seeds side by side; {', '.join(dict.fromkeys(row['cpu'] for row in found))}."
     lines = [HEAD, *table(found), "", about, "", f"![curves]({cfg.file}.png)"]
     lines += ["", f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"]

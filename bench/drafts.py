@@ -5,7 +5,7 @@
 
 Each prompt goes through --each of the combinations of temperature, top-p, N, passes for the drafts and batch, in turn.
 Its text is compared with that of one token at a time, which the same key gives in a batch of 50. A margin is how far a
-token's logit with noise lies above the second: float32 may turn one below --tie. Writes bench/results/drafts.md.
+token's logit with noise lies above the second: float32 may turn one below --tie. Writes bench/results/<file>.md.
 
 With --coder: what PythonCoder's rule, equal noise for a draft and its judge, costs in accepted drafts beside
 Leviathan's, which accepts the most that any rule can (arXiv:2211.17192). Only prints.

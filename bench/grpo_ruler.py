@@ -6,7 +6,7 @@
 The score of an answer of n tokens is a sum over the canvases that mask a set M of it, of weights times log p(x_i | M).
 With n at most 8 there are 256 canvases: all are run once, and what costs a trainer noise is computed exactly: the ELBO,
 the likelihood under any order, and of every estimator mean and variance over all that it may draw. Writes
-results/grpo_ruler.md, a row for each estimator, averaged over right answers of a trained model's held-out tasks, and
+results/<file>.md, a row for each estimator, averaged over right answers of a trained model's held-out tasks, and
 tables of what a sampler's own path says of them and of how fairly published code draws numbers of masked tokens.
 
 Policy does the same for a table of logits for every canvas: the exact likelihood of every answer under a

@@ -94,7 +94,6 @@ def fill_holes(cfg, tasks, masks, valid):
 
 def main(cfg):
     out = Path(cfg.out)
-    claim(out, {"ckpt": cfg.ckpt, "holes": cfg.holes})
     split = "--splits=composed", "--formats=rows", f"--tasks={cfg.holes}"
     runs.script("tinypython.py", "--n=20000", *split, f"--out={out / 'world'}")
     tasks = [json.loads(line) for line in (out / "world/composed.jsonl").read_text().splitlines()]
@@ -106,6 +105,7 @@ def main(cfg):
     about += [f"{cpu_name()}; compiling is in no second.", ""]
     about += [f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"]
     grows = model_dream.read_config(cfg.ckpt).expand_id >= 0
+    claim(out, {"ckpt": cfg.ckpt, "holes": cfg.holes})
     for masks in ("as many", 4, 16, 64, "likeliest", *(f"from {n}" for n in (4, 16, 64) if grows)):
         for valid in (False, True):
             path = out / f"{masks}-{valid}.json"

@@ -135,9 +135,9 @@ def distinct(texts):
 def judge_stories(cfg, tokenizer):
     import model_pythoncoder as pc
 
-    claim(cfg.twin, {"data": str(Path(cfg.data).resolve()), "twin_steps": cfg.twin_steps})
     if not runs.saved_steps(Path(cfg.twin, "run")):
         train_twin(cfg)
+    claim(cfg.twin, {name: str(Path(getattr(cfg, name)).resolve()) for name in ("data", "text")})
     model, _, _ = inference.load_for_inference(pc, runs.as_path(f"{cfg.twin}/run"), 0, "")
 
     # the first ten words of each story, and the hundred tokens behind them

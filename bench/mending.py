@@ -287,8 +287,8 @@ def plot(of, path):
 
 def main(cfg):
     checkpoints.keep_compiled("~/.cache/unmask")
-    claim(cfg.out, {name: value for name, value in vars(cfg).items() if name not in ("out", "file")})
     out, dream, coder = Path(cfg.out), Dream(cfg), Coder(cfg)
+    claim(out, {name: value for name, value in vars(cfg).items() if name not in ("out", "file")})
     splits = "constants", "composed", "phrased"
     shape = "--n=20000", f"--tasks={cfg.tasks}", f"--out={out / 'world'}"
     runs.script("tinypython.py", *shape, "--formats", "pairs", "--splits", *splits)

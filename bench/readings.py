@@ -240,7 +240,7 @@ def main(cfg):
         raise ValueError(f"{path} has rows of {other.pop()} tasks: say --tasks, or another --file")
     todo = [(seed, arm) for seed in cfg.seeds for arm in arms if not known(seed, arm)]
     if not todo:
-        print(f"nothing to measure: all of it is in {path}, and another --file measures it anew")
+        print(f"nothing to measure: all of it is in {path}; another --out and --file measure anew")
     else:
         runs.script("tinypython.py", "--n=200000", f"--out={out / 'world'}")
         if not (out / "rows/meta.json").exists():
@@ -259,6 +259,8 @@ def main(cfg):
         row = {"seed": 0, "arm": CODER, "start_s": 0, "processor_s": CODER_S, "bits_per_byte": None}
         add(row, measure(model, runs.read_tokenizer(ROOT / CODER), tasks, chosen))
 
+    if not found:
+        raise ValueError(f"{path} has no rows; measure some with --seeds and --arms")
     found.sort(key=lambda row: ([*ARMS, CODER].index(row["arm"]), row["seed"]))
     plot(found, cfg.tasks, RESULTS / f"{cfg.file}.png")
     about = ABOUT.format(cfg.file).splitlines()

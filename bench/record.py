@@ -28,11 +28,11 @@ def cpu_name():
 
 
 def claim(folder, settings):
-    """Note with which settings the results in a folder are made. ValueError if it holds results of others."""
+    """Note with which settings the results in a folder are made. ValueError if it notes others."""
     path, settings = Path(folder) / "settings.json", json.loads(json.dumps(settings))
     saved = json.loads(path.read_text()) if path.exists() else settings
     if other := [f"{name}={saved.get(name)}" for name in settings if saved.get(name) != settings[name]]:
-        raise ValueError(f"{folder} holds results of {', '.join(other)}; choose another folder, or delete it")
+        raise ValueError(f"{folder} holds results of {', '.join(other)}; choose another folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(settings))
 

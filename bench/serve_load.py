@@ -136,7 +136,8 @@ def from_file(cfg, size):
     """Tokens a second of generate.py on files of `size` prompts, in 16 rounds of the prompts, once all is compiled."""
     import generate
 
-    settings = {"model": cfg.model, "ckpt": cfg.ckpt, "max_new": cfg.max_new, "temperature": 0.6, "json": True}
+    settings = {"model": cfg.model, "ckpt": str(ROOT / cfg.ckpt), "max_new": cfg.max_new}
+    settings |= {"temperature": 0.6, "json": True}
     settings |= {"dream": generate.DreamFlags(batch_size=cfg.batch_size)} if cfg.model == "dream" else {}
     requests = [(prompt, "") for prompt in PROMPTS * 16]
     family = generate.Dream if cfg.model == "dream" else generate.PythonCoder

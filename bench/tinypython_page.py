@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import re
 import resource
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -155,7 +156,7 @@ functions are 14 M tokens of a vocabulary of 1,024, 22 M with the EOS that a Dre
 | family | parameters | core minutes | steps | processor s | pass@1 on *composed* |
 |---|---|---|---|---|---|"""
 TAIL = """Greedy, 1,000 tasks, 95 % intervals; one seed each. A Dream learns from left to right for a fifth of its time.
-{cpu}; the seconds of a core's hyperthreads add up. `python bench/tinypython_page.py`
+{cpu}; the seconds of a core's hyperthreads add up. `python bench/{command}`
 
 ![pass@1]({file}.png)"""
 
@@ -167,8 +168,9 @@ def page(out, rows, count, file):
         score = "{:.1f} % ({:.1f} to {:.1f})".format(*(100 * rate for rate in row["pass@1"]))
         cells = row["family"], f"{row['size'][0]} M", row["minutes"], f"{row['steps']:,}", f"{row['processor_s']:,.0f}"
         lines.append("| " + " | ".join(map(str, (*cells, score))) + " |")
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     cpus = ", ".join(dict.fromkeys(row["cpu"] for row in rows))
-    lines += ["", f"{len(rows)} of 18 cells. " * (len(rows) < 18) + TAIL.format(cpu=cpus, file=file)]
+    lines += ["", f"{len(rows)} of 18 cells. " * (len(rows) < 18) + TAIL.format(cpu=cpus, file=file, command=command)]
     for family in ("pythoncoder", "dream"):
         for passed, texts in samples(out, family, count):
             which = "that pass their tests" if passed else "that do not"

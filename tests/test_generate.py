@@ -216,14 +216,14 @@ def test_examples_of_docstrings_become_tests_of_the_sandbox():
     raises = '>>> c = Counter(3)\n>>> c.add("x")\nTraceback (most recent call last):\nTypeError\n>>> c.add(2)\n5\n'
     assert [test for *_, test in canvas.examples(raises)] == ["if 1:\n c = Counter(3)\n assert c.add(2) == 5"]
     for prompt, part in (
-        ("def f(x):", "there are none"),
-        ("def f(x):\n    'no docstring'\n    y = 1  # >>> f", "there are none"),
+        ("def f(x):", "no >>> examples that can be run"),
+        ("def f(x):\n    'no docstring'\n    y = 1  # >>> f", "no >>> examples that can be run"),
         ('def f(x):\n    """\n    >>> f(\n    2\n    """\n', "cannot read"),
         ('def f(x):\n    """\n    >>> x = 1\n    2\n    """\n', "cannot read"),
         ('def f(x):\n    """\n    >>>f(1)\n    2\n    """\n', "cannot read"),
     ):
         refused(part, prompt=prompt, check=True, ckpt="none")
-    refused("there are none", check=True, ckpt="none")
+    refused("no >>> examples that can be run", check=True, ckpt="none")
 
 
 def test_a_completion_ends_where_it_no_longer_defines_anything_or_does_not_parse():

@@ -160,7 +160,7 @@ def test_what_never_passes_is_shown_with_all_rounds(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        (["--prompt=def f(n):\\n    return n\\n"], "there are none"),
+        (["--prompt=def f(n):\\n    return n\\n"], "no >>> examples that can be run"),
         (['--prompt=def f(n):\\n    """>>> f(1)\\n    2"""\\n    [MASK:3]\\n'], "leave [MASK] out"),
         (['--prompt=def f(n):\\n    """>>> f(1)\\n    2"""\\n', "--chat=on"], "without a chat template"),
         (['--prompt=def f(n):\\n    """>>> f(1\\n    2"""\\n'], "cannot read the >>> examples"),

@@ -826,4 +826,4 @@ def test_the_load_is_measured_beside_generate():
     done = run("bench/serve_load.py", "--clients", 2, "--seconds=3", timeout=280)
     assert done.returncode == 0, done.stderr
     assert re.search(r"\| 2 \| [\d.]+ \| [1-9]", done.stdout)
-    assert re.search(r"128 texts at once: [1-9]\d* tokens/s", done.stdout)
+    assert re.search(r"128 texts at once [1-9]", done.stdout)

@@ -618,7 +618,7 @@ def test_a_dream_learns_holes_of_any_length_from_the_loss_of_init_and_says_with_
         {"init": str(tmp_path / "ar")},
     ):
         said = refusal(train_dream, config(data, tmp_path / "a", **wrong))
-        assert "--anneal_steps makes an autoregressive one so" in said
+        assert "an autoregressive one needs --anneal_steps" in said
     assert not (tmp_path / "a").exists()
 
 
