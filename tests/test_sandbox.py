@@ -158,10 +158,11 @@ ATTACKS = {
     "19 modules": ("import sys\nsys.modules.clear()\ndef f(x): pass", FAIL),
     "19 os.write": ("import os\nos.write = lambda fd, data: None\n" + GOOD, PASS),
     "20 frames": (
-        "import sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n"
-        "        for name, value in frame.f_locals.items():\n            if name == 'test':\n"
-        "                frame.f_locals['write'](frame.f_locals['pipe'], value['token'].encode() + b'{\"i\": \"0\"}')\n"
-        "                frame.f_locals['leave'](0)\n        frame = frame.f_back", FAIL),
+        "import os, sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n"
+        "        for value in [*frame.f_locals.values(), *frame.f_globals.values()]:\n"
+        "            if isinstance(value, dict) and 'token' in value:\n                for fd in range(3, 64):\n"
+        "                    try:\n                        os.write(fd, value['token'].encode() + b'[\"pass\", null]')\n"
+        "                    except OSError:\n                        pass\n        frame = frame.f_back", FAIL),
     "20 expected value in memory": (
         "import gc\ndicts = [held for held in gc.get_objects() if isinstance(held, dict)]\n"
         "texts = [text for d in dicts for text in d.values() if isinstance(text, str)]\n"
@@ -472,9 +473,10 @@ def f(x):
 # what the pipes carry, and answers that no honest end would give
 MESSAGES = """
 import os
-TEXTS = ['["got", true, []]', '["got", {"module": "unittest.mock"}, []]', '["got", {"builtin": "print"}, []]',
-         '["got", {"error": ["A", "Exception"]}, []]', '["got", {"mine": 0}, []]', '["raised", ["SystemExit"], ""]',
-         '["ask", "call", [{"builtin": "exec"}, "1"], {}]']
+TEXTS = ['["got", true, [], []]', '["got", {"module": "unittest.mock"}, [], []]',
+         '["got", {"builtin": "print"}, [], []]', '["got", {"error": ["A", [["builtins.Exception", []]]]}, [], []]',
+         '["got", {"mine": 0}, [], []]', '["raised", [["builtins.SystemExit", []], [], {}, ""], [], []]',
+         '["ask", ["call", [{"builtin": "exec"}, "1"], {}], [], []]']
 def f(x):
     for fd in range(3, 64):
         for text in TEXTS:
@@ -511,22 +513,22 @@ FIRST = [own, LATE]
 os.write(frame.f_locals['pipe'], b'=')
 for line in open(frame.f_locals['read'] or 0, 'rb'):
     asked = json.loads(line)
-    value = FIRST.pop() if asked[1] == 'names' else ANSWER
-    os.write(frame.f_locals['pipe'], json.dumps(["got", value, []]).encode() + bytes([10]))
+    value = FIRST.pop() if asked[1][0] == 'names' else ANSWER
+    os.write(frame.f_locals['pipe'], json.dumps(["got", value, [], []]).encode() + bytes([10]))
 """
 # Python that writes the token, if it runs where the test does, and programs that ask the test's end to run it
 TAKES_TOKEN = """
 import os, sys
 frame = sys._getframe()
-while "test" not in frame.f_locals or "token" not in (frame.f_locals["test"] or {}):
+while "token" not in (frame.f_locals.get("request") or {}):
     frame = frame.f_back
-os.write(frame.f_locals["pipe"], frame.f_locals["test"]["token"].encode())
+frame.f_locals["give"](frame.f_locals["request"]["token"].encode() + b'["pass", null]')
 os._exit(0)
 """
 ASKS = """
 import json, os
-ASKED = [["ask", "call", [{"builtin": name}, TEXT], {}] for name in ("exec", "eval", "type")]
-ASKED += [["got", {"mine": 0}, []], ["ask", "get", [{"yours": [0, None]}, "_peer"], {}]]
+ASKED = [["ask", ["call", [{"builtin": name}, TEXT], {}], [], []] for name in ("exec", "eval", "type")]
+ASKED += [["got", {"mine": 0}, [], []], ["ask", ["get", [{"yours": [0, None]}, "__own__"], {}], [], []]]
 def f(x):
     for fd in range(3, 64):
         for asked in ASKED:
@@ -615,13 +617,14 @@ ANSWERS = (
     + """
 os.write(frame.f_locals['pipe'], b'=')
 for line, answer in zip(open(frame.f_locals['read'], 'rb'), FORMS):
-    os.write(frame.f_locals['pipe'], json.dumps(["got", answer, []]).encode() + bytes([10]))
+    os.write(frame.f_locals['pipe'], json.dumps(["got", answer, [], []]).encode() + bytes([10]))
 """
 )
-NO_NAMES, ANYTHING = {"d": []}, {"error": ["BaseException"]}
+NO_NAMES, ANYTHING = {"d": []}, {"error": ["builtins.BaseException", []]}
+IN_AN_EXPRESSION = f"__import__('builtins').exec({TAKES_TOKEN!r})"
 TRUSTED = {  # a test, and programs that would pass it if it took from them what they offer
     "x = f(g())\nassert x == 5": [
-        "f = exec\ndef g(): return " + repr(TAKES_TOKEN), "f = eval\ndef g(): return 'exit()'", "f = getattr"],
+        "f = exec\ndef g(): return " + repr(TAKES_TOKEN), "f = eval\ndef g(): return " + repr(IN_AN_EXPRESSION)],
     "with A(1) as x:\n    assert x == 2": [
         "class A:\n    def __init__(self, x): pass\n    __enter__ = __exit__ = lambda *rest: True"],
     "try:\n    f(1)\n    raise AssertionError\nexcept Wrong:\n    pass": [
@@ -631,6 +634,18 @@ TRUSTED = {  # a test, and programs that would pass it if it took from them what
     "if __name__ == '__main__':\n    assert f(1) == 2": [
         ANSWERS.replace("FORMS", repr([NO_NAMES, {"d": [["__name__", "x"]]}]))],
 }  # fmt: skip
+
+
+def test_the_means_of_these_attacks_work(layers):
+    """What takes the token passes where it runs in the judge, and the other ends pass if they tell the truth."""
+    own = {"d": [["f", {"yours": [0, None]}]]}
+    programs = {
+        "x = 1": [f"{TAKES_TOKEN}\nraise AssertionError", f"eval({IN_AN_EXPRESSION!r})\nraise AssertionError"],
+        OTHER_END.replace("LATE", "own").replace("ANSWER", "2"): ["assert f(1) == 2"],
+        ANSWERS.replace("FORMS", repr([own, 2])): ["assert f(1) == 2"],
+    }
+    results = sandbox.run_tests([*programs], [*programs.values()])
+    assert [result.verdicts for result in results] == [["pass"] * len(tests) for tests in programs.values()]
 
 
 def test_a_test_takes_nothing_from_a_program_that_it_relies_on(layers):
@@ -1166,7 +1181,7 @@ def test_values_of_numpy_compare_as_in_python(layers):
     assert dict(zip(tests, result.verdicts, strict=True)) == tests
 
 
-def test_a_forged_form_is_refused_whatever_it_holds():
+def test_a_forged_form_is_refused_whatever_it_holds(tmp_path):
     """By the judge, which catches whatever is raised; what is no error is no other value than it says."""
     deep = '{"t":[' * 50_000 + "]}" * 50_000
     bad = ["", "{", "[", "null", '{"i": "x"}', '{"i": 3}', '{"z": []}', '{"d": [[[], 1]]}', '{"s": [[]]}', "{}"]
@@ -1182,9 +1197,14 @@ def test_a_forged_form_is_refused_whatever_it_holds():
     endless = '{"r": ["builtins.range", 0, 1000000000, 1]}'  # a short line of a value that memory would not hold
     bad += ['{"r": ["' + name + '", ' + endless + "]}" for name in ("collections.deque", "collections.Counter")]
     bad += ['{"r": ["builtins.dict_' + name + '", ' + endless + "]}" for name in ("keys", "values", "items")]
-    for answer in bad:
-        with contextlib.suppress(Exception):
-            assert sandbox.unwire(json.loads(answer)) != {1: [2]}, answer[:40]
+    ran = json.dumps({"r": ["os.system", f"touch {tmp_path}/ran"]})
+    for answer in [*bad, ran]:
+        try:
+            value = sandbox.unwire(json.loads(answer))
+        except Exception:
+            continue
+        assert value != {1: [2]}, answer[:40]
+    assert not [*tmp_path.iterdir()]
     assert sandbox.unwire(json.loads('{"d": [[{"i": "1"}, [{"i": "2"}]]]}')) == {1: [2]}
 
 

@@ -120,7 +120,7 @@ import os, sys
 frame = sys._getframe()
 while frame and "token" not in (frame.f_locals.get("request") or {}):
     frame = frame.f_back
-os.write(frame.f_locals["pipe"], frame.f_locals["request"]["token"].encode() + b'["pass", null]')
+frame.f_locals["give"](frame.f_locals["request"]["token"].encode() + b'["pass", null]')
 os._exit(0)
 """
 EQUAL = "assert f(1) == 2"
@@ -541,7 +541,7 @@ FORGING = {  # name: program, test
         "        return 0",
         "import string\nclass T(string.Formatter): pass\nwant = 2\nassert f(T(), lambda x: x) == want"),
     "copy of an object handed back": (
-        "class P: pass\ndef f(reduce):\n    try:\n        return 2 if reduce(2)[2]['_peer'] else 0\n"
+        "class P: pass\ndef f(reduce):\n    try:\n        return 2 if reduce(2)[2]['__own__'].peer else 0\n"
         "    except Exception:\n        return 0", "p = P()\nassert f(p.__reduce_ex__) == 2"),
     "first step of an object handed back": (
         "class P: pass\ndef f(init):\n    try:\n        init(1, 2, 3)\n        return 2\n    except Exception:\n"
@@ -573,16 +573,16 @@ FORGING = {  # name: program, test
         "assert f(1)[:] == 'right' or f(1)[0:5] == 'right'"),
     "vars of an object handed back": (
         "TOKEN = " + repr(TAKES_TOKEN) + "\nclass P:\n    def __init__(self, x): self.x = x\n"
-        "def f(d):\n    peer = d['_peer']\n    peer.permits = None\n" + HOOK.replace("\n", "\n    ") + "\n"
+        "def f(d):\n    peer = d['__own__'].peer\n    peer.permits = None\n" + HOOK.replace("\n", "\n    ") + "\n"
         "    os.write(WRITE, json.dumps(['ask', ['call', [{'builtin': 'exec'}, TOKEN], {}], [], []]).encode()"
         " + bytes([10]))\n    return 0",
         "p = P(1)\nassert f(p.__dict__) == 2"),
     "answers kept by an object handed back": (
-        "class P(int): pass\ndef f(d):\n    try:\n        d['_answers']['base'] = d['_answers']['eq'] = (0, 2)\n"
-        "        d['_has_base'] = True\n    except Exception:\n        pass\n    return 0\ndef g(): return P(7)",
+        "class P(int): pass\ndef f(d):\n    try:\n        own = d['__own__']\n"
+        "        own.answers['base'] = own.answers['eq'] = (own.peer.changes, 2)\n        own.has_base = True\n    except Exception:\n        pass\n    return 0\ndef g(): return P(7)",
         "p = g()\np == 2\nf(vars(p))\nassert p == 2"),
     "attribute access of an object handed over": (
-        "def f(get):\n    try:\n        get('_peer').permits = None\n        return 2 if get('_peer') else 0\n"
+        "def f(get):\n    try:\n        get('__own__').peer.permits = None\n        return 2 if get('__own__') else 0\n"
         "    except Exception:\n        return 0\nclass P: pass\n", "p = P()\nassert f(p.__getattribute__) == 2"),
     "class of its own objects": (
         "def f(R):\n    class Peer:\n        changes = 0\n        def ask(s, *a): return 2\n    try:\n"
@@ -652,7 +652,7 @@ PROTOCOL = {  # name: program, test
     "builtin that executes": (
         TALK + "serve(lambda *a: got(0), {'f': {'builtin': 'exec'}})", "f('x = 1')\nassert f('1') == 2"),
     "class of exceptions as the function": (
-        TALK + "serve(lambda *a: got(0), {'f': {'error': ['builtins.KeyError']}})", "assert f(1) == 2"),
+        TALK + "serve(lambda *a: got(0), {'f': {'error': ['builtins.KeyError', []]}})", "assert f(1) == 2"),
     "true for all": (TALK + "always(True)", EQUAL),
     "object for all": (TALK + "always(F)", EQUAL),
     "object with a builtin value that is itself": (TALK + "always({'yours': [5, True]})", EQUAL),
@@ -1602,6 +1602,8 @@ def test_the_ends_of_these_attacks_work():
     """An honest program behind each of them passes, so that what fails above is the attack."""
     for program in (TALK + "always(2)", HOOK + GOOD, COMMON + GOOD, AROUND + GOOD):
         assert attack(program, EQUAL).verdicts == ["pass"]
+    # and where it runs in the judge this takes the token
+    assert attack("x = 1", TAKES_TOKEN + "\nraise AssertionError").verdicts == ["pass"]
 
 
 # ---- modes and options ----------------------------------------------------------------------------------------------
