@@ -364,7 +364,7 @@ class Dream:
 
             if cfg.show_steps:
                 raise ValueError("--show_steps shows no drafts; leave it out")
-            self.sampler, self.rule = sample_draft, sample_draft.settings_of(self.rule, flags)
+            self.sampler, self.rule = sample_draft, sample_draft.settings_of(self.rule, flags, dream)
         elif dream.block_length:
             self.sampler, length = sample_block, flags.block_length or dream.block_length
             self.rule = sample_block.settings_of(dataclasses.replace(self.rule, block_length=length))

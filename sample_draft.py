@@ -46,8 +46,14 @@ class Sampling:
     eos_ids: tuple[int, ...] = ()  # each ends a text; eos_ids[0] fills the rest
 
 
-def settings_of(rule, flags):
-    """A sample_dream.Sampling as one of drafts. ValueError for settings that mean nothing here."""
+def check(cfg):
+    if not cfg.autoregressive:
+        raise ValueError("drafts need a model whose finished tokens attend causally: train_dream.py --context=causal")
+
+
+def settings_of(rule, flags, cfg):
+    """A sample_dream.Sampling as one of drafts. ValueError for a model, or settings, of which there are none."""
+    check(cfg)
     foreign = "steps alg_temp threshold entropy_bound cache fast_dllm eos_penalty late_eos guidance sub_block".split()
     foreign = [name for name in foreign if getattr(rule, name)] + ["block_length"] * (rule.block_length > 1)
     if foreign or (rule.alg, rule.schedule) != ("entropy", "dream"):
@@ -199,8 +205,7 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, on
     wrote a token, from 1 on, and "probability", its probability then. Raises ValueError for what does not fit.
     """
     cfg, rule = model.cfg, rule or Sampling()
-    if not cfg.autoregressive:
-        raise ValueError("drafts need a model whose finished tokens attend causally: train_dream.py --context=causal")
+    check(cfg)
     prompts = [[*ids, *[cfg.mask_id] * max_new] for ids in prompts]
     begin_B, end_B = np.array([((*ids, cfg.mask_id).index(cfg.mask_id), len(ids)) for ids in prompts]).T
     if any(set(ids[n:]) - {cfg.mask_id} for ids, n in zip(prompts, begin_B, strict=True)) or not all(begin_B):

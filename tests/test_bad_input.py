@@ -89,6 +89,8 @@ NUMBERS = {
         "seed": "-1",
     },
     "rl_tasks.py": {"heldout": "-1 2 nan inf", "max_prompt": "0 -1", "seed": "-1"},
+    "tinypython.py": {"n tasks": "0 -1", "seed": "-1"},
+    "serve.py": {"port": "-1 70000", "batch_size queue grace": "0 -1"},
     "generate.py": {
         "temperature alg_temp entropy_bound eos_penalty": "-1 nan inf",
         "threshold": "-0.5 1.5 nan",
@@ -278,15 +280,15 @@ MODELS = [  # script, flags, source, [(damage, part)]
             (integers, "int8"), (cut("model.safetensors"), "cannot be read"),
             (put("tokenizer.json", b"{"), "tokenizer.json cannot be read"),
             (without("tokenizer.json"), "put the tokenizer.json of the model there"),
-            (fifo("tokenizer.json"), "is no regular file"), (without("config.json"), "bad"),
-            (keys("config.json", heads=0), "bad"), (keys("config.json", kv_heads=0), "bad"),
-            (keys("config.json", width=0), "bad"), (keys("config.json", layers=0), "bad"),
-            (keys("config.json", head_size=0), "bad"), (keys("config.json", ffn=-1), "bad"),
-            (keys("config.json", vocab=0), "bad"), (keys("config.json", positions=0), "bad"),
-            (keys("config.json", heads="four"), "bad"), (keys("config.json", rotors=1), "holds no PythonCoder"),
+            (fifo("tokenizer.json"), "is no regular file"), (without("config.json"), "/bad"),
+            (keys("config.json", heads=0), "/bad"), (keys("config.json", kv_heads=0), "/bad"),
+            (keys("config.json", width=0), "/bad"), (keys("config.json", layers=0), "/bad"),
+            (keys("config.json", head_size=0), "/bad"), (keys("config.json", ffn=-1), "/bad"),
+            (keys("config.json", vocab=0), "/bad"), (keys("config.json", positions=0), "/bad"),
+            (keys("config.json", heads="four"), "/bad"), (keys("config.json", rotors=1), "holds no PythonCoder"),
             (put("config.json", b"[" * 100_000), "config.json is damaged"),
             (put("config.json", "x".encode("utf-16")), "config.json is damaged"),
-            (fifo("config.json"), "bad"),
+            (fifo("config.json"), "/bad"),
         ],
     ),
     (
@@ -299,16 +301,16 @@ MODELS = [  # script, flags, source, [(damage, part)]
             (keys("config.json", vocab_size=0), "config.json"),
             (keys("config.json", num_attention_heads="four"), "config.json"),
             (put("meta.json", b"{"), "meta.json is damaged"), (keys("meta.json", sums={}), "cannot be read"),
-            (put("tokenizer.json", b"\xff\xfe"), "tokenizer.json cannot be read"), (fifo("meta.json"), "bad"),
+            (put("tokenizer.json", b"\xff\xfe"), "tokenizer.json cannot be read"), (fifo("meta.json"), "/bad"),
         ],
     ),
     ("generate.py", "--model=dream " + ANY, "dream_nan", [(lambda folder: None, "holds NaN")]),
     (
         "inference_jetson.py", "--bundle={bad} --prompt=x --max_new=4 --steps=2", "mdlm", [
             (of_another, "ids up to 4999"), (far_id, "ids up to 90000"), (nan, "NaN"), (integers, "scale"),
-            (cut("model.safetensors"), "bad"), (keys("config.json", heads=0), "0 heads"),
+            (cut("model.safetensors"), "/bad"), (keys("config.json", heads=0), "0 heads"),
             (keys("config.json", heads=7), "7 heads"), (keys("config.json", width=64), "problems"),
-            (keys("config.json", layers=9), "problems"), (put("config.json", b"[]"), "bad"),
+            (keys("config.json", layers=9), "problems"), (put("config.json", b"[]"), "/bad"),
             (without("tokenizer.json"), "no tokenizer.json"),
         ],
     ),
@@ -325,7 +327,7 @@ MODELS = [  # script, flags, source, [(damage, part)]
         ],
     ),
     ("export_jetson.py", "--ckpt={bad} --out=out", "mdlm", [
-        (nan, "NaN"), (cut("model.safetensors"), "bad"), (keys("config.json", heads=0), "0 heads"),
+        (nan, "NaN"), (cut("model.safetensors"), "/bad"), (keys("config.json", heads=0), "0 heads"),
         (without("model.safetensors"), "model.safetensors"), (keys("config.json", width=64), "problems"),
         (without("tokenizer.json"), "holds no tokenizer.json; copy it again"),
     ]),
@@ -336,7 +338,7 @@ MODELS = [  # script, flags, source, [(damage, part)]
             (put("tokenizer.json", b"{}"), "tokenizer.json"), (put("meta.json", b"{"), "meta.json is damaged"),
             (without("tokenizer.json"), "prepare the data again"),
             (keys("meta.json", vocab_size=None), "meta.json is damaged"), (keys("meta.json", splits=[]), "damaged"),
-            (without("meta.json"), "meta.json"), (fifo("meta.json"), "bad"),
+            (without("meta.json"), "meta.json"), (fifo("meta.json"), "/bad"),
         ])
         for script, flags, source in (
             ("train_tpu.py", "--data={bad} --out=out --steps=1 --batch_size=2 --compile_cache=", "rows"),
@@ -487,4 +489,5 @@ def test_bad_input_is_one_line(case, inputs, drivers, tmp_path):
         assert len(lines) == 1, said
     left = {path.name for path in cwd.rglob("*") if path.is_file() and not path.name.startswith(".lock")}
     # a trainer opens a shard where a step reads it: then its folder is there, without a checkpoint
-    assert left <= ({"config.json", "tokenizer.json"} if ".parquet" in said else set())
+    begun = {"config.json", "tokenizer.json", "generation_config.json"}
+    assert left <= (begun if ".parquet" in said else set())

@@ -203,8 +203,9 @@ def test_every_mask_rate_and_weight(block):
         assert t == pytest.approx(case["t"], rel=1e-6), case
         assert weight == pytest.approx(case["weight"], rel=1e-6), case
     for case in block["block_clipped"]:
-        t, _ = diffusion.block_noise(np.float64(case["u"]), 0.0, 1.0, 1 / case["block"])
+        t, weight = diffusion.block_noise(np.float64(case["u"]), 0.0, 1.0, 1 / case["block"])
         assert t == pytest.approx(case["rate"], rel=1e-6), case
+        assert weight == pytest.approx(1 / case["rate"], rel=1e-6), case
     for case in block["warmup"]:
         got = diffusion.highest_rate(np.float64(case["step"]), case["steps"], case["init"])
         assert got == pytest.approx(case["rate"], rel=1e-6), case

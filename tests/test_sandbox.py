@@ -158,10 +158,10 @@ ATTACKS = {
     "19 modules": ("import sys\nsys.modules.clear()\ndef f(x): pass", FAIL),
     "19 os.write": ("import os\nos.write = lambda fd, data: None\n" + GOOD, PASS),
     "20 frames": (
-        "import os, sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n"
+        "import os, sys\nVERDICT = b'[\"pass\", null]'\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n"
         "        for value in [*frame.f_locals.values(), *frame.f_globals.values()]:\n"
         "            if isinstance(value, dict) and 'token' in value:\n                for fd in range(3, 64):\n"
-        "                    try:\n                        os.write(fd, value['token'].encode() + b'[\"pass\", null]')\n"
+        "                    try:\n                        os.write(fd, value['token'].encode() + VERDICT)\n"
         "                    except OSError:\n                        pass\n        frame = frame.f_back", FAIL),
     "20 expected value in memory": (
         "import gc\ndicts = [held for held in gc.get_objects() if isinstance(held, dict)]\n"

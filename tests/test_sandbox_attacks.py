@@ -579,7 +579,8 @@ FORGING = {  # name: program, test
         "p = P(1)\nassert f(p.__dict__) == 2"),
     "answers kept by an object handed back": (
         "class P(int): pass\ndef f(d):\n    try:\n        own = d['__own__']\n"
-        "        own.answers['base'] = own.answers['eq'] = (own.peer.changes, 2)\n        own.has_base = True\n    except Exception:\n        pass\n    return 0\ndef g(): return P(7)",
+        "        own.answers['base'] = own.answers['eq'] = (own.peer.changes, 2)\n        own.has_base = True\n"
+        "    except Exception:\n        pass\n    return 0\ndef g(): return P(7)",
         "p = g()\np == 2\nf(vars(p))\nassert p == 2"),
     "attribute access of an object handed over": (
         "def f(get):\n    try:\n        get('__own__').peer.permits = None\n        return 2 if get('__own__') else 0\n"

@@ -3673,7 +3673,7 @@ class Alone(sandbox_wire.Peer):
         if operation in ("hash", "len", "bool"):
             return 1
         if operation == "base":
-            return [1] if args[0]._number % 2 else 7
+            return [1] if args[0].__own__.number % 2 else 7
         raise RuntimeError("StopIteration")
 
 

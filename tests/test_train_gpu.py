@@ -424,6 +424,7 @@ def test_learning_rate_warms_up_and_falls_to_a_tenth():
     assert rates[0] == pytest.approx(0.02)
     assert rates[49] == rates[50] == 1.0
     assert rates[-1] == pytest.approx(0.1, abs=1e-3)
+    assert rates[240] == pytest.approx(0.1 + 0.45 * (1 + math.cos(0.2 * math.pi)))  # half a cosine
     assert all(a >= b for a, b in itertools.pairwise(rates[50:]))
 
 
