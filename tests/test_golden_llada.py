@@ -150,6 +150,12 @@ def is_ours(case):
     return not case["settings"].get("factor")
 
 
+def test_a_text_with_guidance(model, golden):
+    cases = [case for case in golden["cases"] if is_ours(case) and case["settings"].get("cfg_scale")]
+    case = next(case for case in cases if not case.get("edge"))
+    np.testing.assert_array_equal(fill(model, case, golden)[0], case["sequences"])
+
+
 @pytest.mark.slow
 def test_every_text_token_for_token_with_its_steps_and_passes(model, golden):
     cases = [case for case in golden["cases"] if is_ours(case) and not case.get("edge")]
