@@ -199,6 +199,7 @@ def plot(rows, path):
                 axis.errorbar(x, mean, error, fmt="o" + line, color=f"C{i}", capsize=3, label=f"{family}, {shape[0]} M")
     axis.set(xscale="log", xlabel="core minutes of training", ylabel="pass@1 on composed, greedy", ylim=(0, 1))
     axis.set_xticks(MINUTES, MINUTES)
+    axis.set_xticks([], minor=True)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
     figure.tight_layout()
