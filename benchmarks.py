@@ -235,7 +235,8 @@ def sha256(*paths):
 
 def fingerprint(folder, out):
     """The hash of a model's settings and of the names and sizes of its files; large weights are not read."""
-    digest, folder = hashlib.sha256(), runs.as_path(folder).resolve()
+    digest, folder = hashlib.sha256(), runs.as_path(folder)
+    folder = folder.resolve() if isinstance(folder, Path) else folder  # a bucket's is whole
 
     def add(below):
         for path in sorted(below.iterdir()):

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from conftest import ROOT, command
+from conftest import AS_A_USER, ROOT, command, copy_in_bucket, run, says
 from test_sandbox import cloud, descendants, layers, wait_for  # noqa: F401  two are fixtures
 
 sys.path.insert(0, str(ROOT / "bench"))
@@ -1106,3 +1106,19 @@ def test_the_command_line_prints_text_and_json(tmp_path):
     assert "best of n: 100.0 %" in text.stdout
     line = subprocess.run(command_of(dataclasses.replace(cfg, json=True)), capture_output=True, text=True, timeout=60)
     assert json.loads(line.stdout) == json.loads((tmp_path / "out" / "summary.json").read_text())
+
+
+@pytest.mark.slow
+def test_model_and_tasks_can_be_in_a_bucket(pythoncoder, bucket, tmp_path):
+    env = os.environ | AS_A_USER | bucket
+    row = {"task_id": "x/0", "prompt": 'def f(x):\n    """Return x."""\n', "entry_point": "f"}
+    row |= {"canonical_solution": "    return x\n", "test": "def check(candidate):\n    assert candidate(1) == 1\n"}
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(row) + "\n")
+    copy_in_bucket(bucket, "put", f"{pythoncoder}/", "bucket/coder/")
+    copy_in_bucket(bucket, "put", str(tmp_path / "tasks.jsonl"), "bucket/tasks.jsonl")
+    flags = "--ckpt=gs://bucket/coder", "--tasks_file=gs://bucket/tasks.jsonl", f"--out={tmp_path / 'out'}"
+    for _ in range(2):  # the second reads the model's files alone, to see that they are the same
+        done = run("benchmarks.py", *flags, "--max_new=16", env=env)
+        assert done.returncode == 0, done.stderr
+        assert "1 samples of 1 of 1 problems" in done.stdout
+    says(run("benchmarks.py", "--ckpt=gs://bucket/none", *flags[1:], env=env), "gs://bucket/none holds no checkpoint")
