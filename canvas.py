@@ -6,8 +6,8 @@
     completion, text = texts.text_of(blank, ids)
     canvas.write_page("steps.html", [texts.tokens(blank, ids, when, probability)])    # or steps.svg
 
-What generates text uses it, and data_prep.py for chat templates. Imports nothing of ours; a page is
-serve.html with the steps inside.
+generate.py, serve.py, benchmarks.py and coupled_grpo.py use it, data_prep.py for chat templates. Imports nothing of
+ours; a page is serve.html with the steps inside.
 """
 
 import ast

@@ -18,8 +18,8 @@ killed and resumed equals one that was not.
 
 A rollout fills the positions whose most probable token reaches --threshold, whichever token is drawn. Choosing by the
 drawn token's probability, as Fast-dLLM does, sharpens the policy: at a low temperature all completions of a group
-become the same, and nothing is learnt (bench/LOG.md). A Dream trained in blocks generates
-behind its exact cache and is scored block by block, at twice the cost; in as many passes it learns less.
+become the same, and nothing is learnt (bench/LOG.md). A Dream trained in blocks generates behind its exact cache and is
+scored block by block, at twice the cost; in as many passes it learns less.
 
 --preset=7b has the settings of DiffuCoder's code, with these differences. There completions take 256 forward passes
 (--threshold=0 --block_length=0), most of the compute; ours use cached blocks and a threshold. It cuts long prompts, we

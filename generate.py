@@ -84,7 +84,7 @@ class DreamFlags:
     hole: Natural = 0  # masks that [MASK] starts with, up to EOS; 0: by the model's config, else the likeliest length
     repair: Natural = 0  # rounds of repair of a text that fails its >>> examples, see repair.py; implies --check
     regrow: Natural | None = None  # expansion budget of DreamOn's own loop; unset: our loop, no budget
-    chat: typing.Literal["auto", "on", "off"] = "auto"  # chat template; auto: for instruct models, without --check
+    chat: typing.Literal["auto", "on", "off"] = "auto"  # chat template; auto: by the name, without --check, --valid
     system: str = ""  # system turn of the chat template, \n for a new line
     bos: bool = False  # begin plain text with <|beginoftext|>, as Dream-Base's evaluation; DreamOn: end it with EOS
     valid: typing.Literal["", "python"] = ""  # constrain the text to a valid prefix of a Python program

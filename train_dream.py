@@ -92,7 +92,7 @@ class Config:
     device: typing.Literal["", "cpu"] = ""  # "cpu" trains on the CPU although JAX leaves an accelerator idle
     hosts: str = ""  # "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process; default: one host
     log_every: Count = 10  # steps between rows of the log
-    eval_every: Natural = 0  # steps between evaluations, each with a sample and a checkpoint; 0: 50 to 1000
+    eval_every: Natural = 0  # steps between evaluations, each with a sample and a checkpoint; 0: about 50 to 1000
     eval_rows: Count = 512  # held-out rows per evaluation, at most
     save_minutes: NonNegative = 30.0  # minutes between checkpoints, checked when it logs; 0: only at evaluations
     keep: Count = 2  # newest checkpoints to keep, besides the best
@@ -181,7 +181,7 @@ def resolve(cfg, devices, data=None, memory=None):
     dtype = cfg.dtype or ("float32" if on_cpu else "bfloat16")
     if dtype == "float32":  # else a TPU multiplies in bfloat16, a GPU in TF32
         jax.config.update("jax_default_matmul_precision", "highest")
-    known = dataclasses.replace(model, vocab=data["vocab_padded"]) if data and not cfg.init else model  # and MASK
+    known = dataclasses.replace(model, vocab=data["vocab_padded"]) if data and not cfg.init else model  # see with_mask
     optimizer = cfg.optimizer or ("adamw" if cfg.init or md.count_params(known)["total"] >= 1e8 else "muon")
     chosen = {"seq_len": seq_len, "batch_size": batch, "micro_batch": micro, "optimizer": optimizer, "dtype": dtype}
     cfg = dataclasses.replace(cfg, **chosen)

@@ -72,7 +72,7 @@ class Config:
     device: typing.Literal["", "cpu"] = ""  # "cpu" trains on the CPU although JAX leaves an accelerator idle
     hosts: str = ""  # "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process; default: one host
     log_every: Count = 10  # steps between rows of the log
-    eval_every: Natural = 0  # steps between evaluations, each with a sample and a checkpoint; 0: 50 to 1000
+    eval_every: Natural = 0  # steps between evaluations, each with a sample and a checkpoint; 0: about 50 to 1000
     eval_rows: Count = 512  # held-out rows per evaluation, at most
     save_minutes: NonNegative = 30.0  # minutes between checkpoints, checked when it logs; 0: only at evaluations
     keep: Count = 2  # newest checkpoints to keep, besides the best

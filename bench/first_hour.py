@@ -1,7 +1,7 @@
 """All that has to be seen once on a device that is new: ten minutes, one command, one JSON.
 
     python bench/first_hour.py                        # on a Jetson, a GPU box or a CPU
-    python bench/first_hour.py --only build tests     # and what they read; the other rows stay
+    python bench/first_hour.py --only build tests     # with the steps that write what these read; keeps other rows
 
 Builds the kernels, tests them on the GPU, times kernels and whole generations, exports a bundle, builds its TensorRT
 engine, writes with every backend, trains for two minutes, and tests the kernels under compute-sanitizer. Each step is a
