@@ -626,7 +626,7 @@ def main(program: Path, /, tests: Path, options: Options = Options()):
     if missing := ", ".join(str(path) for path in (program, tests) if not path.is_file()):
         raise FileNotFoundError(f"{missing} is no file; name a program and, with --tests, a file of one test per line")
     cases = []
-    lines = [line for line in tests.read_text("utf-8").split("\n") if line.strip() and not line.startswith("#")]
+    lines = [line for line in tests.read_text("utf-8-sig").split("\n") if line.strip() and not line.startswith("#")]
     for line in lines:
         if line[0].isspace() and cases:  # continues the test above
             cases[-1] += "\n" + line
@@ -634,7 +634,7 @@ def main(program: Path, /, tests: Path, options: Options = Options()):
             cases.append(line)
     if not cases:
         raise ValueError(f"{tests} holds no tests; write one per line, such as: assert f(1) == 2")
-    (result,) = run_tests([program.read_text("utf-8")], [cases], **dataclasses.asdict(options))
+    (result,) = run_tests([program.read_text("utf-8-sig")], [cases], **dataclasses.asdict(options))
     if result.rate is None:
         return 2
     for outcome, value, case in zip(result.verdicts, result.values, cases, strict=True):

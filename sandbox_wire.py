@@ -360,7 +360,8 @@ class Peer:
         if tag == "mine":
             return self.held[content]
         if tag == "error":
-            return self.error(*content)
+            name, parents = content  # and no more: the program may say nothing of as_base
+            return self.error(name, parents)
         if tag == "raised":
             return self.error_of(*content)
         if tag == "builtin":
@@ -407,7 +408,8 @@ class Peer:
 
     def error_of(self, family, args, attributes, text):
         """An exception like that of form_of_error()."""
-        kind, args = self.error(*family), unwire(args, self.resolve)
+        name, parents = family
+        kind, args = self.error(name, parents), unwire(args, self.resolve)
         try:
             error = kind(*args)
         except Exception:  # a class of the program that wants other arguments

@@ -459,13 +459,13 @@ def f(x):
     texts = {v for held in found for v in list(held.values()) if isinstance(v, str)}
     tokens = [v for v in texts if len(v) == 32]
     for held in found:
-        test = held.get('test')
-        if isinstance(test, dict):
-            tokens.append(str(test.get('token')))
+        request = held.get('request')
+        if isinstance(request, dict):
+            tokens.append(str(request.get('token')))
     for token in tokens:
         for fd in range(3, 64):
             try:
-                os.write(fd, b'r+=' + token.encode())
+                os.write(fd, token.encode() + b'["pass", null]')
             except OSError:
                 pass
     os._exit(0)
@@ -509,11 +509,10 @@ while frame and 'pipe' not in frame.f_locals:
     frame = frame.f_back
 names = 'f abs set sorted all map isinstance math range fabs isclose check candidate __builtins__ __name__'.split()
 own = {"d": [[name, {"yours": [i, None]}] for i, name in enumerate(names)]}
-FIRST = [own, LATE]
 os.write(frame.f_locals['pipe'], b'=')
 for line in open(frame.f_locals['read'] or 0, 'rb'):
     asked = json.loads(line)
-    value = FIRST.pop() if asked[1][0] == 'names' else ANSWER
+    value = own if asked[1][0] == 'names' else ANSWER
     os.write(frame.f_locals['pipe'], json.dumps(["got", value, [], []]).encode() + bytes([10]))
 """
 # Python that writes the token, if it runs where the test does, and programs that ask the test's end to run it
@@ -570,9 +569,8 @@ FORGERIES = {
     "messages": MESSAGES,
     "code for the test's end": ASKS,
     "the judge itself": NEIGHBOURS,
-    "other end": OTHER_END.replace("LATE", "own").replace("ANSWER", "0"),
-    "other end that says yes": OTHER_END.replace("LATE", "own").replace("ANSWER", "True"),
-    "other end that has no f at first": OTHER_END.replace("LATE", '{"d": []}').replace("ANSWER", "0"),
+    "other end": OTHER_END.replace("ANSWER", "0"),
+    "other end that says yes": OTHER_END.replace("ANSWER", "True"),
 }  # fmt: skip
 
 WITHOUT = {  # what a machine may lack: replacements in the launcher; the first is a switch of layers()
@@ -620,7 +618,6 @@ for line, answer in zip(open(frame.f_locals['read'], 'rb'), FORMS):
     os.write(frame.f_locals['pipe'], json.dumps(["got", answer, [], []]).encode() + bytes([10]))
 """
 )
-NO_NAMES, ANYTHING = {"d": []}, {"error": ["builtins.BaseException", []]}
 IN_AN_EXPRESSION = f"__import__('builtins').exec({TAKES_TOKEN!r})"
 TRUSTED = {  # a test, and programs that would pass it if it took from them what they offer
     "x = f(g())\nassert x == 5": [
@@ -630,9 +627,9 @@ TRUSTED = {  # a test, and programs that would pass it if it took from them what
     "try:\n    f(1)\n    raise AssertionError\nexcept Wrong:\n    pass": [
         f"Wrong = {name}\ndef f(x): pass" for name in ("Exception", "BaseException", "AssertionError")],
     "try:\n    f(1)\nexcept ValueError:\n    pass\nelse:\n    raise AssertionError": [
-        ANSWERS.replace("FORMS", repr([NO_NAMES, {"d": [["ValueError", ANYTHING]]}]))],
+        ANSWERS.replace("FORMS", repr([{"d": [["ValueError", {"error": ["builtins.NameError", []]}]]}]))],
     "if __name__ == '__main__':\n    assert f(1) == 2": [
-        ANSWERS.replace("FORMS", repr([NO_NAMES, {"d": [["__name__", "x"]]}]))],
+        ANSWERS.replace("FORMS", repr([{"d": [["__name__", "x"]]}]))],
 }  # fmt: skip
 
 
@@ -641,7 +638,7 @@ def test_the_means_of_these_attacks_work(layers):
     own = {"d": [["f", {"yours": [0, None]}]]}
     programs = {
         "x = 1": [f"{TAKES_TOKEN}\nraise AssertionError", f"eval({IN_AN_EXPRESSION!r})\nraise AssertionError"],
-        OTHER_END.replace("LATE", "own").replace("ANSWER", "2"): ["assert f(1) == 2"],
+        OTHER_END.replace("ANSWER", "2"): ["assert f(1) == 2"],
         ANSWERS.replace("FORMS", repr([own, 2])): ["assert f(1) == 2"],
     }
     results = sandbox.run_tests([*programs], [*programs.values()])
@@ -2578,6 +2575,8 @@ def test_values_are_shown_and_the_exit_status_says_whether_all_passed(layers, tm
     assert capsys.readouterr().out.splitlines()[1:3] == expected
     same = files(tmp_path, "def f(x):\n    return x", "assert f('a\u2028b\x0c') == 'a\\u2028b\\x0c'\n")
     assert sandbox.main(*same) == 0
+    marked = files(tmp_path, "\ufeff" + GOOD, "\ufeffassert f(1) == 2\n")  # byte order marks
+    assert sandbox.main(*marked, sandbox.Options(timeout_s=2)) == 0
     good = files(tmp_path, GOOD, "assert f(1) == 2\n")
     assert sandbox.main(*good, sandbox.Options(timeout_s=2)) == 0
     assert sandbox.main(*good, sandbox.Options(runner="e2b", e2b_router_url="127.0.0.1:1")) == 2
