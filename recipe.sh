@@ -10,7 +10,8 @@
 #   OUT=out/run bash recipe.sh score    # only what comes after the training, on one machine, from a local copy
 #
 # The same line goes on after a stop (in a bucket with --resume=$OUT behind it). What follows the device goes to
-# train_tpu.py. OUT is the folder of the run, DATA that of the rows. Only cpu has been run; the rest is compiled.
+# train_tpu.py. OUT is the folder of the run, DATA that of the rows: keep both where they outlive the machine. Only cpu
+# has been run; the rest is compiled.
 set -e
 
 device=${1:?which machine? bash recipe.sh cpu, t4, v5e, v6e, v6e-16 or score}
@@ -38,13 +39,14 @@ if [ "$device" != score ]; then
         [ -e "$data/meta.json" ] || python fetch_pypi.py "$packages" --out="${data}_source"
     fi
     prepare=(python data_prep.py python "${text[@]}" --vocab_size=$ids --seq_len=$row --out="$data")
-    if [ "$device" = v6e-16 ]; then # its hosts would all write the same
+    resume=()
+    if compgen -G "$out/checkpoints/[0-9]*" > /dev/null; then
+        resume=(--resume="$out")
+    elif [ "$device" = v6e-16 ]; then # its hosts would all write the same
         echo "the rows are made on one machine, once: ${prepare[*]}"
     else
         "${prepare[@]}"
     fi
-    resume=()
-    if compgen -G "$out/checkpoints/[0-9]*" > /dev/null; then resume=(--resume="$out"); fi
     python train_tpu.py --out="$out" --data="$data" $train "${resume[@]}" "$@"
 fi
 if [ "$device" != v6e-16 ]; then

@@ -1,7 +1,6 @@
 """An autoregressive start for block diffusion: four ways to spend the same processor seconds, over three seeds.
 
     python bench/a2d.py                                    # two hours of one core
-    python bench/a2d.py --budget_s=60 --seeds 0            # a first look
 
 The same layers (the preset tiny), data (this Python's standard library) and processor seconds of training steps:
 
@@ -26,7 +25,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from record import RESULTS
+from record import RESULTS, claim
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -64,7 +63,8 @@ def train(cfg, out, steps, *flags):
     if not (ROOT / out / "seconds").exists():
         subprocess.run(["rm", "-rf", str(ROOT / out)], check=True)
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        common = ["--seq_len=256", "--batch_size=16", "--micro_batch=4", f"--eval_every={max(1, steps // 8)}"]
+        common = ["--seq_len=256", "--batch_size=16", "--micro_batch=4", "--log_every=1", "--compile_cache="]
+        common.append(f"--eval_every={max(1, steps // 8)}")
         script("train_dream.py", f"--data={cfg.out}/data", f"--out={out}", f"--steps={steps}", *common, *flags)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -74,7 +74,7 @@ def train(cfg, out, steps, *flags):
 
 def seconds_of_a_step(cfg, arm):
     """By two short runs, so that start, compilation and the last evaluation are in neither."""
-    short, long = (train(cfg, f"pace/{arm}-{n}", n, "--eval_rows=16", *flags_of(arm, cfg)) for n in (30, 130))
+    short, long = (train(cfg, f"pace/{arm}-{n}", n, "--eval_every=1000", *flags_of(arm, cfg)) for n in (30, 130))
     return (long - short) / 100
 
 
@@ -135,7 +135,7 @@ def losses(cfg, folder, first):
     """Mean training loss of a run's first ten or last fifty steps, nats a token."""
     log = [json.loads(line) for line in (ROOT / cfg.out / folder / "log.jsonl").read_text().splitlines()]
     rows = [row["loss"] for row in log if "loss" in row]
-    return float(np.mean(rows[:1] if first else rows[-5:]))
+    return float(np.mean(rows[:10] if first else rows[-50:]))
 
 
 def plot(found):
@@ -163,6 +163,7 @@ def plot(found):
 def main(cfg):
     if cfg.block_length < 2 or cfg.budget_s <= 0 or not cfg.seeds or cfg.prompts < 1:
         raise ValueError("--block_length is at least 2; --budget_s, --seeds and --prompts at least one")
+    claim(ROOT / cfg.out, {name: getattr(cfg, name) for name in ("budget_s", "block_length", "lr")})
     if not (ROOT / cfg.out / "data/meta.json").exists():
         script("data_prep.py", "python", f"--out={cfg.out}/data", "--vocab_size=2048", "--seq_len=256")
     pace = {arm: seconds_of_a_step(cfg, arm) for arm in "ABD"}

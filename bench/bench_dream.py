@@ -1,10 +1,10 @@
 """Dream: ours beside the public PyTorch mathematics, with the same weights: load, forward, a generation of 256 tokens.
 
     python bench/bench_dream.py                     # 100m in float32 and bfloat16; 20 minutes on two idle cores
-    python bench/bench_dream.py --model=7b          # random bfloat16 weights of that shape; a GPU with 40 GB
+    python bench/bench_dream.py --model=7b --dtypes bfloat16    # random weights of that shape; a GPU with 40 GB
 
 The other side is transformers' Qwen2 with a mask that lets every token see every other (needs transformers), eager and
-under torch.compile, and Dream's own sampling loop (a pass over the whole canvas in every step, the surest by entropy
+under torch.compile, and Dream's own sampling loop (a pass over the whole canvas in every step, lowest entropy
 first), greedy. Each side is a process of its own; ours runs before and after the others, as a machine's speed drifts.
 Logits must agree. Texts agree in part: random weights leave near-ties that the last digits decide. Writes
 bench/results/cpu.json, or <GPU>.json.

@@ -210,7 +210,7 @@ def main(cfg):
             timed = [(profiled(theirs, cfg.calls), profiled(ours, cfg.calls)) for _ in range(cfg.rounds)]
             ratios = sorted(a[0] / b[0] for a, b in timed)
             record(
-                name.replace(" ", "_"), f"kernel_{kernel.replace(' ', '_')}_{L}", statistics.median(ratios),
+                name.replace(" ", "_"), f"kernel_{cfg.model}_{kernel.replace(' ', '_')}_{L}", statistics.median(ratios),
                 "times faster than PyTorch, device time", [ratios[0], ratios[-1]], device=name, errors=errors,
                 ours_us=statistics.median(b[0] for _, b in timed), ours_launches=timed[0][1][1],
                 theirs_us=statistics.median(a[0] for a, _ in timed), theirs_launches=timed[0][0][1],

@@ -5,8 +5,8 @@
 
 Random weights of one shape, greedy, texts of --max_new tokens behind prompts of --prompt. The autoregressive sides are
 transformers' Qwen2 with its cache (eager, and its forward pass under torch.compile) and ours, blocks of one token. A
-block takes as many passes as it takes with a model that is sure of so many --tokens at a time: random weights are sure
-of none, so each pass writes as many as a schedule says. The autoregressive texts of the sides must agree but for
+pass unmasks --tokens tokens of a block, as a trained model might by a threshold; random weights reach none, so a
+schedule sets the number. The autoregressive texts of the sides must agree but for
 near-ties. Each side is a process of its own; ours runs before and after the others. Writes bench/results/cpu.json, or
 <GPU>.json.
 """

@@ -775,12 +775,15 @@ class Generate:
         """One of STEPS, or a pass over so many slots behind the cache of sample_block.py, traced."""
         mesh = self.mesh()
         with inference.mesh_context(mesh if mesh.size > 1 else None):
-            if isinstance(name, int):
-                return self.block_pass(mesh, name)
+            if isinstance(name, tuple):
+                return self.block_pass(mesh, *name)
             return lowered_step(name, mesh, *self.program(mesh, cached=name != "canvas"))
 
-    def block_pass(self, mesh, width):
-        """A denoising step of a Dream of blocks, traced: of sample_block.fill_block, which is a loop of them."""
+    def block_pass(self, mesh, width, seeds):
+        """A denoising step of a Dream of blocks, traced: of sample_block.fill_block, which is a loop of them.
+
+        seeds: the first of a causal model.
+        """
         model = md.CONFIGS[self.model]
         size = model.block_length or self.block_length
         settings = {name: generate.DEFAULTS["dream"][name] for name in ("temperature", "top_p")}
@@ -793,7 +796,6 @@ class Generate:
         def step(params, state, given):
             model = nnx.merge(graph, params)
             masks_B = sampler.masked(model, state, given).sum(-1)
-            seeds = model.cfg.causal and width == 2 * size  # the first pass is causal
             return sampler.step(model, state, given, given.start_B, width, masks_B, 1, seeds)
 
         # the cache is split as it is in a pass, all else is whole on each chip
@@ -811,11 +813,13 @@ class Generate:
         kind, found, size = f"int{bits}" if bits else "bfloat16", [], model.block_length or self.block_length
         names = [self.only] if self.only else STEPS if size else ["canvas"]
         if model.block_length or self.only == "blocks":
-            # a block's first pass is over the block before it too, the others over it and, with the shift, a token more
-            slots = {"opens": 2 * size, "cached": size + model.shift}
-            names = dict.fromkeys([slots[self.only]] if self.only in slots else slots.values())
+            # A block's first pass is over the block before it too, or is causal; the others are over it and, with the
+            # shift, a token more.
+            first = (size, True) if model.causal else (2 * size, False)
+            passes = {"opens": first, "cached": (size + model.shift, False)}
+            names = [passes[self.only]] if self.only in passes else [*passes.values()]
         for name in names:
-            what = STEPS.get(name) or f"blocks of {size}, a pass over {name} slots"
+            what = STEPS.get(name) or "blocks of {}, a {}pass over {} slots".format(size, "causal " * name[1], name[0])
             row = report(f"dream {self.model} {kind}, {what}", self.lowered(name), self.device)
             if "flops_per_chip" in row:
                 ideal_s = max(row["flops_per_chip"] / chip.flops_per_s, weights / chip.bytes_per_s)
@@ -845,7 +849,8 @@ class Drafts:
         graph, params = like.weights(mesh)
         rule = sample_draft.Sampling(self.draft, self.draft_steps, **settings, eos_ids=(model.eos_id,))
         sampler = sample_draft.Sampler(graph, rule)
-        L = sample_dream.canvas_width(self.length + (self.draft + 1) ** 2, 1 << 30)
+        most = 1 if self.draft_steps else self.draft + 2  # slots of a pass for each token of a step
+        L = sample_dream.canvas_width(self.length + (self.draft + 1) * most, 1 << 30)
 
         def array(dtype, *shape):
             return jax.ShapeDtypeStruct(shape, dtype)
@@ -885,7 +890,7 @@ class Grpo:
     lora_rank: int = 0  # train a difference of this rank to each matrix; 0 trains all weights
     base_bits: typing.Literal[0, 8, 4] = 0  # with --lora_rank: bits of the frozen matrices; 0: bfloat16
     micro_batch: int = 0  # completions of 256 tokens on all chips together; 0: as many as coupled_grpo.py takes
-    # of a round: its micro-step, the scores of a micro-batch, what writes completions; "round" all, and what it takes
+    # learn: the micro-step; score: a micro-batch; opens, cached: passes of rollouts; round: all, and its seconds
     phase: typing.Literal["learn", "score", "opens", "cached", "round"] = "learn"
 
     def sized(self, rows):

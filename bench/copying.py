@@ -2,7 +2,7 @@
 
     python bench/copying.py                    # three seeds, about three hours (estimated); goes on where it stopped
     python bench/copying.py --only=plain       # variants whose name has a match of this regular expression
-    python bench/copying.py --seeds 0 --steps=40 --every=20 --out=out/try --file=try    # a first look, minutes
+    python bench/copying.py --seeds 0 --steps=40 --every=20 --out=out/try_copying --file=try_copying    # a look
 
 Each variant changes one thing of `train_tpu.py --model=tiny` on TinyPython. Measured in checkpoints: of the numbers in
 the solutions of the split `constants` that stand in their docstring, the share that is the likeliest token behind the
@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 import jax
 import numpy as np
-from record import RESULTS, cpu_name
+from record import RESULTS, claim, cpu_name
 from tinypython_page import read_lines, spent
 
 import checkpoints
@@ -47,7 +47,7 @@ PARTS = "prompt", "canonical_solution"
 HEAD = """# When a small model learns to copy
 
 Of the numbers in a solution that stand in its docstring, the share that is the likeliest token after the right text
-before it. Training has the constants of these functions at most with their operations in another order.
+before it. Training has these functions' constants, if at all, with the operations in another order.
 """
 
 
@@ -149,6 +149,7 @@ def plot(found, path):
 
 def main(cfg):
     out, path = Path(cfg.out), RESULTS / f"{cfg.file}.jsonl"
+    claim(out, {"steps": cfg.steps, "every": cfg.every})
     tasks = prepare(out)
     for seed in cfg.seeds:
         for name in VARIANTS:

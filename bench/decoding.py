@@ -1,7 +1,7 @@
 """Decoding contest: functions that pass their tests against forward passes, by every rule, on TinyPython.
 
     python bench/decoding.py    # an hour of an idle core; goes on where it stopped
-    python bench/decoding.py --tasks=8 --steps=20 --out=out/try --file=try    # a first look, minutes
+    python bench/decoding.py --tasks=8 --steps=20 --out=out/try_decoding --file=try_decoding    # a first look, minutes
 
 The models are weights/dream, the same trained on in blocks, and weights/pythoncoder. The tasks are those of the split
 `composed`: operations that never occur together in training. Each rule completes each task once, at temperature 0, one
@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 import jax
 import numpy as np
-from record import RESULTS, record
+from record import RESULTS, claim, record
 
 import checkpoints
 import model_dream
@@ -154,7 +154,7 @@ def compare(found, base):
 
 
 def table(rows):
-    yield "| rule | pass@1 | passes (p10, p90) | canvases fed | times fewer than 1 a pass | pass@1 less its |"
+    yield "| rule | pass@1 | passes (p10, p90) | canvases fed | speed-up on 1 a pass | pass@1 difference |"
     yield "|---" * 6 + "|"
     for name, row in rows.items():
         low, high = row["p10_p90"]
@@ -190,6 +190,7 @@ def plot(rows, path):
 def main(cfg):
     checkpoints.keep_compiled("~/.cache/unmask")
     out = Path(cfg.out)
+    claim(out, {name: value for name, value in vars(cfg).items() if name not in ("out", "file", "margin")})
     tasks = prepare(cfg, out)
     found, base = measure(cfg, out, tasks), "schedule, 1 a pass"
     rows = compare(found, base)

@@ -1,4 +1,4 @@
-"""Drafts and their proof: the text with --draft=N is the text token by token, and a step writes several tokens.
+"""Self-speculation checked: --draft=N gives the text of token-by-token decoding, several tokens a step.
 
     W=out/readings/world; python bench/drafts.py --ckpt=out/readings/ar_weight_3.332 --files $W/composed.jsonl --each=1
     python bench/drafts.py --coder=weights/pythoncoder --files $W/composed.jsonl --prompts=100    # a minute

@@ -32,6 +32,7 @@ import torch
 from bench_jetson import device_state
 from record import RESULTS, cpu_name
 
+import export_jetson
 import inference_jetson as jetson
 import model_mdlm as mdlm
 import runs
@@ -83,6 +84,7 @@ def make_steps(cfg, scratch):
     train = f"train_gpu.py --model={cfg.model} --data={rows} --out={trained} --eval_every=100000"
     train += "" if importlib.util.find_spec("triton") else " --no-compile"
     tested, checked = ("GPU", "kernels", "pytest"), ("GPU", "kernels", "pytest", "compute-sanitizer")
+    onnx = "onnx", *["onnxscript"] * export_jetson.by_torch_export()
     more_tests = "tests/test_kernels.py tests/test_inference_jetson.py tests/test_model_mdlm.py"
     steps = [
         Step("build", "setup_kernels.py build_ext --inplace", ()),
@@ -90,9 +92,9 @@ def make_steps(cfg, scratch):
         Step("kernels", f"bench/bench_kernels.py --model={cfg.model}", ("GPU", "kernels")),
         Step("generation", f"bench/bench_jetson.py --model={cfg.model}", ("GPU", "kernels")),
         Step("export", f"export_jetson.py --ckpt={run} --out={bundle}", ()),
-        Step("engine", f"export_jetson.py --tensorrt --bundle={bundle}", ("GPU", "tensorrt", "onnx")),
+        Step("engine", f"export_jetson.py --tensorrt --bundle={bundle}", ("GPU", "tensorrt", *onnx)),
     ]
-    more = {"kernels": ("GPU", "kernels"), "onnx": ("onnxruntime",), "tensorrt": ("GPU", "tensorrt")}
+    more = {"kernels": ("GPU", "kernels"), "onnx": (*onnx, "onnxruntime"), "tensorrt": ("GPU", "tensorrt", *onnx)}
     for backend in jetson.BACKENDS[1:]:
         result = scratch / f"{backend}.json"
         command = f"{write} --backend={backend} --out={result}"
@@ -152,6 +154,7 @@ def random_run(folder, preset):
 
 
 def main(cfg):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("SIGTERM"))  # which also ends a step
     cuda = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if cuda else "CPU"
     out = Path(cfg.out or RESULTS / f"first_hour_{name.replace(' ', '_')}.json")

@@ -1,6 +1,6 @@
 """Variance of a completion's score under coupled masks and under independent ones, with the same number of passes.
 
-    python bench/grpo_masks.py    # after the demo, which has the tasks written
+    python bench/grpo_masks.py    # after the demo, which writes the tasks
 
 Scores the first --length tokens of solutions of the demo's training tasks many times, each time under fresh masks:
 three forward passes either way. Both estimate the same mean; their variances differ. These are of a token's score and

@@ -1,12 +1,12 @@
 """The demo of coupled_grpo.py over several seeds: reward on the held-out splits by round, and the time it takes.
 
     python bench/grpo_run.py                                   # three seeds, 15 minutes; keep the machine idle
-    python bench/grpo_run.py --seeds 0 1 2 3 4 5 6 7 8 9 10 11 --out=out/grpo_seeds        # base and after; an hour
-    python bench/grpo_run.py --kinds coupled shuffled --seeds 0 1 2 3 4 5 6 7 --out=out/grpo_signal    # or noise?
+    python bench/grpo_run.py --seeds 0 1 2 3 4 5 6 7 8 9 10 11 --out=out/grpo_seeds    # 12 seeds; an hour
+    python bench/grpo_run.py --kinds coupled shuffled --seeds 0 1 2 3 4 5 --out=out/grpo_signal    # is there a signal?
     python bench/grpo_run.py --kinds naive sure --rounds=20 --out=out/grpo_rollouts    # fast rollouts
-    python bench/grpo_run.py --kinds coupled independent coupled_elbo --seeds 0 1 2 3 4 5 6 7 8 9 10 11 \
+    python bench/grpo_run.py --kinds coupled independent coupled_elbo --seeds 0 1 2 3 4 5 6 7 8 9 10 11 \\
         --rounds=12 --eval_every=12 --eval_samples=8 --out=out/grpo_paired     # estimators; two hours of one core
-    python bench/grpo_run.py --kinds coupled_alone d1 count espo spg gdpo left_to_right --out=out/grpo_published \
+    python bench/grpo_run.py --kinds coupled_alone d1 count espo spg gdpo left_to_right --out=out/grpo_published \\
         --seeds 0 1 2 3 4 5 6 7 8 9 10 11 --rounds=12 --eval_every=12 --eval_samples=8    # published ones; four hours
 
 All runs begin at weights/dream and learn from TinyPython's split `constants`; a seed sets the order of tasks and the
@@ -225,7 +225,7 @@ def finished(cfg, seed, kind):
 
 
 def gains(cfg, curves, kind):
-    """(last reward of each seed, less that of the first kind; two standard errors of their mean)."""
+    """(last reward of each seed, difference to the first kind; two standard errors of their mean)."""
     gain_S = np.array([curves[kind, seed][-1][1] - curves[cfg.kinds[0], seed][-1][1] for seed in cfg.seeds])
     return gain_S, 2 * gain_S.std(ddof=1) / len(gain_S) ** 0.5 if len(gain_S) > 1 else np.nan
 
@@ -233,7 +233,7 @@ def gains(cfg, curves, kind):
 def table(cfg, curves):
     """Held-out reward of each kind, and paired by seed with the first."""
     first, *others = cfg.kinds
-    yield f"| scored by | held-out reward after {cfg.rounds} rounds | less that of {first} | better than it |"
+    yield f"| scored by | held-out reward after {cfg.rounds} rounds | difference to {first} | better than it |"
     yield "|---" * 4 + "|"
     after = {kind: np.mean([curves[kind, seed][-1][1] for seed in cfg.seeds]) for kind in cfg.kinds}
     yield f"| {first} | {after[first]:.3f} | | |"

@@ -16,6 +16,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 import typing
@@ -86,6 +87,7 @@ def continued_code(cfg, prompts):
 
 
 def train_twin(cfg):
+    shutil.rmtree(Path(cfg.twin, "run"), ignore_errors=True)  # one that was stopped
     data = f"{cfg.twin}/data"
     source = ["text", str(Path(cfg.text).absolute()), "--rows=packed", "--seq_len=256", f"--out={data}"]
     # Packed rows need an end of text; the ids are those of the padded rows.
@@ -135,9 +137,10 @@ def distinct(texts):
 def judge_stories(cfg, tokenizer):
     import model_pythoncoder as pc
 
-    if not runs.saved_steps(Path(cfg.twin, "run")):
+    if not Path(cfg.twin, "settings.json").exists():  # which claim() writes when it is trained
         train_twin(cfg)
-    claim(cfg.twin, {name: str(Path(getattr(cfg, name)).resolve()) for name in ("data", "text")})
+    paths = {name: str(Path(getattr(cfg, name)).resolve()) for name in ("data", "text")}
+    claim(cfg.twin, paths | {"twin_steps": cfg.twin_steps})
     model, _, _ = inference.load_for_inference(pc, runs.as_path(f"{cfg.twin}/run"), 0, "")
 
     # the first ten words of each story, and the hundred tokens behind them
@@ -152,7 +155,7 @@ def judge_stories(cfg, tokenizer):
     ours, real = (nats_of(model, *pair, tokenizer) for pair in ((asked, written), (prompts, tails)))
     (of_ours, spread), (of_real, spread_of_real) = perplexity(*ours), perplexity(*real)
     # the same number of texts of both, as repeats grow with it
-    grams = distinct(written[: len(tails)]), distinct(tails)
+    grams = distinct(written[: len(tails)]), distinct(tails[: len(written)])
     return {
         "samples": len(written),
         "perplexity": of_ours,

@@ -1,7 +1,7 @@
 """How far from the least: the fewest passes in which any order of parallel writes gives a Dream's text, on TinyPython.
 
     python bench/least.py    # twenty minutes of an idle core; goes on where it stopped
-    python bench/least.py --tasks=8 --out=out/try --file=try    # a first look
+    python bench/least.py --tasks=8 --out=out/try_least --file=try_least    # a first look
 
 The text of a task is what weights/dream generates token by token, at temperature 0: one token a pass, the most
 confident first. A pass may write any of the masks whose argmax is the text's token. The search tries all subsets in all
@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from record import RESULTS, record
+from record import RESULTS, claim, record
 
 import checkpoints
 import model_dream
@@ -143,6 +143,7 @@ def granted(passes, error):
 def main(cfg):
     checkpoints.keep_compiled("~/.cache/unmask")
     out = Path(cfg.out)
+    claim(out, {name: value for name, value in vars(cfg).items() if name not in ("out", "file")})
     settings = "--n=20000", f"--tasks={5 * cfg.tasks}", "--levels", "1", f"--out={out / 'world'}"
     runs.script("tinypython.py", *settings, "--splits=constants", "--formats=pairs")
     tasks = [json.loads(line) for line in (out / "world/constants.jsonl").read_text().splitlines()]
@@ -174,7 +175,7 @@ def main(cfg):
     name = "least" if cfg.file == "cpu" else cfg.file
     figure.savefig(RESULTS / f"{name}.png", dpi=120)
     counts = ", ".join(f"{passes}: {found['least'].count(passes)}" for passes in sorted({*found["least"]}))
-    lines += ["", f"{n} texts of {min(lengths)} to {max(lengths)} tokens, with EOS; by their least passes {counts}."]
+    lines += ["", f"{n} texts of {min(lengths)} to {max(lengths)} tokens with EOS; their fewest passes {counts}."]
     lines += ["", f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"]
     (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
     exact = [rule for rule in RULES if np.mean(found[rule]["same"]) >= 0.95]

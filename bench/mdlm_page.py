@@ -45,6 +45,7 @@ class Recorder(jetson.StepViewer):
 
 def main(cfg):
     names = [field.name for field in dataclasses.fields(cfg) if field.name != "html"]
+    cfg = dataclasses.replace(cfg, prompt=cfg.prompt.replace("\\n", "\n"))
     settings = jetson.check(jetson.Config(**{name: getattr(cfg, name) for name in names}))
     writer = jetson.Writer(settings)
     recorder = Recorder(writer, settings)

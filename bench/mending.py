@@ -1,7 +1,7 @@
 """Repair contest: functions mended against forward passes, by where they are opened, on TinyPython.
 
     python bench/mending.py    # two and a half hours, beside other work; goes on where it stopped
-    python bench/mending.py --functions=16 --rounds=4 --out=out/try --file=try    # a first look, minutes
+    python bench/mending.py --functions=16 --rounds=4 --out=out/try_mending --file=try_mending    # a first look
 
 Half of the functions are solutions with one planted bug: a wrong constant, comparison, method or variable, or a missing
 line. The others are what weights/dream itself generates at temperature 0. All fail the example in their docstring. An

@@ -2,7 +2,7 @@
 
     python bench/pythoncoder_cpu.py               # five minutes; needs torch; keep the machine idle
 
-Both take the same shapes, 8,192 tokens a step in the micro-batches that suit each (ours as train_tpu.py picks them, the
+Both take the same shapes, 4,096 tokens a step in the micro-batches that suit each (ours as train_tpu.py picks them, the
 baseline at each of --accumulate, its fastest counts), dropout 0.1, float32, and the machine's cores. There are two
 baselines: torch.compile of the plain model, with whole attention maps and whole logits, and of one tuned by hand, whose
 attention and loss go in blocks. Writes cpu.json.

@@ -1,7 +1,7 @@
-"""One set of weights, two readings: what the loss of masks costs the one token by token, and what drafts save.
+"""One set of weights, two modes: what the masked loss costs autoregressive decoding, and what drafts save.
 
     python bench/readings.py                       # two hours of an idle machine; goes on where it stopped
-    python bench/readings.py --seeds 0 --start=40 --steps=20 --tasks=8 --out=out/try --file=try    # a first look
+    python bench/readings.py --seeds 0 --start=40 --steps=20 --tasks=8 --out=out/try_readings --file=try_readings
     python bench/readings.py --arms=               # writes the page from what is there
 
 Each seed trains a Dream from left to right on TinyPython, then goes on from there in several ways of the same processor
@@ -16,6 +16,7 @@ import json
 import math
 import resource
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -24,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 import jax
 import numpy as np
-from record import RESULTS, cpu_name
+from record import RESULTS, claim, cpu_name
 
 import checkpoints
 import model_dream as md
@@ -86,6 +87,7 @@ def train(folder, *flags):
     """Train unless it is done; the processor seconds that it took."""
     taken = folder / "seconds"
     if not taken.exists():
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         runs.script("train_dream.py", f"--out={folder}", *flags)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -235,6 +237,7 @@ def main(cfg):
         found.append(row | {"rules": rules, "tasks": cfg.tasks, "cpu": cpu_name()})
         path.write_text("".join(json.dumps(row) + "\n" for row in found))
 
+    claim(out, {"start": cfg.start, "steps": cfg.steps})
     arms.sort(key=lambda arm: arm == "ar")
     if other := {row["tasks"] for row in found} - {cfg.tasks}:
         raise ValueError(f"{path} has rows of {other.pop()} tasks: say --tasks, or another --file")

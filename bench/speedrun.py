@@ -132,6 +132,7 @@ def main(cfg):
     if Path(out).exists() or Path(f"{out}_causal").exists():  # its budget is that of one run from the start
         raise FileExistsError(f"{out} already holds a run; take another --out")
     prepare(cfg, recipe, data)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(ROOT / f"{out}_inductor")  # train_gpu.py compiles anew, which counts
 
     # train, within the budget
     cpu = ["--device=cpu"] if "--device=cpu" in shlex.split(cfg.flags) else []

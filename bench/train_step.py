@@ -52,7 +52,7 @@ def main(cfg):
     state = train_gpu.make_state(dataclasses.replace(settings, compile=False), architecture, "float32", devices)
     noised = train_gpu.training_batch(rows, settings, 0)
     on_meta = train_gpu.Loss(mdlm.MDLM(architecture).to("meta", torch.bfloat16), settings.schedule)
-    for packed in (False, True):
+    for packed in (False, True) if mdlm.varlen_attn else (False,):
         batch = train_gpu.make_batch(noised, slice(None), devices.device, packed)
         tensors, layout = batch[:-1], batch.packed
         copies = len(tensors) + (3 if packed else 0)
