@@ -219,7 +219,8 @@ def drop_verdicts_of_other_versions(out):
     version = runs.read_json(path).get("version", VERSION) if path.exists() else VERSION
     if version != VERSION and results.stat().st_size:
         aside = out / f"results_{version}.jsonl"
-        print(f"{results} is of another version of this scorer: moved to {aside.name}", file=sys.stderr)
+        said = "moved aside; texts are judged as they were cut then, --samples= cuts them anew"
+        print(f"{results} is of another version of this scorer: {said}", file=sys.stderr)
         aside.write_bytes(results.read_bytes())
         os.truncate(results, 0)  # not renamed: it is our lock
 
@@ -294,22 +295,20 @@ def prompt_ids(cfg, record, writer, question):
     tokenizer = writer.tokenizer
     if cfg.task == "humaneval_infilling":
         tokenizer.encode_special_tokens = True
-        texts = question.prompt, question.suffix
-        return writer.hole(*(tokenizer.encode(text, add_special_tokens=False).ids for text in texts))
+        around = question.prompt, question.suffix
+        return writer.hole(*(tokenizer.encode(text, add_special_tokens=False).ids for text in around))
     if record.system and tokenizer.token_to_id("<|im_start|>") is None:
-        needs = f"--protocol={cfg.protocol} needs a chat template"
-        raise ValueError(f"{needs}, and the tokenizer has no token <|im_start|>")
-    if record.system == "" and not writer.wrap:
-        raise ValueError("--chat: the model's folder holds no chat template (tokenizer_config.json)")
-    if record.system == "":
+        raise ValueError(f"--protocol={cfg.protocol} needs a chat template, and the tokenizer has no <|im_start|>")
+    if record.system != "":
+        text = protocols.prompt(record, question, cfg.trim_prefix)
+    elif writer.wrap:
         text = writer.wrap(record.ask(question, ()))
     else:
-        text = protocols.prompt(record, question, cfg.trim_prefix)
+        raise ValueError("--chat: the model's folder holds no chat template (tokenizer_config.json)")
     tokenizer.encode_special_tokens = record.system is None  # without chat, names of special tokens are plain text
     ids, line = (tokenizer.encode(t, add_special_tokens=False).ids for t in (text, text + "\n"))
     # A BPE that joins a line break to what is before it has never seen the end of a line without it.
-    ids = line if record.ours and len(line) <= len(ids) and not text[-1].isspace() else ids
-    ids = ids[-record.prompt_tokens :]
+    ids = (line if record.ours and len(line) <= len(ids) and not text[-1].isspace() else ids)[-record.prompt_tokens :]
     bos = tokenizer.token_to_id("<|beginoftext|>") if record.bos else None
     return ids if bos is None else [bos, *ids]
 

@@ -253,6 +253,8 @@ def read_requests(data, name):
     """[(prompt, suffix)] of the JSON lines in what the file `name` holds. ValueError names the line that is not one."""
     requests = []
     for number, line in enumerate(data.splitlines(), 1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
             requests.append((row["prompt"] + "", row.get("suffix", "") + ""))  # TypeError for what is no text
@@ -267,7 +269,7 @@ def on_new_line(prompt):
     """The prompt, with a line break behind closing quotes or a def's or class's colon: tokenizers join it to those."""
     quotes = re.search(r"(\"{3}|'{3})\Z", prompt)
     closing = quotes and prompt.count(quotes[0]) % 2 == 0
-    return prompt + "\n" if closing or re.search(r"^ *(async def|def|class) .*:\Z", prompt, flags=re.M) else prompt
+    return prompt + "\n" if closing or re.search(r"^[ \t]*(async def|def|class) .*:\Z", prompt, flags=re.M) else prompt
 
 
 def interact(complete, end, whole):
@@ -332,8 +334,8 @@ def truncate(text, stops):
 def examples(prompt):
     """[(call, result, test of sandbox.py)] of the >>> examples in a prompt's docstrings, or in a prompt without one.
 
-    A statement without a result, such as c = Counter(3), and all lines after it are repeated before each later test. An
-    example that raises is neither tested nor repeated. ValueError if none is left.
+    A statement, such as c = Counter(3), is not tested; it and all lines after it are repeated before each later test.
+    An example that raises is neither tested nor repeated. ValueError if none is left.
     """
     import doctest
 
@@ -343,9 +345,12 @@ def examples(prompt):
         for docstring in docstrings or [prompt]:
             before = []
             for example in doctest.DocTestParser().get_examples(docstring):
-                call, want = ast.unparse(ast.parse(example.source)).replace("\n", "\n "), example.want.strip()
-                value, result = f"repr({call})", want
-                if call.startswith("print("):
+                tree, want = ast.parse(example.source), example.want.strip()
+                call = ast.unparse(tree).replace("\n", "\n ")
+                value, result, lone = f"repr({call})", want, [*map(type, tree.body)] == [ast.Expr]
+                if not lone:
+                    value = ""
+                elif call.startswith("print("):
                     value = printed(call)
                 else:
                     with contextlib.suppress(*UNREADABLE):  # no literal
@@ -353,7 +358,7 @@ def examples(prompt):
                 if want and value and not example.exc_msg:
                     test = ast.unparse(ast.parse(f"assert {value} == {result!r}"))
                     found.append((call, want, "\n ".join(["if 1:", *before, test]) if before else test))
-                if (before or not want) and not example.exc_msg:
+                if (before or not want or not lone) and not example.exc_msg:
                     before.append(call)
     except UNREADABLE as error:
         raise ValueError(f"cannot read the >>> examples of the prompt: {error}") from None
@@ -399,7 +404,8 @@ def verdicts(program, tests):
         done = subprocess.run(command, capture_output=True, text=True)
     said = done.stdout.splitlines()[:-1]
     if len(said) != len(tests):
-        raise RuntimeError(f"sandbox.py failed: {done.stderr.strip().rpartition(chr(10))[2]}")
+        why = done.stderr.strip().rpartition("\n")[2].partition("; ")[0]  # what follows are flags of sandbox.py
+        raise RuntimeError(f"sandbox.py failed: {why}")
     for i, (call, want, _) in enumerate(tests):
         verdict, got = said[i][:12].strip(), said[i].partition("    # got ")[2]
         result = f"gives {want}" if verdict == "pass" else f"gives {got}, not {want}" if got else f"is not {want}"

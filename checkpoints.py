@@ -71,8 +71,12 @@ def join_hosts(hosts):
     """Initialise jax.distributed: "auto" on TPU pods, SLURM and MPI, or ADDRESS:PORT,COUNT,INDEX; "" is one host."""
     if hosts:
         address, *numbers = hosts.split(",")
-        where = [] if hosts == "auto" else [address, *map(int, numbers)]
-        jax.distributed.initialize(*where, heartbeat_timeout_seconds=30)  # all end when one is killed
+        try:
+            where = [] if hosts == "auto" else [address, *map(int, numbers)]
+            jax.distributed.initialize(*where, heartbeat_timeout_seconds=30)  # all end when one is killed
+        except (ValueError, IndexError) as error:
+            advice = "give ADDRESS:PORT,COUNT,INDEX; auto is for TPU pods, SLURM and MPI"
+            raise ValueError(f"--hosts={hosts} ({error}): {advice}") from None
 
 
 def host_0_says(value):
@@ -408,7 +412,7 @@ def free_bytes(mesh):
     for path in map(Path, ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         if path.exists() and path.read_text().strip().isdigit():  # a container may have less than the machine
             free = min(free, int(path.read_text()))
-    return 0.9 * free / mesh.size
+    return 0.9 * free / len(mesh.local_devices)
 
 
 AXES = {"axis_names": ("data", "fsdp", "tensor"), "axis_types": (jax.sharding.AxisType.Auto,) * 3}
@@ -459,7 +463,8 @@ def smaller_forms(cfg):
     """{flags: (LoRA's rank, bits of the frozen matrices)} of what takes less memory than cfg."""
     flag, rank = ("", cfg.lora_rank) if cfg.lora_rank else ("--lora_rank=16", 16)
     widths = {f"{flag} --base_bits={bits}".strip(): (rank, bits) for bits in (8, 4) if bits < (cfg.base_bits or 16)}
-    return widths if cfg.lora_rank else {flag: (rank, 0)} | widths
+    smaller = widths if cfg.lora_rank else {flag: (rank, 0)} | widths
+    return {} if cfg.hosts or "://" in cfg.out else smaller  # adapters train on one host, to its own disk
 
 
 def fits(needed, free, what, smaller):

@@ -20,7 +20,7 @@ compared on reading. The Hub's own safetensors hold none: a flipped bit in them 
 --to=dream turns a Qwen2, Fast-dLLM v2 or dllm's a2d-qwen2 into a Dream to train, in Orbax, and a Qwen3 into an SDAR,
 which SGLang serves (blocks of 4, MASK 151669). A tokenizer without a mask token gets one after its last token, whose
 row of embedding and head is the mean of the rows before it. The block length is --block_length, or that of config.json,
-or 1, an autoregressive model; an SDAR's is 4. Go on with: python train_dream.py --init=out/start --block_length=32 ...
+or 1, an autoregressive model; an SDAR's is 4, an a2d-qwen2 has none. Go on with: python train_dream.py --init=out/start
 
 Conversion streams: Orbax reads from the mapped files, and no tensor is copied; the way back and --verify hold two
 blocks of 32 MB, or of one chunk, in memory. --dtype needs a temporary file of the size of --out beside it.
@@ -62,7 +62,7 @@ class Config:
     revision: str = "main"  # branch, tag or commit of a repository of the Hub
     step: runs.Natural = 0  # checkpoint of a run; 0 takes the newest
     to: typing.Literal["", "dream"] = ""  # "dream": make a Dream of a Qwen2, an SDAR of a Qwen3; "" keeps the model
-    block_length: runs.Natural = 0  # with --to=dream: block length of the checkpoint; 0: that of config.json, else 1
+    block_length: runs.Natural = 0  # with --to=dream: block length of the checkpoint; 0: of config.json, else 1
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # write Orbax in this dtype; "" keeps every byte
     shard_gb: runs.Positive = 5.0  # largest safetensors file of a Dream, in GB
     verify: bool = False  # compare every tensor of --source and --out

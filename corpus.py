@@ -112,7 +112,10 @@ def files_below(roots, suffixes, out):
         with contextlib.suppress(OSError):
             if os.path.isfile(path):  # reading a named pipe would never end
                 with open(path, "rb") as file:
-                    digest, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
+                    hasher = hashlib.sha256()
+                    for block in iter(lambda: file.read(1 << 20), b""):  # hashlib.file_digest is not in Python 3.10
+                        hasher.update(block)
+                    digest, size = hasher.hexdigest(), file.tell()
         items.append(Item(name, path, digest, size))
     return items
 
@@ -138,7 +141,7 @@ def belongs(data, split, cfg):
 
 def draw(*parts):
     """A number in [0, 1) that is a hash of `parts`."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8]) / 2**64
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") / 2**64
 
 
 def batched(items, limit, size_of=lambda item: item.size):
@@ -365,10 +368,6 @@ def shuffled(items, cfg):
         part.sort(key=lambda item: draw(cfg.seed, item.sha256))
         groups[split] = list(batched(part, cfg.shard_bytes))
     return groups
-
-
-def python_documents(items, split, cfg):
-    return ((read_text(item),) for item in items)
 
 
 def benchmark_files(cfg):

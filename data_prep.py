@@ -97,7 +97,7 @@ class Python(Documents):
     column: str = ""  # text column of .parquet and .jsonl files or --hf; "" looks for content, text, code
     hf: str = ""  # data set on Hugging Face, read as it streams: NAME, NAME:FOLDER of it, or a folder on this machine
     licences: typing.Literal["permissive", "any"] = "permissive"  # of rows that name a licence; others stay
-    benchmarks: tuple[str, ...] = ()  # files whose problems no document may hold; "" none; rows: HumanEval, MBPP
+    benchmarks: tuple[str, ...] = ()  # problems to decontaminate from; "" none; default, rows: HumanEval, MBPP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -564,7 +564,7 @@ def parquet_ids(items, split, cfg, vocabulary):
 # What reads a source: gather(found, cfg, vocabulary) gives {split: [Items of each shard]} and {reason: how many were
 # dropped}, texts(items, split, cfg) the documents of this split as tuples of texts, and ids(..., vocabulary) as ids.
 SOURCES = {
-    Python: (corpus.gather, corpus.python_documents, text_ids),
+    Python: (corpus.gather, lambda items, split, cfg: ((corpus.read_text(item),) for item in items), text_ids),
     Text: (corpus.gather_text, corpus.text_documents, text_ids),
     TinyStories: (corpus.gather_text, corpus.text_documents, text_ids),
     Pairs: (corpus.gather_pairs, corpus.pair_documents, pair_ids),

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import inference
+import canvas
 import runs
 from runs import Count, Natural, NonNegative, Share, TopP
 
@@ -126,8 +126,6 @@ DEFAULTS = {  # what "" and None stand for
 
 
 def main(cfg):
-    import canvas
-
     cfg = resolve(cfg)
     requests = [(cfg.prompt, cfg.suffix)]
     if cfg.file:
@@ -138,7 +136,7 @@ def main(cfg):
     if cfg.check:
         tests = [canvas.examples(prompt) for prompt, _ in requests]  # before a model is read
         canvas.verdicts("", [("", "", "assert True")])  # a sandbox that does not work says so
-    family, advice = PythonCoder, "a smaller --n or --max_new"
+    family, advice = PythonCoder, "a smaller --n or --max_new, or fewer lines in --file"
     if cfg.model == "dream":
         family, advice = Dream, "--int8, --int4, a smaller --batch_size or --max_new"
     try:
@@ -178,6 +176,8 @@ def resolve(cfg):
 
     defaults = {name: value for name, value in DEFAULTS[cfg.model].items() if getattr(cfg, name) in ("", None)}
     if "ckpt" in defaults and not cfg.step:
+        import inference
+
         defaults["ckpt"] = inference.default_folder(defaults["ckpt"], cfg.model)
     own = runs.as_path(defaults.get("ckpt", cfg.ckpt)) / "generation_config.json"
     count = runs.read_json(own).get("max_new_tokens") if own.is_file() else None
@@ -210,12 +210,13 @@ def show(cfg, row, text, number=0):
 
 class PythonCoder:
     def __init__(self, cfg, requests):
-        import canvas
+        import inference
         import model_pythoncoder
 
         self.cfg, self.key = cfg, jax.random.key(cfg.seed)
         how = {"dtype": cfg.dtype, "devices": cfg.devices, "rows": requests * cfg.n, "compile_cache": cfg.compile_cache}
-        self.model, step, self.mesh = inference.load_for_inference(model_pythoncoder, cfg.ckpt, cfg.step, **how)
+        self.model, step, mesh = inference.load_for_inference(model_pythoncoder, cfg.ckpt, cfg.step, **how)
+        self.context = functools.partial(inference.mesh_context, mesh)
         self.tokenizer = runs.read_tokenizer(cfg.ckpt, self.model.cfg.vocab)
         flags, eos = cfg.pythoncoder, canvas.end_of_text(runs.as_path(cfg.ckpt), self.tokenizer)
         ids = {"vocab": self.tokenizer.get_vocab_size(), "eos": eos}  # the head has more rows: they are never drawn
@@ -225,7 +226,6 @@ class PythonCoder:
 
     def complete(self, requests):
         """Continue all requests, cfg.n times each, as one batch: [(row of --json, text)]. A single text streams."""
-        import canvas
         import model_pythoncoder
 
         cfg, tokenizer = self.cfg, self.tokenizer
@@ -238,7 +238,7 @@ class PythonCoder:
         self.key, key = jax.random.split(self.key)
         self.passes, started = [], time.perf_counter()  # passes: tokens of each text after each forward pass
         settings, watching = (prompts, cfg.max_new, self.rule, key, self.on_tokens), cfg.show_steps or cfg.html
-        with inference.mesh_context(self.mesh):
+        with self.context():
             texts, stats = model_pythoncoder.generate(self.model, *settings, chunk=1 if watching else 16)
         seconds = time.perf_counter() - started
 
@@ -258,8 +258,6 @@ class PythonCoder:
 
     def on_tokens(self, texts):
         """Called with the token ids of all texts so far; True, which ends the call, if each holds a stop string."""
-        import canvas
-
         self.passes.append([len(ids) for ids in texts])
         ids, stops = texts[0], self.cfg.stop
         texts = [self.tokenizer.decode(ids) for ids in texts]
@@ -270,8 +268,6 @@ class PythonCoder:
     def stream(self, completion, ids):
         """Print what has been added to the completion, the text of `ids`; watched, in the colours of the drafts."""
         if self.cfg.show_steps and sys.stdout.isatty():
-            import canvas
-
             end, lengths = 0, [passed[0] for passed in self.passes]
             drafts = canvas.drafts_of(lengths, ids, self.rule, self.cfg.max_new)
             for text, (_, draft) in zip(canvas.pieces(self.tokenizer, ids), drafts, strict=True):
@@ -284,7 +280,6 @@ class PythonCoder:
 
     def show_probabilities(self, requests, prompts, texts):
         """The texts in the colours of their probabilities in a terminal, and the page of --html."""
-        import canvas
         import model_pythoncoder as pc
 
         @jax.jit
@@ -298,7 +293,7 @@ class PythonCoder:
         token_BL = np.array([*itertools.zip_longest(*rows, fillvalue=0)], np.int32).T
         yarn = max(map(len, prompts)) + self.cfg.max_new > self.model.cfg.positions  # as generate() decides
         graph = pc.graph_of(self.model.cfg, dataclasses.replace(self.model.run, yarn=yarn))
-        with inference.mesh_context(self.mesh):
+        with self.context():
             found = of_next(nnx.merge(graph, nnx.state(self.model)), token_BL)
 
         pages, tokenizer, cut = [], self.tokenizer, functools.partial(canvas.truncate, stops=self.cfg.stop)
@@ -322,7 +317,7 @@ class Dream:
     """Prompts become canvases of masks, which sample_dream.py or, for a Dream of blocks, sample_block.py fills."""
 
     def __init__(self, cfg, _):
-        import canvas
+        import inference
         import infill
         import model_dream
         import sample_block
@@ -341,6 +336,7 @@ class Dream:
         bits = inference.bits_of(flags)
         how = {"dtype": cfg.dtype, "devices": cfg.devices, "rows": flags.batch_size, "compile_cache": cfg.compile_cache}
         self.model, _, self.mesh = inference.load_for_inference(model_dream, folder, cfg.step, bits=bits, **how)
+        self.context = functools.partial(inference.mesh_context, self.mesh)
 
         dream, tokenizer = self.model.cfg, sample_dream.load_tokenizer(folder, self.model.cfg)
         fitting = [dream.family, *(["dreamon"] if dream.expand_id >= 0 else [])]
@@ -384,8 +380,6 @@ class Dream:
 
         The tokenizer of a base model has a template, too. So the name of the model decides, or that of its folder.
         """
-        import canvas
-
         flags = self.cfg.dream
         if flags.chat == "on" and not wrap:
             raise ValueError(f"--chat=on: {folder} holds no chat template (tokenizer_config.json)")
@@ -409,7 +403,6 @@ class Dream:
 
         The next call goes on with the conversation. Of a Dream of blocks a single text streams to the terminal.
         """
-        import canvas
         import repair
         import sample_dream
 
@@ -466,15 +459,14 @@ class Dream:
         if self.hole:
             return [self.hole]
         rule = dataclasses.replace(self.rule, ban_ids=self.never_in_a_hole)
-        how = rule, jax.random.fold_in(self.key, 1), self.cfg.dream.batch_size, bool(self.cfg.dream.valid)
-        with inference.mesh_context(self.mesh):
+        how = rule, jax.random.fold_in(self.key, 2), self.cfg.dream.batch_size, bool(self.cfg.dream.valid)
+        with self.context():
             size = infill.hole_length(self.read, before, *following, *how)
         print("[MASK] is 1 token here" if size == 1 else f"[MASK] is {size} tokens here", file=sys.stderr)
         return [size]
 
     def fill(self, canvases, shape):
         """(canvases, token ids, statistics with "seconds" and "compile_s"); shape has the sampler's rows and widths."""
-        import canvas
         import infill
 
         prompts, rule, flags, viewer = [blank.ids for blank in canvases], self.rule, self.cfg.dream, {}
@@ -487,7 +479,7 @@ class Dream:
             rule = dataclasses.replace(rule, ban_ids=self.never_in_a_hole)
         self.key, key = jax.random.split(self.key)
         self.compile_s, started = 0.0, time.perf_counter()
-        with inference.mesh_context(self.mesh):
+        with self.context():
             if canvases[0].counted and self.grows:
                 how = {"size": self.hole, "most": self.cfg.max_new, "regrow": flags.regrow}
                 end = [self.model.cfg.eos_id] if flags.bos else []
@@ -509,8 +501,6 @@ class Dream:
 
     def on_block(self, rows):
         """Called with the token ids of the single text after each block; prints what has been added before a MASK."""
-        import canvas
-
         ids = [*itertools.takewhile(lambda token: token != self.texts.mask, rows[0])]
         begun = dataclasses.replace(self.watched, ids=self.watched.ids[: len(ids)])
         _, text = self.texts.text_of(begun, ids, functools.partial(canvas.printable, stops=self.cfg.stop))

@@ -80,7 +80,8 @@ class Config:
 
 def command_line(arguments=None):
     """Config from --name=value or --name value. By argparse, so that the device needs no other package."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    how = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(description=__doc__, **how)
     for field in dataclasses.fields(Config):
         flags = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))  # both spellings
         options = {"dest": field.name, "default": field.default, "help": field.metadata["help"]}
@@ -513,7 +514,7 @@ class Writer:
                 raise
             raise ValueError(f"out of memory at batch {B}, length {L}: lower --n or --max_new") from None
         finally:
-            self.seed += B
+            self.seed = (self.seed + B) % 2**62  # the largest that --seed takes
 
 
 # ---- text ----------------------------------------------------------------------------------------------------------
@@ -551,8 +552,7 @@ def write(writer, cfg, on_step=None):
     while True:
         size = min(left, block, writer.longest - 1)
         start = max(0, text_BL.shape[1] + size - writer.longest)
-        canvas_BL = F.pad(text_BL[:, start:], (0, size), value=mdlm.MASK)
-        prefix = text_BL[0, :start].tolist()
+        canvas_BL, prefix = F.pad(text_BL[:, start:], (0, size), value=mdlm.MASK), text_BL[0, :start].tolist()
 
         def on_canvas(i, token_BL, prefix=prefix):
             on_step(i, len(prefix), prefix + token_BL[0].tolist())

@@ -95,7 +95,7 @@ def swallows(before, hole, behind):
 
     There alone Python allows a $.
     """
-    dollar = "\n$" if behind.startswith("\n") else "$"  # a comment ends with its line
+    dollar = "\n$" if behind.startswith(("\n", "\r")) else "$"  # a comment ends with its line
 
     def allows(text):
         return any(parses(text + end, whole=False) for end in ("", "'", '"', "}'", '}"'))

@@ -528,7 +528,7 @@ class Run:
     block: int = 256  # queries per block of the attention
     head_positions: int = 0  # masked positions per row whose logits the sampler holds at a time; 0: 64, on a CPU 16
     remat: typing.Literal["none", "qkvo", "full"] = "none"  # what the backward pass recomputes, see REMAT
-    loss_tokens: int = 2048  # tokens whose logits the loss holds at a time
+    loss_tokens: int = 2048  # tokens whose logits the loss holds at a time, on a device
     platform: str = dataclasses.field(default_factory=lambda: platform_of(jax.devices()[0]))  # the compiler's target
 
     @property
@@ -566,8 +566,7 @@ class Block(nnx.Module):
         rope is rope_of the queries' positions; see_BM, place and key_place are those of attention(). A cache,
         (k, v) of M slots, gets those of the queries in its slots start .. start + L - 1, and is then all keys.
         """
-        cfg = self.cfg
-        B, L, _ = x_BLD.shape
+        cfg, (B, L, _) = self.cfg, x_BLD.shape
         weights = {name: getattr(self, name).get_value() for name in MATRICES}
         if isinstance(weights["q_proj"], Lora):
             # Backward this orders the gradients of a layer's adapters before the layer below. Without it XLA computes
@@ -713,9 +712,10 @@ class Dream(nnx.Module):
     def token_nll(self, hidden_BLD, token_BL, mask_BL):
         """diffusion.masked_nll of the tokens with mask_BL, from the hidden states that predict them."""
         # Logits [B, L, V] would be the largest array by far: the head runs over chunks of C positions, and again in the
-        # backward pass. C is the largest divisor of L with B C <= run.loss_tokens.
-        B, L = token_BL.shape
-        C = next(c for c in range(min(L, max(1, self.run.loss_tokens // B)), 0, -1) if L % c == 0)
+        # backward pass. C is the largest divisor of L with which a device's rows have at most run.loss_tokens tokens.
+        (B, L), mesh = token_BL.shape, jax.sharding.get_abstract_mesh()
+        rows = B // n if B % (n := math.prod(mesh.shape.get(axis, 1) for axis in BATCH)) == 0 else B
+        C = next(c for c in range(min(L, max(1, self.run.loss_tokens // rows)), 0, -1) if L % c == 0)
 
         @jax.checkpoint
         def nll_of(chunk):

@@ -207,7 +207,6 @@ class Sampling:
     top_k: int = 0  # sample from the k likeliest tokens; 0: from all
     top_p: float = 0.95  # sample from the smallest set of tokens with this probability
     vocab: int = 0  # never draw ids from here on, as they have no token; 0: all have one
-    block_length: int = 0  # fill blocks of this length from left to right; 0: the whole canvas at once
 
 
 def step_tables(steps, schedule):
@@ -256,32 +255,14 @@ def sample(model, token_BL, rule, generator, on_step=None):
     distribution, a number per row. Then it samples their tokens from the filtered distribution. A step that unmasks
     nothing costs no forward pass, so a row takes at most as many passes as it has masks. PAD is masked out of
     attention. MASK, PAD, BOS and UNK are never drawn. on_step(i, token_BL) follows each step that unmasked a token.
-
-    With block_length, a block is filled before the next is started: it has its share of the steps and a schedule of its
-    own (LLaDA's semi-autoregressive sampling, arXiv:2502.09992).
     """
-    L = token_BL.shape[1]
-    size = min(rule.block_length or L, L)
-    steps = math.ceil(rule.steps * size / L)
-    block_L = torch.arange(L, device=token_BL.device) // size
-    for i in range(math.ceil(L / size)):
-        token_BL = fill(model, token_BL, block_L == i, rule, range(i * steps, (i + 1) * steps), generator, on_step)
-    return token_BL
-
-
-def fill(model, token_BL, open_L, rule, step_range, generator, on_step):
-    """`sample` restricted to the positions where open_L, in the steps of step_range."""
-    device, steps = token_BL.device, len(step_range)
-    see_BL = token_BL != PAD
-    ancestral = rule.sampler == "ancestral"
-    whole_canvas = bool(open_L.all())
-    rate_N, keep_N = (table_N.to(device) for table_N in step_tables(steps, rule.schedule))
+    device, see_BL, ancestral = token_BL.device, token_BL != PAD, rule.sampler == "ancestral"
+    rate_N, keep_N = (table_N.to(device) for table_N in step_tables(rule.steps, rule.schedule))
     # By confidence, the number of tokens to unmask in each step is fixed for each row.
     if not ancestral:
-        masks_B = ((token_BL == MASK) & open_L).sum(1).cpu().numpy()
-        counts_NB = diffusion.step_counts(masks_B, steps, rule.schedule)
-    for i in range(steps):
-        masked_BL = (token_BL == MASK) & open_L
+        counts_NB = diffusion.step_counts((token_BL == MASK).sum(1).cpu().numpy(), rule.steps, rule.schedule)
+    for i in range(rule.steps):
+        masked_BL = token_BL == MASK
         # Choose positions first; PAD stands for the tokens that are drawn later.
         if ancestral:
             u_BL = torch.rand(token_BL.shape, generator=generator, device=device)
@@ -290,9 +271,7 @@ def fill(model, token_BL, open_L, rule, step_range, generator, on_step):
                 continue
         elif not counts_NB[i].any():
             continue
-        # The mask rate of the schedule, or with further blocks the actual one.
-        rate_B = rate_N[i].expand(len(token_BL)) if whole_canvas else (token_BL == MASK).sum(1) / see_BL.sum(1)
-        hidden_BLD = model.hidden(token_BL, rate_B, see_BL)
+        hidden_BLD = model.hidden(token_BL, rate_N[i].expand(len(token_BL)), see_BL)
         # Logits of the chosen positions, or for confidences of all masks; never [B, L, V].
         logits_MV = model.logits(hidden_BLD[chosen_BL if ancestral else masked_BL])[:, : rule.vocab or None]
         logits_MV[:, list(BANNED)] = -math.inf
@@ -308,7 +287,7 @@ def fill(model, token_BL, open_L, rule, step_range, generator, on_step):
         drawn_M = draw(logits_MV, rule.top_p, generator) if rule.temperature > 0 else logits_MV.argmax(-1)
         token_BL = token_BL.masked_scatter(chosen_BL, drawn_M)
         if on_step:
-            on_step(step_range[i], token_BL)
+            on_step(i, token_BL)
     return token_BL
 
 

@@ -137,14 +137,13 @@ def dropout(x_BLD, row_B, seed_2, rate):
         return x_BLD
     _, L, D = x_BLD.shape
     index_LD = jnp.arange(L, dtype=jnp.uint32)[:, None] * jnp.uint32(D) + jnp.arange(D, dtype=jnp.uint32)
-    index = row_B.astype(jnp.uint32)[:, None, None] * jnp.uint32(L * D) + index_LD
+    row_B11 = row_B.astype(jnp.uint32)[:, None, None] * jnp.uint32(0x9E3779B9)
     # the hash: multiplications spread each bit upwards, shifts downwards
-    bits = index ^ seed_2[0]
+    bits = index_LD ^ (row_B11 + seed_2[0])
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
     bits = ((bits ^ (bits >> 13)) + seed_2[1]) * jnp.uint32(0xC2B2AE35)
     bits = bits ^ (bits >> 16)
-    scaled_BLD = x_BLD * jnp.asarray(1 / (1 - rate), x_BLD.dtype)
-    return jnp.where(bits >= jnp.uint32(round(rate * 2**32)), scaled_BLD, 0)
+    return jnp.where(bits >= jnp.uint32(round(rate * 2**32)), x_BLD * jnp.asarray(1 / (1 - rate), x_BLD.dtype), 0)
 
 
 def linear(x_BLD, weight_DF, tpu=False):

@@ -24,7 +24,6 @@ import jax
 import numpy as np
 
 import canvas
-import inference
 import infill
 
 SLOTS = 64  # the tokens of the bodies are padded to a multiple of this, so that few shapes are compiled
@@ -216,7 +215,7 @@ def opened(model, prompt, text, number):
         raise ValueError("there is no text behind this prompt to repair; generate it again")
     draft = Draft(prompt, text[len(prompt) :], [test for *_, test in canvas.examples(prompt)])
     run_examples([draft], judge)
-    with inference.mesh_context(model.mesh):
+    with model.context():
         found = [*dict.fromkeys(default_openings(draft, suspects([draft], read)[0]))]
     before, _, behind = (canvas.encode(read.tokenizer, part, "") for part in draft.opened(*found[number % len(found)]))
     return [*before, *[None] * (read.model.cfg.hole_masks or infill.START), *behind]
@@ -236,7 +235,7 @@ def repaired(dream, completions):
     best = [max(group, key=lambda draft: draft.passed) for group in groups]
     key, rows = jax.random.fold_in(dream.key, 2), min(cfg.dream.batch_size, len(best))
     fill = filler(read, dream.rule, key, 0 if dream.grows else dream.hole, tuple(dream.texts.ends), rows)
-    with inference.mesh_context(dream.mesh):
+    with dream.context():
         repair(best, cfg.dream.repair, read, fill, judge)
     for i, draft in enumerate(drafts):
         for number, (before, old, new, behind, passed) in enumerate(draft.rounds, 1):

@@ -56,7 +56,9 @@ class Config:
 def main(cfg):
     out, paths = Path(cfg.out), files_below(cfg.roots)
     written = {(out / f"{name}.jsonl").resolve() for name in ("train", "heldout", "humaneval")}
-    if own := written & {Path(path).resolve() for path in (*paths, cfg.humaneval) if path}:
+    ours = any((out / name).exists() for name in (".lock", "meta.json"))
+    others = {Path(path).resolve() for path in (*paths, cfg.humaneval) if path} | (set() if ours else {*out.glob("*")})
+    if own := written & {path.resolve() for path in others}:
         raise ValueError(f"{own.pop()} would be written over: choose another --out")
     out.mkdir(parents=True, exist_ok=True)
     with runs.lock(out / ".lock"):
@@ -97,7 +99,11 @@ def write_acecode(cfg, out, paths):
         runs.write(out / "humaneval.jsonl", "".join(lines).encode())
     tokenizer = None
     if cfg.tokenizer:
-        tokenizer = tokenizers.Tokenizer.from_file(cfg.tokenizer)
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(cfg.tokenizer)
+        except Exception as error:  # tokenizers raises no narrower class
+            why = runs.first_line(error)
+            raise ValueError(f"--tokenizer={cfg.tokenizer} cannot be read ({why}); name another") from None
         tokenizer.no_truncation()  # or a long prompt would look short
     hub = None if paths else download()
 

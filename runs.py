@@ -263,8 +263,8 @@ class Run:
             raise FileExistsError(f"{self.out} already holds a run: --resume={self.out}, or choose another --out")
         if gone := [folder for folder in (source, self.out) if (folder / SAVED).exists() and not saved_steps(folder)]:
             raise FileNotFoundError(f"the checkpoints of {gone[0]} are gone; choose another --out")
-        if found := [name for name in ("meta.json", "bundle.json", "model.safetensors") if (self.out / name).exists()]:
-            raise FileExistsError(f"{self.out} is no folder of a run, it holds {found[0]}; choose another --out")
+        if found := [path for x in ("meta.json", "bundle.json", "model*.safetensors*") for path in self.out.glob(x)]:
+            raise FileExistsError(f"{self.out} is no folder of a run, it holds {found[0].name}; choose another --out")
         self.out.mkdir(parents=True, exist_ok=True)
         self.exits.enter_context(lock(self.out / f".lock{self.rank}"))
         return self

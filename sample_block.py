@@ -197,6 +197,7 @@ def fill_block(params, state, given, *, sampler, width):
 
     state, _ = jax.lax.while_loop(unfinished, step, (state, jnp.int32(not seeds)))
     # The texts of all rows go to every host, which could not read those of another one's devices.
+    state = state._replace(cache=sample_dream.split(state.cache))
     return state._replace(token_BL=md.shard(state.token_BL), record=jax.tree.map(md.shard, state.record))
 
 

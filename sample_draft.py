@@ -184,7 +184,8 @@ def begin(params, state, given, *, sampler, width):
     hidden_BPD, cache = sampler.read(model, state.token_BL[:, :width], slot_BP, slot_BP, state.cache)
     hidden_B1D = jnp.take_along_axis(hidden_BPD, state.last_B[:, None, None], 1)
     token_B1, prob_B1 = sampler.draw(model, hidden_B1D, state.last_B[:, None] + 1, given)
-    return sampler.write(state._replace(cache=cache), given, token_B1, prob_B1, jnp.ones(B, jnp.int32))
+    state = state._replace(cache=sample_dream.split(cache))
+    return sampler.write(state, given, token_B1, prob_B1, jnp.ones(B, jnp.int32))
 
 
 @functools.partial(jax.jit, static_argnames=("sampler",), donate_argnames=("state",))
@@ -193,6 +194,7 @@ def advance(params, state, given, *, sampler):
     model, end = nnx.merge(sampler.graph, params), state.step + STEPS
     going = lambda state: (state.step < end) & ~sampler.ended(state, given).all()  # noqa: E731
     state = jax.lax.while_loop(going, lambda state: sampler.step(model, state, given), state)
+    state = state._replace(cache=sample_dream.split(state.cache))
     return state._replace(token_BL=md.shard(state.token_BL), last_B=md.shard(state.last_B)), sampler.ended(state, given)
 
 

@@ -31,7 +31,7 @@ from flax import nnx
 
 import diffusion
 import runs
-from model_dream import MATRICES, PS, DreamConfig, shard
+from model_dream import BATCH, MATRICES, PS, DreamConfig, fit, shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Sampling:
     fast_dllm: bool = False  # Fast-dLLM's windows: a block's first token is filled whatever its probability
     eos_penalty: float = 0.0  # lowers the logits of eos_ids by this times -log(filled share of the text + 0.001)
     guidance: float = 0.0  # LLaDA's cfg_scale w: logits u + (w + 1) (c - u), u those with MASK for all that was given
-    ban_ids: tuple[int, ...] | None = None  # never drawn; None: MASK
+    ban_ids: tuple[int, ...] | None = None  # never drawn; None: MASK and expand_id
     vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
     eos_ids: tuple[int, ...] = ()  # each ends a text if nothing before it is MASK; eos_ids[0] fills the rest
     late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # eos_ids are unmasked last | EOS is never drawn
@@ -283,7 +283,7 @@ class Sampler:
         if first_alone:
             wanted_BL &= jnp.arange(wanted_BL.shape[1]) == given.first
         if rule.alg == "p2":
-            wanted_BL = given.made_BL
+            wanted_BL = given.made_BL & wanted_BL.any(-1, keepdims=True)  # a row that is full stays as it is
         elif rule.alg == "origin":  # fills each position by chance, whatever the model's confidence
             wanted_BL &= self.uniform(given, 2, state, given.offset_BL) < given.share_S[i]
         most_B = count_B = wanted_BL.sum(-1)
@@ -517,11 +517,22 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, watch=None, rows=0):
 
 
 def beside(params, state):
-    """The state on the parameters' device, or on all of their mesh. Else the first block, whose state comes from the
+    """The state on the parameters' device, or on their mesh. Else the first block, whose state comes from the
     host, and the others, whose states come from a device, would be two programs.
     """
     at = jax.tree.leaves(params)[0].sharding
-    return jax.device_put(state, jax.NamedSharding(at.mesh, PS()) if isinstance(at, jax.NamedSharding) else at)
+    if isinstance(at, jax.NamedSharding):
+        at = jax.tree.map(lambda x, m=at.mesh: jax.NamedSharding(m, fit(cache_spec(x), np.shape(x), m)), state)
+    return jax.device_put(state, at)
+
+
+def cache_spec(x):
+    """Keys and values are split by rows and heads, PythonCoder's keys with an axis between; nothing else is split."""
+    return {4: PS(BATCH, "tensor"), 5: PS(BATCH, None, "tensor")}.get(np.ndim(x), PS())
+
+
+def split(cache):
+    return jax.tree.map(lambda x: shard(x, *cache_spec(x)), cache)
 
 
 # ---- texts ---------------------------------------------------------------------------------------------------------

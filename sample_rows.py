@@ -91,11 +91,19 @@ def key_of(seed, number):
     return jax.random.key_data(jax.random.fold_in(jax.random.split(jax.random.key(seed))[1], number))
 
 
+def forget(record, i, end):
+    """Clear row i of a record: what an end fills is not drawn, and would keep what an earlier text had there."""
+    logp_BL, (ids_BLN, likely_BLN) = record[2:]
+    logp_BL[i], ids_BLN[i], likely_BLN[i] = 0, end, -np.inf
+    likely_BLN[i, :, 0] = 0
+
+
 class Family:
     """A model and its batches, one for each canvas width and order of positions."""
 
     def __init__(self, module, folder, rows, bits=0, **how):
-        self.model, _, self.mesh = inference.load_for_inference(module, folder, rows=rows, bits=bits, **how)
+        self.model, _, mesh = inference.load_for_inference(module, folder, rows=rows, bits=bits, **how)
+        self.context = functools.partial(inference.mesh_context, mesh)
         self.tokenizer = runs.read_tokenizer(folder, self.model.cfg.vocab)
         self.rows, self.vocab, self.batches = rows, self.tokenizer.get_vocab_size(), {}
         self.positions = min(self.model.cfg.positions, WIDTHS[-1])
@@ -146,6 +154,7 @@ class Canvases:
         given.made_BL[i] = given.see_BL[i] & (state.token_BL[i] == cfg.mask_id)
         given.offset_BL[i] = np.maximum(np.arange(self.width) - (self.width - len(ids)), 0)
         given.key_B[i], state.step_B[i], state.left_B[i] = key_of(ask["seed"] % (1 << 31), row.number), 0, 0
+        forget(state.record, i, self.family.ends[0])
         # blocks from the first mask to the last, and the share of a block's masks that each of its steps fills
         first, last = np.flatnonzero(given.made_BL[i])[[0, -1]]
         size = ask.get("block_length") or self.width
@@ -220,6 +229,7 @@ class Blocks:
         given.see_BL[i] = np.arange(given.see_BL.shape[1]) < length
         given.made_BL[i] = given.see_BL[i] & (state.token_BL[i] == cfg.mask_id)
         state.record.step_BL[i], given.key_B[i] = -1, key_of(row.ask["seed"] % (1 << 31), row.number)
+        forget(state.record, i, self.family.ends[0])
         given.first_B[i] = row.ids.index(None) // (size := 1 if cfg.causal else cfg.block_length) * size
         inputs = state.token_BL[i], given.see_BL[i], given.block_BL[i]
         self.state = state._replace(cache=prefill_blocks(self.params, state.cache, i, *inputs, graph=self.graph))
@@ -262,7 +272,7 @@ def prefill_blocks(params, cache, i, token_L, see_L, block_L, *, graph):
     place, start_B = diffusion.Place(see_L[None].astype(jnp.int32), block_L[None]), jnp.zeros(1, jnp.int32)
     empty = jax.tree.map(lambda x_BJLK: jnp.zeros_like(x_BJLK[:1]), cache)
     _, new = model.hidden(token_L[None], slot_1L, None, empty, start_B, place, place)
-    return jax.tree.map(lambda all_rows, row: all_rows.at[i].set(row[0]), cache, new)
+    return sample_dream.split(jax.tree.map(lambda all_rows, row: all_rows.at[i].set(row[0]), cache, new))
 
 
 class Dream(Family):
@@ -394,7 +404,7 @@ class Loop(threading.Thread):
         self.model, self.queue, self.waiting = model, queue, []
         self.changed, self.closing = threading.Condition(), False
         print("compiling" if warm else "programs are compiled when they are asked for", file=sys.stderr)
-        with inference.mesh_context(model.mesh):
+        with model.context():
             for width, order in itertools.product(model.widths, model.ORDERS if warm else ()):
                 model.batch(width, order).warm()
                 model.batches.clear()
@@ -418,7 +428,7 @@ class Loop(threading.Thread):
         return not self.is_alive()
 
     def run(self):
-        with inference.mesh_context(self.model.mesh):
+        with self.model.context():
             while not self.closing:
                 with self.changed:
                     self.changed.wait_for(lambda: self.running() or self.waiting or self.closing)

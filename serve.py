@@ -59,6 +59,8 @@ class Config:
 
 
 def main(cfg):
+    if cfg.api_key not in ("", Config.api_key) and not os.environ.get(cfg.api_key):
+        raise ValueError("--api_key names an environment variable that holds the key, and that one is not set")
     family = cfg.model or ("dream" if (inference.WEIGHTS / "dream").is_dir() else "pythoncoder")
     folder = cfg.ckpt or str(inference.WEIGHTS / family)
     host, kind = (f"[{cfg.host}]", socket.AF_INET6) if ":" in cfg.host else (cfg.host, socket.AF_INET)
@@ -84,7 +86,7 @@ NUMBERS = {  # lowest and highest; a field whose limits are of type int is one
     "logprobs": TOP, "top_logprobs": TOP, "seed": SEEDS, "random_seed": SEEDS, "temperature": (0.0, 2.0),
     "top_p": (0.0, 1.0), "threshold": (0.0, 1.0), "entropy_bound": (0.0, 1e6),
 }
-TYPES = dict.fromkeys(("model", "user", "suffix"), str) | dict.fromkeys(("messages", "ids"), list)
+TYPES = {"model": str, "user": str, "suffix": str, "messages": list, "ids": list}
 TYPES |= {"stream": bool, "stream_options": dict}
 # fmt: on
 COMMON = {"model", "user", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "stream"}
@@ -310,11 +312,10 @@ async def events(chunks):
 
 
 def app(loop, name, cfg):
-    key, model, testing = os.environ.get(cfg.api_key, ""), loop.model, asyncio.Semaphore(2)
+    key, model, testing = os.environ.get(cfg.api_key, "").encode(), loop.model, asyncio.Semaphore(2)
 
     def let_in(request):
-        given = request.headers.get("authorization", "").encode()
-        if key and not secrets.compare_digest(given, f"Bearer {key}".encode()):
+        if key and not secrets.compare_digest(request.headers.get("authorization", "").encode(), b"Bearer " + key):
             raise Refusal(401, "the API key is missing or wrong", code="invalid_api_key")
         if request.headers.get("sec-fetch-site") == "cross-site":  # a browser's word for a page of somebody else
             raise Refusal(403, "another site's page may not use this server")
@@ -362,8 +363,8 @@ def app(loop, name, cfg):
 
     async def refuse(request, error):
         if not isinstance(error, Refusal):  # a client that has gone reads no answer
-            status, detail = getattr(error, "status_code", 499), getattr(error, "detail", "the client has gone")
-            error = Refusal(status, f"{request.method} {request.url.path}: {detail}")
+            status, said = getattr(error, "status_code", 499), getattr(error, "detail", "the client has gone")
+            error = Refusal(status, f"{request.method} {request.url.path}: {said}", headers=vars(error).get("headers"))
         return JSONResponse(error.body, error.status, error.headers)
 
     page, headers = Path(__file__).with_name("serve.html"), {"Content-Security-Policy": POLICY}

@@ -87,7 +87,7 @@ class Config:
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of the computation; parameters are float32
     remat: typing.Literal["none", "qkvo", "full"] = "qkvo"  # what the backward pass recomputes
     micro_batch: Natural = 0  # rows per device and forward pass; 0: by model
-    fsdp: Natural = 0  # devices that share one copy of the weights; 0: all that data and tensor leave
+    fsdp: Natural = 0  # devices that share one copy of the weights; 0: all devices / --tensor
     tensor: Count = 1  # devices that share each layer's heads, feed-forward and vocabulary
     device: typing.Literal["", "cpu"] = ""  # "cpu" trains on the CPU although JAX leaves an accelerator idle
     hosts: str = ""  # "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process; default: one host
@@ -235,14 +235,16 @@ def find_data(cfg):
         raise ValueError("several hosts need the same data: write it with data_prep.py and pass --data")
     _, model = pick_model(cfg)
     seq_len, vocab = row_length(cfg, model), min(model.vocab, 32_768)
-    name, flag = vocab, f"--vocab_size={vocab}"
-    if cfg.init:  # a model that is trained already has a tokenizer
-        tokenizer = runs.as_path(cfg.init) / "tokenizer.json"
-        name, flag = hashlib.sha256(tokenizer.read_bytes()).hexdigest()[:8], f"--tokenizer={tokenizer}"
+    name, flags = vocab, [f"--vocab_size={vocab}"]
+    if cfg.init:  # a model that is trained already has a tokenizer, and an EOS
+        path = runs.as_path(cfg.init) / "tokenizer.json"
+        eos = sample_dream.load_tokenizer(cfg.init, model).id_to_token(model.eos_id)
+        name = hashlib.sha256(path.read_bytes() + eos.encode()).hexdigest()[:8]
+        flags = [f"--tokenizer={path}", f"--eos={eos}"]
     folder = Path(f"data/python-{seq_len}-{name}")
     if not (folder / "meta.json").exists():
         print(f"no --data: preparing the Python standard library in {folder}", flush=True)
-        runs.script("data_prep.py", "python", f"--out={folder}", f"--seq_len={seq_len}", flag)
+        runs.script("data_prep.py", "python", f"--out={folder}", f"--seq_len={seq_len}", *flags)
     return open_data(folder, seq_len)
 
 
@@ -264,12 +266,12 @@ def with_mask(model, meta, tokenizer_json):
 
 def known_ids(folder, model, meta, tokenizer_json):
     """tokenizer.json of the Dream in `folder`. ValueError if it has other ids than that of the data."""
-    data, path = tokenizers.Tokenizer.from_str(tokenizer_json.decode()), runs.as_path(folder) / "tokenizer.json"
-    theirs, ours = (x.get_vocab(with_added_tokens=True) for x in (sample_dream.load_tokenizer(folder, model), data))
+    path, tokenizer = runs.as_path(folder) / "tokenizer.json", sample_dream.load_tokenizer(folder, model)
+    theirs, ours = tokenizer.get_vocab(), tokenizers.Tokenizer.from_str(tokenizer_json.decode()).get_vocab()
     if ours.items() <= theirs.items() and max(ours.values()) < model.vocab and meta["eos_id"] == model.eos_id:
         return path.read_bytes()
-    wrong = f"tokens of the data or its EOS have other ids than in {folder}"
-    raise ValueError(f"{wrong}; prepare the data with --tokenizer={path}")
+    wrong, eos = f"tokens of the data or its EOS have other ids than in {folder}", tokenizer.id_to_token(model.eos_id)
+    raise ValueError(f"{wrong}; prepare the data with --tokenizer={path} --eos='{eos}'")
 
 
 def with_expand(cfg, model, tokenizer_json):
@@ -369,8 +371,7 @@ def block_nats(blocks, model, step, token_BL, segment_BL, position_BL, counted_B
     # The block size doubles in equal numbers of steps. It is an array, so that all sizes are one program.
     if blocks.block_warmup:
         doublings = math.ceil(math.log2(longest))
-        done = jnp.minimum(step * doublings // blocks.block_warmup, doublings)
-        block = jnp.minimum(2**done, longest)
+        block = jnp.minimum(2 ** jnp.minimum(step * doublings // blocks.block_warmup, doublings), longest)
     # A mask rate for each block; u decides for each token. A block of one token is always masked: any other rate would
     # only add noise to the same expectation.
     row = segment_BL, position_BL + offset_B1
@@ -444,8 +445,7 @@ def sums_of(graph, schedule, rows, draws, params, batch, row_B, bytes_V):
         noise = md.noise(jax.random.key(draw), rows, row_B, md.parts(*row, block or None))
         return model.nelbo(token_BL, *row, *noise, fixed_BL, schedule=schedule)
 
-    mask_BL = md.counted(segment_BL, fixed_BL)
-    exact = 0 < block <= md.EXACT_BLOCK
+    mask_BL, exact = md.counted(segment_BL, fixed_BL), 0 < block <= md.EXACT_BLOCK
     nats_N = model.exact_nll(token_BL, *row, fixed_BL).sum()[None] if exact else jax.lax.map(bound, jnp.arange(draws))
     return nats_N, mask_BL.sum(), (mask_BL * bytes_V[token_BL]).sum()
 

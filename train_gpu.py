@@ -235,10 +235,9 @@ class Loss(nn.Module):
         nelbo = self.span * diffusion.nelbo_per_token(nll_N[:, None], batch.time_N, batch.counted, self.schedule)
         if self.training:
             return nelbo
-        masked_ce = diffusion.masked_cross_entropy(nll_N, batch.masked_N)
-        accuracy = diffusion.masked_accuracy(logits_NV, batch.token_N, batch.masked_N, mdlm.MASK)
         masks = batch.masked_N.sum()
-        return torch.stack([nelbo, masked_ce * masks, accuracy * masks, masks])
+        correct = masks * diffusion.masked_accuracy(logits_NV, batch.token_N, batch.masked_N, mdlm.MASK)
+        return torch.stack([nelbo, nll_N.sum(), correct, masks])
 
 
 def learning_rate(step, cfg):

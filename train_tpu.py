@@ -65,9 +65,9 @@ class Config:
     weight_decay: NonNegative = 0.1  # of matrices; with adamw of embeddings, too
     clip: Positive = 1.0  # maximum global gradient norm
     dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of the computation; parameters are float32
-    reduce: typing.Literal["", "step", "micro"] = ""  # sum gradients over devices once a step | a micro-batch
+    reduce: typing.Literal["", "step", "micro"] = ""  # sum gradients once a step | a micro-batch; "": by memory
     micro_batch: Natural = 0  # rows per device and forward pass; 0: by model and memory
-    fsdp: Natural = 0  # devices that share one copy of the weights; 0: all that data and tensor leave
+    fsdp: Natural = 0  # devices that share one copy of the weights; 0: all devices / --tensor
     tensor: Count = 1  # devices that share each layer's heads, feed-forward and vocabulary
     device: typing.Literal["", "cpu"] = ""  # "cpu" trains on the CPU although JAX leaves an accelerator idle
     hosts: str = ""  # "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process; default: one host
@@ -92,7 +92,7 @@ METRICS = "loss", "main", "mtp", "lr", "grad_norm", "ok"  # of a step, in the or
 # ---- choices for the device, and data ------------------------------------------------------------------------------
 
 # Rows per device at a time. Few: on a v6e four keep the activations in VMEM, on a CPU (tiny, small) in its caches.
-MICRO_BATCH = {"tiny": 2, "small": 4, "100m": 8, "300m": 8, "1b": 4}
+MICRO_BATCH = {"tiny": 2, "small": 4, "300m": 8, "1b": 4}
 # GiB of a step by rows per device at a time, the most of the devices that bench/compile_for.py compiled it for; see
 # bench/results/by_hardware.json. That of small is a TPU's on both.
 STEP_GIB = {

@@ -114,7 +114,8 @@ def dream_writer(cfg, record, run, step):
         if size:
             return infill.fill_holes(reader, [(before, size, behind)], rule, key, hole_ends)[0][0]
         in_a_hole = dataclasses.replace(rule, ban_ids=ends, eos_ids=())
-        length = infill.hole_length(reader, before, behind, in_a_hole, key, cfg.batch_size)
+        length_key, key = jax.random.split(key)
+        length = infill.hole_length(reader, before, behind, in_a_hole, length_key, cfg.batch_size)
         return infill.fill_holes(reader, [(before, length, behind)], in_a_hole, key, rows=cfg.batch_size)[0][0]
 
     def judge(programs, tests):
@@ -127,7 +128,8 @@ def dream_writer(cfg, record, run, step):
         """Repair completions in place that fail the examples of their prompts."""
         pairs = [(row, problem) for row, problem in zip(rows, problems, strict=True) if row["fits"]]
         drafts = [repair.Draft(problem.asked.prompt, row["completion"], problem.public) for row, problem in pairs]
-        fill = repair.filler(reader, rule, jax.random.fold_in(key_of(cfg, number), 1), size, hole_ends, cfg.batch_size)
+        key = jax.random.fold_in(key_of(cfg, number), 1 << 31)  # of no row
+        fill = repair.filler(reader, rule, key, size, hole_ends, cfg.batch_size)
         with inference.mesh_context(mesh):
             repair.repair(drafts, cfg.dream.repair, reader, fill, judge)
         for (row, _), draft in zip(pairs, drafts, strict=True):

@@ -37,6 +37,7 @@ if importlib.util.find_spec("jaxlib") and int(importlib.metadata.version("jaxlib
     FLAGS += ["--xla_cpu_use_fusion_emitters=false"]  # from 0.11 on there is no such flag, which would end the process
 os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+gc.set_threshold(50_000, 20, 50)  # looking for garbage while JAX traces took a tenth of the time
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 ON_A_JETSON = "export_jetson", "inference_jetson", "kernels", "golden_kernels", "model_mdlm"
@@ -157,6 +158,15 @@ def programs_of_one_file():
         gc.collect()
 
 
+@pytest.fixture
+def garbage_is_collected():
+    """As often as Python does by itself, for a test that counts what is alive."""
+    seldom = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    yield
+    gc.set_threshold(*seldom)
+
+
 @pytest.fixture(autouse=True)
 def broken_pipes_raise():
     """A test that leaves SIGPIPE at its default lets the broken pipe of a later one end pytest without a word."""
@@ -214,6 +224,19 @@ def refusal(trainer, cfg):
         trainer.main(runs.check(cfg))
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+def as_on_the_hub(folder, copy):
+    """A copy of a folder of reference values, which may be read-only; the tokenizer's files have the id of MASK."""
+    import model_dream
+
+    shutil.copytree(folder, copy, copy_function=shutil.copyfile)
+    copy.chmod(0o755)
+    if (copy / "stable_diffcoder.json").exists():
+        mask_id = json.loads((copy / "stable_diffcoder.json").read_text())["mask_token_id"]
+        mask = {model_dream.FAMILIES["stable_diffcoder"].mask: mask_id}
+        (copy / "added_tokens.json").write_text(json.dumps(mask))
+    return copy
 
 
 def with_other_tokenizer(folder, copy):

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import tokenizers
-from conftest import command, from_hf, says
+from conftest import as_on_the_hub, command, from_hf, says
 from conftest import run as run_script
 from flax import nnx
 
@@ -823,7 +823,11 @@ KIN = "llada", "sdar", "nemotron", "nemotron/stable_diffcoder", "kin/dreamon", "
 @pytest.mark.parametrize("area", KIN)
 def test_every_family_goes_to_orbax_and_back_byte_for_byte_with_its_files(golden_dir, tmp_path, area):
     top, _, below = area.partition("/")
-    source, orbax, back = golden_dir(top) / below, tmp_path / "orbax", tmp_path / "back"
+    source, orbax, back = (
+        as_on_the_hub(golden_dir(top) / below, tmp_path / "hub"),
+        tmp_path / "orbax",
+        tmp_path / "back",
+    )
     convert.main(convert.Config(str(source), str(orbax), verify=True))
     convert.main(convert.Config(str(orbax), str(back), verify=True))
     theirs, ours = (convert.map_files(folder) for folder in (source, back))
@@ -884,7 +888,7 @@ def test_a_key_that_llada_needs_and_a_tokenizer_of_another_family_are_named(gold
     (tmp_path / "config.json").write_text(json.dumps({key: x for key, x in keys.items() if key != "rope"}))
     with pytest.raises(ValueError, match="rope is missing"):
         convert.find(tmp_path)
-    folder = shutil.copytree(source, tmp_path / "hub")
+    folder = as_on_the_hub(source, tmp_path / "hub")
     (folder / "tokenizer.json").write_bytes(tokenizer_of({"<|mask|>": keys["mask_token_id"]}))
     with pytest.raises(ValueError, match=r"is of another model: <\|mdm_mask\|> is not its id"):
         convert.main(convert.Config(str(folder), str(tmp_path / "out")))

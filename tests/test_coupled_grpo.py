@@ -1180,7 +1180,7 @@ def test_a_lora_is_the_matrix_that_it_merges_into():
             close(grad["b"], layer[name] @ adapter["a"].T, 1e-4)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.slow)])
 def test_lora_beside_few_bits_has_the_gradients_of_lora_beside_the_matrices_that_they_stand_for(bits):
     base = quantised(tiny(), bits=bits)
     same = jax.tree.map(dense, base, is_leaf=lambda x: isinstance(x, dream.Int8 | dream.Int4))

@@ -43,7 +43,7 @@ def test_a_uniform_prediction_costs_log_of_the_real_ids_whatever_the_schedule(sc
     nll = diffusion.masked_nll(np.zeros((B, L, V)), x0, mask, MASK)
     got = diffusion.nelbo_per_token(nll, t, x0 != PAD, schedule)
     assert got == pytest.approx(math.log(V - 1), rel=0.03)
-    assert diffusion.masked_cross_entropy(nll, mask) == pytest.approx(math.log(V - 1))
+    assert nll.sum() / mask.sum() == pytest.approx(math.log(V - 1))
 
 
 def test_counts_sum_to_the_masks_and_are_never_negative():
@@ -207,17 +207,6 @@ def test_sampled_tokens_follow_the_distribution():
     prob = np.array([0.5, 0.3, 0.15, 0.05])
     token = diffusion.sample_tokens(np.broadcast_to(np.log(prob), (40_000, 4)), rng.random((40_000, 4)))
     np.testing.assert_allclose(np.bincount(token, minlength=4) / 40_000, prob, atol=0.01)
-
-
-def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="linear, cosine, cosine_sq"):
-        diffusion.mask_rate(0.5, "sine")
-    with pytest.raises(ValueError, match="linear, cosine, cosine_sq"):
-        diffusion.step_counts(5, 5, "odd")
-    with pytest.raises(ValueError, match="max_prob, margin, entropy"):
-        diffusion.confidence(np.ones((1, 2)) / 2, "surest")
-    with pytest.raises(ValueError, match="mdlm nor dream"):
-        diffusion.filter_logits(np.zeros((1, 4)), rule="nucleus")
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -216,14 +217,14 @@ def test_from_a_qwen2_to_a_model_of_blocks_and_back(tmp_path):
     do("data_prep.py", "python", "--roots", "src", "--out=data/qwen", *rows)
     train = "--init=out/start", "--data=data/qwen", "--block_length=4", "--block_warmup=10", "--compile_cache=cache"
     said = do("train_dream.py", *train, "--out=out/blocks", "--steps=60", "--batch_size=4", "--lr=0.01")
-    losses = [float(line.split("loss ")[1].split()[0]) for line in said.splitlines() if line.startswith("step 10 ")]
+    losses = [float(line.split()[4]) for line in said.splitlines() if line.startswith("step 10 | loss ")]
     scores = [json.loads(line) for line in (tmp_path / "out/blocks/log.jsonl").read_text().splitlines()]
     held = [row["heldout_nats"] for row in scores if "heldout_nats" in row]
     assert held[-1] < losses[0] - 1  # nats per token
-    write = "--model=dream", "--max_new=12", "--threshold=0.9", "--prompt=def add", "--compile_cache=cache"
-    assert "def add" in do("generate.py", "--ckpt=out/blocks", *write)
+    write = "--model=dream", "--max_new=12", "--threshold=0.9", "--prompt=def add", "--compile_cache=cache", "--json"
+    assert re.search('"completion": "[^"]', do("generate.py", "--ckpt=out/blocks", *write))
     do("convert_weights.py", "--source=out/blocks", "--out=out/hub", "--verify")
     keys = json.loads((tmp_path / "out/hub/config.json").read_text())
     assert (keys["bd_size"], keys["vocab_size"]) == (4, cfg.vocab)
     do("convert_weights.py", "--source=out/hub", "--out=out/again")
-    assert "def add" in do("generate.py", "--ckpt=out/again", *write)
+    assert re.search('"completion": "[^"]', do("generate.py", "--ckpt=out/again", *write))

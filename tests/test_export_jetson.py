@@ -240,6 +240,7 @@ def test_from_training_to_text(tmp_path):
         ran = run(*command.split(), cwd=tmp_path, timeout=500)
         assert ran.returncode == 0, (command, ran.stderr)
     assert ran.stdout.startswith("The")
+    assert len(ran.stdout.split()) > 1
 
 
 @pytest.mark.slow

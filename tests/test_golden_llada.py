@@ -88,7 +88,10 @@ def test_hidden_states_after_every_layer(model, forward):
 def test_rope_frequencies_of_this_model_and_of_8b(model, forward):
     sizes = {"inv_freq": (model.cfg.head_size, model.cfg.theta), "inv_freq_8b": (128, 5e5)}
     for name in [name for name in forward if name.startswith("inv_freq")]:
-        np.testing.assert_allclose(md.rope_frequencies(*sizes[name]), forward[name], rtol=2e-7)
+        size, theta = sizes[name]
+        # Theirs are from float64, PyTorch's and ours from float32, where i / K is exact for powers of two alone.
+        rtol = 2e-7 if size & (size - 1) == 0 else 5e-7
+        np.testing.assert_allclose(md.rope_frequencies(size, theta), forward[name], rtol=rtol)
 
 
 def test_guided_logits(model, forward):
@@ -197,7 +200,7 @@ def test_masks_in_a_prompt_and_predicted_masks_are_filled_where_the_published_lo
 
 def test_every_draw_with_fixed_noise(golden, folder):
     rules = load_file(folder / "rules.safetensors")
-    cases = [case for case in golden["gumbel"] if case["name"].startswith("gumbel")]
+    cases = [case for case in golden["gumbel"] if "steps" not in case]
     assert cases
     logits = jnp.asarray(rules["gumbel.logits"])
     for case in cases:

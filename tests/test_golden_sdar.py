@@ -99,7 +99,9 @@ def sample(model, settings, prompts, widths=(), eos_ids=()):
     """(texts up to whole blocks, statistics) of prompts under a case's settings."""
     N, dynamic = settings["block_length"], settings["remasking_strategy"] == "low_confidence_dynamic"
     threshold = settings["confidence_threshold"] if dynamic else 0.0
-    rule = sample_block.Sampling(N, settings["denoising_steps"], "sdar", threshold, eos_ids=eos_ids)
+    rule = sample_block.Sampling(
+        N, steps=settings["denoising_steps"], schedule="sdar", threshold=threshold, eos_ids=eos_ids
+    )
     lengths = [-(-(len(prompt) + settings["gen_length"]) // N) * N for prompt in prompts]
     canvases = [prompt + [model.cfg.mask_id] * (n - len(prompt)) for prompt, n in zip(prompts, lengths, strict=True)]
     with pytest.MonkeyPatch.context() as patch:

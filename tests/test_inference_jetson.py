@@ -450,6 +450,7 @@ def test_the_first_hour_skips_what_needs_a_gpu_and_says_so(tmp_path, monkeypatch
     import first_hour
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # main() takes SIGTERM
     monkeypatch.setitem(mdlm.CONFIGS, "tiny", SMALL)
     settings = {"model": "tiny", "out": str(tmp_path / "out.json")}
     steps = first_hour.make_steps(first_hour.Config(), tmp_path)
@@ -873,6 +874,7 @@ def test_a_bad_command_line_ends_in_one_line(tmp_path, capsys, monkeypatch):
     assert "\n" not in stop.value.code
     for argument, said in (
         ("--stepps=3", "unrecognized arguments: --stepps=3"),
+        ("--step=3", "unrecognized arguments: --step=3"),
         ("--steps=x", "invalid int value"),
         ("--graph=x", "ignored explicit argument"),
     ):
@@ -929,6 +931,7 @@ def test_a_captured_step_writes_what_its_launches_write(bundle, backend):
     for sampler in jetson.SAMPLERS:
         made = [writer(bundle, backend=backend, graph=graph, sampler=sampler) for graph in (True, False)]
         filled = [one.fill(token_BL, rule(one, 6)) for one in made]
+        assert [[bool(x.graph) for x in one.denoisers.values()] for one in made] == [[True], [False]]
         assert not (filled[0] == mdlm.MASK).any()
         assert torch.equal(*filled)
         assert not torch.equal(made[0].fill(token_BL, rule(made[0], 6)), filled[0])

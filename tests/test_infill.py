@@ -95,7 +95,8 @@ def test_what_was_given_does_not_become_a_comment_or_a_string():
     assert infill.swallows("", "# a ", "return x\n")
     assert infill.swallows("x = ", "a  # ", "b\n")
     assert infill.swallows("x = 1\n", "y = '''", "z\n'''\n")
-    assert not infill.swallows("x = ", "a  # b", "\ny = 2\n")  # the comment ends with its line
+    for line_end in ("\n", "\r\n"):
+        assert not infill.swallows("x = ", "a  # b", f"{line_end}y = 2\n")  # the comment ends with its line
     assert not infill.swallows("x = '", "a b", "c'\n")  # it was a string before
     assert not infill.swallows("# a ", "b", " c\n")
     assert not infill.swallows("x = ", "(1, 2", ")\n")

@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import losses, run
+from conftest import as_on_the_hub, losses, run
 
 import checkpoints
 import convert_weights as convert
@@ -19,7 +19,7 @@ WORDS = 24
 
 def hub_folder(source, folder):
     """A copy of a folder of reference values with a tokenizer of words, w0 to w23, and the special tokens."""
-    shutil.copytree(source, folder)
+    as_on_the_hub(source, folder)
     cfg = md.config_from_hf(folder)
     special = {"<|endoftext|>": cfg.eos_id, md.FAMILIES[cfg.family].mask or "<|mask|>": cfg.mask_id}
     special |= {} if cfg.pad_id == cfg.eos_id else {"<pad>": cfg.pad_id}

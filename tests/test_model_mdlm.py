@@ -114,24 +114,6 @@ def test_draws_have_the_distribution_of_the_sorted_filter(top_p):
         torch.testing.assert_close(rate, want[row], atol=0.015, rtol=0)  # four standard errors
 
 
-@pytest.mark.parametrize("sampler", ["ancestral", "entropy"])
-def test_blocks_are_filled_from_left_to_right(sampler):
-    model, canvas = build(), torch.full((2, 16), mdlm.MASK)
-    canvas[:, 0], canvas[1, 13:] = mdlm.BOS, mdlm.PAD
-    rule, masked = mdlm.Sampling(sampler, steps=8, schedule="even", block_length=5), []
-    filled = mdlm.sample(
-        model, canvas, rule, torch.Generator().manual_seed(0), lambda i, x: masked.append(x == mdlm.MASK)
-    )
-    assert not (filled == mdlm.MASK).any()
-    assert torch.equal(filled[:, 0], canvas[:, 0])
-    assert torch.equal(filled[1, 13:], canvas[1, 13:])
-    for masked_BL in masked:  # where a block holds masks all behind it are still masks
-        blocks = [masked_BL[0, first : first + 5] for first in range(0, 16, 5)]
-        first_open = next((i for i, block in enumerate(blocks) if block.any()), 4)
-        assert all(block.all() for block in blocks[first_open + 1 :])
-    assert len(masked) <= 12  # three steps for each of four blocks
-
-
 def test_a_row_takes_no_more_passes_than_it_has_masks():
     model, canvas, passes = build(), torch.full((1, 12), mdlm.MASK), []
     out = mdlm.sample(model, canvas, mdlm.Sampling(steps=1000), torch.Generator(), lambda i, x: passes.append(i))

@@ -232,6 +232,9 @@ def test_the_rows_that_are_read_are_not_written_over(tmp_path):
     before = own.read_bytes()
     assert "would be written over" in refused(dataclasses.replace(cfg, roots=(str(own),), out=str(tmp_path)))
     assert own.read_bytes() == before
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "heldout.jsonl").write_text("{}")
+    assert "would be written over" in refused(acecode(tmp_path, rows_of_acecode(3), out=str(tmp_path / "mine")))
 
 
 @pytest.mark.skipif(not HUMANEVAL.is_file(), reason=f"no {HUMANEVAL}; set SHARED_DATA")

@@ -212,11 +212,13 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path):
             pass
     with runs.Run(dataclasses.replace(cfg, resume=str(tmp_path / "other" / ".." / "run"))):
         pass
-    (tmp_path / "converted").mkdir()
-    (tmp_path / "converted" / "meta.json").touch()
-    with pytest.raises(FileExistsError, match=r"is no folder of a run, it holds meta.json"):
-        with runs.Run(Config(str(tmp_path / "converted"))):
-            pass
+    for name in ("meta.json", "bundle.json", "model.safetensors", "model.safetensors.index.json"):
+        folder = tmp_path / f"of {name}"
+        folder.mkdir()
+        (folder / name).touch()
+        with pytest.raises(FileExistsError, match=f"is no folder of a run, it holds {name}"):
+            with runs.Run(Config(str(folder))):
+                pass
 
 
 def test_a_resumed_log_goes_on_after_the_checkpoint(tmp_path, capsys):

@@ -85,3 +85,23 @@ def test_the_keys_of_finished_tokens_stay_causal_with_the_shift():
     assert logits_LV[first - 1].argmax(-1).tolist() == token_BL[0, first].tolist()
     prob_N = np.asarray(jax.nn.softmax(logits_LV[first - 1]))[np.arange(len(first)), token_BL[0, first]]
     np.testing.assert_allclose(stats["probability"][0, first], prob_N, rtol=1e-4)
+
+
+def test_a_mesh_splits_the_cache_and_writes_what_one_device_writes(model, monkeypatch):
+    shape, axes = (2, 1, 2), ("data", "fsdp", "tensor")
+    mesh = jax.make_mesh(shape, axes, axis_types=(jax.sharding.AxisType.Auto,) * 3, devices=jax.devices()[:4])
+    params = nnx.to_pure_dict(nnx.state(model))
+    spread = nnx.merge(md.graph_of(CFG, md.Run()), jax.device_put(params, md.shardings(mesh, params)))
+    caches, fill_block, prompts = [], sample_block.fill_block, [[5, 6, 7], [8]]
+    want, _ = sample_block.generate(model, prompts, 12)
+
+    def watched(*args, **how):
+        state = fill_block(*args, **how)
+        caches.extend(x for keys_and_values in state.cache for x in keys_and_values)
+        return state
+
+    monkeypatch.setattr(sample_block, "fill_block", watched)
+    with jax.set_mesh(mesh):
+        got, _ = sample_block.generate(spread, prompts, 12)
+    assert got == want
+    assert {x.sharding.shard_shape(x.shape)[:2] for x in caches} == {(1, 1)}  # a row and a head on each device

@@ -406,6 +406,17 @@ def test_draws_do_not_depend_on_padding_or_on_the_rows_behind(shallow):
         assert other != rows
 
 
+def test_a_text_that_p2_has_ended_stays_while_others_of_its_batch_go_on(shallow):
+    prompt, rule = tokens(1, 5)[0].tolist(), sd.Sampling(alg="p2", temperature=1.5, eos_ids=tuple(range(3, 9)))
+    ended = set()
+    for seed in range(6):
+        (alone,), _ = sd.generate(shallow, [prompt], 12, rule, jax.random.key(seed))
+        batch, stats = sd.generate(shallow, [prompt] * 3, 12, rule, jax.random.key(seed))
+        assert batch[0] == alone
+        ended.add(bool(stats["passes"][0] < max(stats["passes"])))
+    assert True in ended
+
+
 def test_infilling_needs_no_new_token_and_undefined_ids_are_never_drawn(shallow):
     holes = tokens(1, 12)[0]
     holes[[2, 3, 7]] = MASK

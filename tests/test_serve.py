@@ -189,6 +189,19 @@ def test_a_row_of_blocks_that_joins_becomes_what_it_is_alone_and_what_generate_w
         assert (alone.passes, len(alone.steps)) == (row.passes, len(row.steps))  # not of the batch
 
 
+def test_a_place_that_is_taken_again_shows_nothing_of_the_text_before(dream):
+    """What an end token fills is never drawn: it has probability 1."""
+    row = sample_rows.Row([*encode(dream, "x = "), *[None] * 6], ASK)
+    fill(dream, [row], (0,))
+    batch = dream.batch_of(row)
+    assert batch.state.record.logp_BL.any()
+    batch.join(0, row)
+    logp_BL, (ids_BLN, likely_BLN) = batch.state.record[2:]
+    assert not logp_BL[0].any()
+    assert (ids_BLN[0] == dream.ends[0]).all()
+    assert ((likely_BLN[0] == 0).sum(-1) == 1).all()
+
+
 @pytest.mark.slow
 def test_a_server_of_blocks_warms_up_before_its_first_request(blocks):
     model, _ = blocks
@@ -418,6 +431,7 @@ def test_what_is_wrong_is_refused_by_name_and_what_is_null_is_absent(coder_serve
         answer = httpx.request(method, url + path)
         assert answer.status_code == status
         assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert ("allow" in answer.headers) == (status == 405)
     nulls = dict.fromkeys(["best_of", "logit_bias", "suffix", "stop", "seed", "n", "logprobs", "temperature", "tools"])
     neutral = {"best_of": 1, "frequency_penalty": 0, "echo": False}
     for extra in (nulls, neutral):
@@ -774,9 +788,13 @@ def test_a_recorded_page_replays_without_a_server(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_screenshot_of_the_readme():
-    """As serve.py opens: weights/dream, the page's own prompt and settings, whose text passes its example."""
+def test_the_screenshot_of_the_readme(tmp_path):
+    """As serve.py opens: weights/dream, the page's own prompt and settings, whose text passes its example.
+
+    SCREENSHOT=1 writes it into bench/results.
+    """
     model = sample_rows.Dream(str(ROOT / "weights/dream"), rows=4, **ONE)
+    path = (ROOT / "bench/results" if os.environ.get("SCREENSHOT") else tmp_path) / "serve.png"
     with served(model, "dream") as (url, _), browser_at(url, viewport={"width": 900, "height": 890}) as page:
         page.wait_for_selector("#order:not([hidden])")
         page.click("#generate")
@@ -785,8 +803,9 @@ def test_the_screenshot_of_the_readme():
         page.wait_for_selector("#verdicts .pass")
         page.click("#canvas span:nth-last-child(6)")  # masked again
         page.hover("#canvas span:nth-last-child(12)")
-        page.screenshot(path=str(ROOT / "bench/results/serve.png"))
-    assert (ROOT / "bench/results/serve.png").stat().st_size <= 100_000
+        assert page.locator("#canvas .mask").count() == 1
+        page.screenshot(path=str(path))
+    assert path.stat().st_size <= 100_000
 
 
 @pytest.mark.slow

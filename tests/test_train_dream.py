@@ -173,7 +173,7 @@ def test_a_step_with_lora_changes_the_adapters_alone():
         assert np.array_equal(x, old) == bool(old.any())  # B is 0 at first, so A has no gradient, and does not decay
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [pytest.param(8, marks=pytest.mark.slow), 4])
 def test_lora_beside_few_bits_has_the_gradients_of_lora_beside_the_matrices_that_they_stand_for(bits):
     base = quantised(random_params(TINY, 0.5), bits=bits)
     same = jax.tree.map(dense, base, is_leaf=lambda x: isinstance(x, md.Int8 | md.Int4))
@@ -305,6 +305,7 @@ def test_an_autoregressive_run_goes_on_in_blocks_without_a_jump_and_generate_wri
     generate.main(generate.Config("dream", str(blocks), prompt="def area(", max_new=12, devices=1, dream=flags))
     out, err = capsys.readouterr()
     assert out.startswith("def area(")
+    assert len(out.strip()) > len("def area(")
     assert "forward passes" in err
 
 
@@ -498,7 +499,9 @@ def test_bad_input_is_one_line(code_rows, unbroken, one_device, tmp_path):
     for wrong in ({"lora_rank": 2}, {"init_adapters": "x"}, {"init": str(unbroken), "base_bits": 8}, muon):
         assert "go with --lora_rank, which goes with --init" in refusal(train_dream, config(code_rows, new, **wrong))
     other = with_other_tokenizer(code_rows, tmp_path / "other")
-    assert "have other ids than in" in refusal(train_dream, config(other, new, init=str(unbroken)))
+    said = refusal(train_dream, config(other, new, init=str(unbroken)))
+    assert "have other ids than in" in said
+    assert said.endswith(f"--tokenizer={unbroken}/tokenizer.json --eos='<|endoftext|>'")
     assert not new.exists()
 
 
@@ -620,6 +623,21 @@ def test_a_dream_learns_holes_of_any_length_from_the_loss_of_init_and_says_with_
         said = refusal(train_dream, config(data, tmp_path / "a", **wrong))
         assert "an autoregressive one needs --anneal_steps" in said
     assert not (tmp_path / "a").exists()
+
+
+def test_without_data_rows_get_the_tokenizer_and_the_end_token_of_init(code_rows, tmp_path, monkeypatch):
+    start, _ = save_start(tmp_path / "start", code_rows)
+    keys = runs.read_json(tmp_path / "start/config.json")
+    other = runs.read_tokenizer(start).token_to_id("<|fim_prefix|>")
+    runs.write(tmp_path / "start/config.json", keys | {"eos_token_id": other})
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    monkeypatch.setattr(runs, "script", lambda *command: asked.append(command))
+    said = refusal(train_dream, train_dream.Config(init=start, out="run"))
+    assert "data/python-64-" in said
+    (command,) = asked
+    assert command[:2] == ("data_prep.py", "python")
+    assert {f"--tokenizer={start}/tokenizer.json", "--eos=<|fim_prefix|>", "--seq_len=64"} <= {*command}
 
 
 @pytest.mark.slow
