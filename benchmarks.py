@@ -219,7 +219,7 @@ def drop_verdicts_of_other_versions(out):
     version = runs.read_json(path).get("version", VERSION) if path.exists() else VERSION
     if version != VERSION and results.stat().st_size:
         aside = out / f"results_{version}.jsonl"
-        said = "moved aside; texts are judged as they were cut then, --samples= cuts them anew"
+        said = f"moved to {aside.name}; --samples={out}/samples.jsonl with another --out cuts the texts anew, too"
         print(f"{results} is of another version of this scorer: {said}", file=sys.stderr)
         aside.write_bytes(results.read_bytes())
         os.truncate(results, 0)  # not renamed: it is our lock

@@ -113,7 +113,7 @@ def files_below(roots, suffixes, out):
             if os.path.isfile(path):  # reading a named pipe would never end
                 with open(path, "rb") as file:
                     hasher = hashlib.sha256()
-                    for block in iter(lambda: file.read(1 << 20), b""):  # hashlib.file_digest is not in Python 3.10
+                    while block := file.read(1 << 20):  # hashlib.file_digest is not in Python 3.10
                         hasher.update(block)
                     digest, size = hasher.hexdigest(), file.tell()
         items.append(Item(name, path, digest, size))

@@ -1,6 +1,6 @@
 """Where the scripts of bench/ put their numbers: bench/results/<device>.json, a list of one entry per claim.
 
-An entry: name, value (the median), unit, spread (10th and 90th percentile, of few the lowest and highest, or null),
+An entry: name, value (the median), unit, spread (10th and 90th percentile, lowest and highest of few, or null),
 device, versions, command, date, and whatever else the script measured. A script that runs again replaces its own entry.
 """
 

@@ -37,7 +37,6 @@ if importlib.util.find_spec("jaxlib") and int(importlib.metadata.version("jaxlib
     FLAGS += ["--xla_cpu_use_fusion_emitters=false"]  # from 0.11 on there is no such flag, which would end the process
 os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-gc.set_threshold(50_000, 20, 50)  # looking for garbage while JAX traces took a tenth of the time
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 ON_A_JETSON = "export_jetson", "inference_jetson", "kernels", "golden_kernels", "model_mdlm"
@@ -156,15 +155,6 @@ def programs_of_one_file():
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
         gc.collect()
-
-
-@pytest.fixture
-def garbage_is_collected():
-    """As often as Python does by itself, for a test that counts what is alive."""
-    seldom = gc.get_threshold()
-    gc.set_threshold(700, 10, 10)
-    yield
-    gc.set_threshold(*seldom)
 
 
 @pytest.fixture(autouse=True)

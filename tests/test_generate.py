@@ -496,7 +496,6 @@ def test_a_checkpoint_is_stored_so_that_it_fits_or_refused_before_it_is_read(cod
     refused("more memory", ckpt=str(run_folder), prompt="x")
 
 
-@pytest.mark.usefixtures("garbage_is_collected")
 @pytest.mark.parametrize(("dtype", "bits"), [("float32", 0), ("bfloat16", 0), ("bfloat16", 8)])
 def test_no_more_bytes_are_held_while_a_model_is_read_and_joined_than_were_asked_for(dtype, bits, coder, monkeypatch):
     cfg = dataclasses.replace(md.config_from_hf(coder / "model"), vocab=16, ffn=400)  # gate and up are most of it
