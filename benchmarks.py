@@ -56,7 +56,7 @@ class DreamFlags:
     threshold: Share = 0.0  # unmask all positions of at least this confidence; 0 unmasks by --steps
     entropy_bound: NonNegative = 0.0  # unmask positions of lowest entropy, up to this sum in nats; 0: off
     block_length: Natural = 0  # fill blocks of this length from left to right; 0: the whole canvas
-    sub_block: Natural = 0  # fill parts of this length of a block in turn, its first token at once, as Fast-dLLM v2
+    sub_block: Natural = 0  # fill a block in sub-blocks of this length, as Fast-dLLM v2
     cache: typing.Literal["", "prefix", "dual"] = ""  # with blocks: reuse keys and values within a block
     alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin", "p2"] = "entropy"  # order of unmasking
     steps: Natural = 0  # denoising steps; 0: one per token, or as --threshold allows
@@ -79,7 +79,7 @@ class SandboxFlags:
     runner: typing.Literal["local", "e2b"] = "local"  # this machine, or the service E2B
     e2b_router_url: str = ""  # host:port of an Open-R1 router that holds the E2B key; with --runner=e2b
     workers: typing.Annotated[int, (0, 1024)] = 0  # programs that run at a time; 0: one per CPU
-    timeout_s: Positive | None = None  # CPU s per sample, per call in +, LiveCodeBench; unset: the protocol's
+    timeout_s: Positive | None = None  # CPU s per sample; +, LiveCodeBench: per call; unset: protocol's
     threads: bool = False  # let samples start threads
     allow_unsafe: bool = False  # run programs even where the machine offers no safe sandbox
 

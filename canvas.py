@@ -37,7 +37,7 @@ class Canvas:
     suffix: str
     ids: list[int]  # MASK where the model generates
     start: int  # index of the first token that is shown
-    around: tuple[str, str] | None  # text before and behind a completion; None where [MASK:n] says where it is
+    around: tuple[str, str] | None  # text before and after a completion; None where [MASK:n] says where it is
     counted: bool = False  # the number of tokens of its [MASK] was predicted
 
 
@@ -56,7 +56,7 @@ class Texts:
         """The Canvas of a request: "a [MASK:2]b" has the texts a and b around two masks. ValueError if it is too long.
 
         A suffix follows max_new masks, and a prompt without masks goes on with as many. A space before [MASK:n] is left
-        out: a token brings its own. measure(ids before, ids of the texts behind, sizes) counts the tokens of [MASK].
+        out: a token brings its own. measure(ids before, ids of the texts after, sizes) counts the tokens of [MASK].
         """
         # Cut the request at its masks: texts and numbers of masks take turns.
         cut = re.compile(r" ?\[MASK(?::(\d+))?\]").split if infill else lambda text: [text]
@@ -213,7 +213,7 @@ def chat_template(folder):
 
 
 def encode_chat(tokenizer, wrap, prompt, system="", before=()):
-    """Token ids of a prompt in a chat template, behind a system turn and the (prompt, answer)s before it.
+    """Token ids of a prompt in a chat template, after a system turn and the (prompt, answer)s before it.
 
     Special tokens are the template's alone. Their names in what was written stay text: HIDDEN breaks them until the
     template's have become tokens.
@@ -266,7 +266,7 @@ def read_requests(data, name):
 
 
 def on_new_line(prompt):
-    """The prompt, with a line break behind closing quotes or a def's or class's colon: tokenizers join it to those."""
+    """The prompt, with a line break after closing quotes or a def's or class's colon: tokenizers join it to those."""
     quotes = re.search(r"(\"{3}|'{3})\Z", prompt)
     closing = quotes and prompt.count(quotes[0]) % 2 == 0
     return prompt + "\n" if closing or re.search(r"^[ \t]*(async def|def|class) .*:\Z", prompt, flags=re.M) else prompt
@@ -312,7 +312,7 @@ def in_order(tokenizer, prompt_ids, suffix_ids):
     names = "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"
     begin, then, middle = map(tokenizer.token_to_id, names)
     if None in (begin, then, middle):
-        raise ValueError(f"text behind a hole needs {', '.join(names)}, which this model's tokenizer lacks")
+        raise ValueError(f"text after a hole needs {', '.join(names)}, which this model's tokenizer lacks")
     return [begin, *prompt_ids, then, *suffix_ids, middle]
 
 
@@ -377,7 +377,7 @@ def printed(call):
 
 
 def definitions(prompt, text):
-    """The longest beginning of a text that parses, up to the first statement behind the prompt that defines nothing.
+    """The longest beginning of a text that parses, up to the first statement after the prompt that defines nothing.
 
     Of an answer, which does not begin with its prompt, its first block of code; what stands before the definitions
     stays.
@@ -422,13 +422,13 @@ def checked(completions, n, tests):
     """Of n completions (row, text) of each prompt the first that passes its tests, else the first of them.
 
     The row gets "passed" and "examples", the verdicts; the text is the program that was tested and the same as
-    comments. ValueError behind the last one if no completion of a prompt passes.
+    comments. ValueError after the last one if no completion of a prompt passes.
     """
     failed = 0
     for i, of_prompt in enumerate(tests):
         shown = []
         for row, text in completions[i * n : (i + 1) * n]:
-            given = row.get("suffix") or "[MASK" in row["prompt"]  # text behind what was generated
+            given = row.get("suffix") or "[MASK" in row["prompt"]  # text after what was generated
             program = text if given else definitions(row["prompt"], text)
             try:
                 said = verdicts(program, of_prompt)

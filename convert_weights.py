@@ -345,7 +345,7 @@ CODE = {  # model_type: the repository of the Hub with its code, X and Y of conf
         "Model",
     ),
 }
-DREAM_TOKENS = {"<|beginoftext|>": 151_665, "<|mask|>": 151_666, "<|dlm_pad|>": 151_667}  # behind Qwen2.5's tokens
+DREAM_TOKENS = {"<|beginoftext|>": 151_665, "<|mask|>": 151_666, "<|dlm_pad|>": 151_667}  # after Qwen2.5's tokens
 # where Qwen2.5's tokenizer splits a text before byte-pair encoding
 QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -18,7 +18,7 @@ killed and resumed equals one that was not.
 
 A rollout fills the positions whose most probable token reaches --threshold, whichever token is drawn. Choosing by the
 drawn token's probability, as Fast-dLLM does, sharpens the policy: at a low temperature all completions of a group
-become the same, and nothing is learnt (bench/LOG.md). A Dream trained in blocks generates behind its exact cache and is
+become the same, and nothing is learnt (bench/LOG.md). A Dream trained in blocks generates with its exact cache and is
 scored block by block, at twice the cost; in as many passes it learns less.
 
 --preset=7b has the settings of DiffuCoder's code, with these differences. There completions take 256 forward passes
@@ -151,7 +151,7 @@ def read_tasks(path, tested=True):
 
 
 class Prompts:
-    """Tasks as canvases: left-padded token ids of the prompts, max_new columns of MASK behind them.
+    """Tasks as canvases: left-padded token ids of the prompts, max_new columns of MASK after them.
 
     wrap(user turn, system turn) writes a chat, as canvas.chat_template gives it; tasks with a question need it.
     """
@@ -185,7 +185,7 @@ class Prompts:
 
         A row is the task with "written", the completion, "tokens", its length, and "text", which is rewarded: for a
         "prompt" the whole program in a code block, the form in which a chat model answers. An answer that ends its turn
-        has a newline behind it, as in the chat template: the reference's code_format asks for one.
+        has a newline after it, as in the chat template: the reference's code_format asks for one.
         """
         import canvas
 

@@ -56,7 +56,7 @@ class PythonCoderFlags:
     """Flags of PythonCoder, --model=pythoncoder."""
 
     speculate: bool = True  # draft every second token with the MTP head
-    no_repeat_ngram: Natural = 6  # never repeat this many tokens in a row, as small models do; 0 allows it
+    no_repeat_ngram: Natural = 6  # no n-gram of this length occurs twice, a fault of small models; 0: off
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class DreamFlags:
     threshold: Share = 0.0  # fill every token of at least this probability in a step; 0 goes by --steps
     entropy_bound: NonNegative = 0.0  # fill tokens of lowest entropy, up to this sum in nats a step; 0 goes by --steps
     draft: Natural = 0  # causal context: tokens drafted at a time and verified in one pass; the text stays the same
-    draft_steps: typing.Literal[1, 0] = 1  # passes for the drafts; 0: the pass that verifies, quicker for one text
+    draft_steps: typing.Literal[1, 0] = 1  # passes that make drafts; 0: the verifying pass does, faster for one text
     cache: typing.Literal["", "prefix", "dual"] = ""  # with blocks: keep keys and values while a block is filled
     fast_dllm: bool = False  # blocks with a cache exactly as Fast-dLLM fills them
     guidance: NonNegative = 0.0  # classifier-free guidance by the prompt, LLaDA's cfg_scale; twice the time
@@ -84,7 +84,7 @@ class DreamFlags:
     hole: Natural = 0  # masks that [MASK] starts with, up to EOS; 0: by the model's config, else the likeliest length
     repair: Natural = 0  # rounds of repair of a text that fails its >>> examples, see repair.py; implies --check
     regrow: Natural | None = None  # expansion budget of DreamOn's own loop; unset: our loop, no budget
-    chat: typing.Literal["auto", "on", "off"] = "auto"  # chat template; auto: by the name, without --check, --valid
+    chat: typing.Literal["auto", "on", "off"] = "auto"  # chat template; auto: by model name, off with --check, --valid
     system: str = ""  # system turn of the chat template, \n for a new line
     bos: bool = False  # begin plain text with <|beginoftext|>, as Dream-Base's evaluation; DreamOn: end it with EOS
     valid: typing.Literal["", "python"] = ""  # constrain the text to a valid prefix of a Python program
@@ -97,7 +97,7 @@ class Config:
     model: typing.Literal["pythoncoder", "dream"] = "pythoncoder"  # family; MDLM: python inference_jetson.py
     ckpt: str = ""  # folder; "" is out/train_tpu, or out/diffucoder for Dream; where that holds no model, weights/
     step: Natural = 0  # which checkpoint of a run; 0 takes the newest
-    prompt: str = ""  # text to continue, \n for a new line (not needed behind def f(): or """); "" asks for one
+    prompt: str = ""  # text to continue, \n for a new line (not needed after def f(): or """); "" asks for one
     suffix: str = ""  # text that follows: the model fills the middle (PythonCoder must be trained with --fim_rate)
     file: str = ""  # JSON lines with "prompt" and perhaps "suffix", generated as a batch; - reads standard input
     n: Count = 1  # completions of each prompt
@@ -409,7 +409,7 @@ class Dream:
         cfg, texts = self.cfg, self.texts
         how = cfg.max_new, cfg.dream.infill, self.measure
         if cfg.dream.repair and "[MASK" in str(requests):
-            raise ValueError("--repair opens what is generated behind a prompt; leave [MASK] out of it")
+            raise ValueError("--repair opens what is generated after a prompt; leave [MASK] out of it")
         canvases = [blank for request in requests for blank in [texts.canvas(*request, *how)] * cfg.n]
         # Each canvas width is a program to compile: all batches share at most three, and have as many rows. The sampler
         # puts texts of about one length together. Holes whose tokens were counted have a rule of their own, see fill().

@@ -56,7 +56,7 @@ def coupled_views(token_BL, completion_BL, u_BL, ratio_B, mask_id):
 def hidden_of_views(model, token_BL, see_BL, views_BKC):
     """Hidden states that predict each token of K versions of the completions, the last C columns: [B, K, C, D].
 
-    All versions go through the model in one forward pass, behind their prompt. In a Dream of blocks each version has
+    All versions go through the model in one forward pass, after their prompt. In a Dream of blocks each version has
     the clean row beside it: see its `readings`.
     """
     (B, K, C), L = views_BKC.shape, token_BL.shape[1]
@@ -69,7 +69,7 @@ def hidden_of_views(model, token_BL, see_BL, views_BKC):
         return hidden.reshape(B, K, L, -1)[:, :, L - C - cfg.shift : L - cfg.shift]
     see_RL = jnp.ones_like(views_RL) if see_RL is None else see_RL.astype(jnp.int32)
     position_RL = jnp.maximum(jnp.cumsum(see_RL, 1) - 1, 0)
-    if cfg.causal:  # blocks begin behind the prompt, as in sample_block.py
+    if cfg.causal:  # blocks begin after the prompt, as in sample_block.py
         position_RL += -see_RL[:, : L - C].sum(1, keepdims=True) % cfg.block_length
     hidden_RLD, before_RLD = model.readings(views_RL, jnp.repeat(token_BL, K, 0), see_RL, position_RL, cfg.block_length)
     if cfg.causal:  # the token before a block predicts its first one

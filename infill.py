@@ -9,7 +9,7 @@
 generate.py does this for [MASK] without a number, and with --valid=python; benchmarks.py for humaneval_infilling.
 
 How long is a hole? It is filled at several lengths. Each is scored by the likelihood of the hole and a few tokens
-behind it, from left to right, so that texts of different lengths compare. A Dream that was trained on holes of any
+after it, from left to right, so that texts of different lengths compare. A Dream that was trained on holes of any
 length (data_prep.py pairs --edit_rate, or DreamOn) finds the length itself: in each forward pass the mask of highest
 confidence becomes a token, or two masks, or is deleted. `grow` has DreamOn's own loop beside a faster one.
 
@@ -42,7 +42,7 @@ import sample_dream
 LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # lengths of a hole that are tried
 START = 8  # masks of a hole before it grows or shrinks
 SURE = 0.9  # masks of at least this probability of EOS are deleted together
-BEHIND = 8  # tokens behind a hole that are scored with it
+BEHIND = 8  # tokens after a hole that are scored with it
 BEAMS = 8  # width of the beam search
 CHOICES = 64  # likeliest tokens that are tried at a position
 ANY_SIZE = {"steps": 0, "block_length": 0, "cache": "", "fast_dllm": False}  # of a rule, for holes of any size
@@ -91,7 +91,7 @@ def can_go_on(text):
 
 
 def swallows(before, hole, behind):
-    """Whether the text behind a hole is now part of a comment or a string that begins in the hole.
+    """Whether the text after a hole is now part of a comment or a string that begins in the hole.
 
     There alone Python allows a $.
     """
@@ -173,7 +173,7 @@ def mend(read, canvas, filled, ends=()):
     following = {p: next((q for q in masks if q > p), len(canvas)) for p in masks}  # slot of the next mask
 
     def fits(ids, p):
-        """Whether the text up to slot p, and what was given behind it, can become Python; the whole: whether it is."""
+        """Whether the text up to slot p, and what was given after it, can become Python; the whole: whether it is."""
         text, ended = text_of(read.tokenizer, canvas, ids[: following[p]], mask, ends)
         whole = ended or (following[p] == len(canvas) and canvas[-1] != mask)
         if not (parses(text) if whole else can_go_on(text)):
@@ -286,7 +286,7 @@ def grow(read, before, after, rule, key=None, size=START, most=LENGTHS[-1], regr
 
     With regrow, DreamOn's own loop, a hole may shrink and grow again until `regrow` masks were added. That takes four
     to eight times the passes, for texts no better (bench/LOG.md), and the hole may become empty. With to_right, as in
-    DreamOn's evaluation, EOS deletes the masks behind it, too.
+    DreamOn's evaluation, EOS deletes the masks after it, too.
     """
     foreign = "guidance eos_penalty late_eos alg_temp threshold entropy_bound block_length".split()
     if foreign := [name for name in foreign if getattr(rule, name)]:
@@ -329,7 +329,7 @@ def grow(read, before, after, rule, key=None, size=START, most=LENGTHS[-1], regr
 
 
 def grow_all(read, canvases, end, rule, key, **how):
-    """Fill canvases of one hole each by `grow`, with the ids `end` behind them: (the canvases with as many masks as the
+    """Fill canvases of one hole each by `grow`, with the ids `end` after them: (the canvases with as many masks as the
     holes have then, their ids, {"forwards", "passes"}).
     """
     grown, filled, passes = [], [], []

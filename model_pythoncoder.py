@@ -677,7 +677,7 @@ def start(model, prompt_BL, length_B, limit_B, key, slots, rule):
 
 
 def propose(model, hidden_B1D, token_B, key, position_B, rule):
-    """A draft of the token at this position, behind token_B, by the MTP head."""
+    """A draft of the token at this position, after token_B, by the MTP head."""
     return draw(probabilities(model.draft(hidden_B1D, token_B[:, None])[:, 0], rule), key, position_B, rule)
 
 
@@ -706,7 +706,7 @@ def advance(model, state, passes, rule):
         newest_B = draw(p_BLV[:, 0], key, length_B, rule)
         new_BL, extra_B = newest_B[:, None], 0
         if rule.speculate:
-            # The token behind the draft counts where the draft is what was drawn.
+            # The token after the draft counts where the draft is what was drawn.
             new_BL = jnp.stack([newest_B, draw(p_BLV[:, 1], key, length_B + 1, rule)], 1)
             accepted_B = newest_B == state["draft_B"]
             extra_B = (accepted_B & (newest_B != rule.eos) & (length_B + 1 < state["limit_B"])).astype(jnp.int32)

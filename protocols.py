@@ -33,7 +33,7 @@ class Question(typing.NamedTuple):
     tests: tuple = ()  # MBPP's asserts
     code: str = ""  # the solution of a problem that is shown in a prompt
     shots: tuple = ()  # solved problems of the same file
-    suffix: str = ""  # the text behind a hole; the prompt is that before it
+    suffix: str = ""  # the text after a hole; the prompt is that before it
 
 
 class Protocol(typing.NamedTuple):
@@ -50,12 +50,12 @@ class Protocol(typing.NamedTuple):
     top_p: float = 1.0
     top_k: int = 0  # 50 where the harness names none: transformers' default (4.46 to 4.52) without a generation_config
     ends: tuple = ("<|endoftext|>",)  # special tokens that end a text
-    drops: bool = False  # other special tokens are removed; the text behind them stays
+    drops: bool = False  # other special tokens are removed; the text after them stays
     stops: tuple = ()  # stop strings
     stop_rule: typing.Literal["cut", "extract", "none"] = "cut"  # cut at the first stop string, extract(), or neither
     rules: tuple = ()  # functions (text, question) -> text, applied in order
     prompt_first: bool = False  # the prompt runs in front of the candidate
-    frame: tuple = ("", "")  # text in front of the tests, and behind them
+    frame: tuple = ("", "")  # text in front of the tests, and after them
     ours: bool = False  # our own record, not a harness'
     limit_s: float = 3.0  # seconds for all tests of a candidate
     factor: float = 0.0  # the limit is at least this times the time of the reference solution; 0: no such rule
@@ -137,7 +137,7 @@ SPECIAL = re.compile(  # tokens that Qwen2.5's and Dream's tokenizer remove with
 
 
 def first_of(text, stops, start=0):
-    """Where the first of these strings begins, at `start` or behind it; the length of the text if there is none."""
+    """Where the first of these strings begins, at `start` or after it; the length of the text if there is none."""
     return min((i for i in (text.find(stop, start) for stop in stops) if i >= 0), default=len(text))
 
 
@@ -175,7 +175,7 @@ def without_colours(text, q):
 
 
 def without_future(text, q):
-    """An import from the future is an error behind a prompt."""
+    """An import from the future is an error after a prompt."""
     return text.replace("from __future__ import annotations\n", "")
 
 
@@ -224,7 +224,7 @@ def longest_program(lines, least):
             run, tried = run[: error - 1], tried + len(run)
             if tried > 1_000_000:
                 raise ValueError("a text in which it takes too long to find a program")
-        while len(run) > least and not run[-1].strip() and not first_error(run[:-1]):  # behind a last \ they are needed
+        while len(run) > least and not run[-1].strip() and not first_error(run[:-1]):  # after a last \ they are needed
             run = run[:-1]
         length = sum(bool(line.strip()) for line in run)
         if len(run) >= least and length > most:
@@ -299,7 +299,7 @@ def evalplus_sanitize(text, q):
 
 
 def evalplus_source(data, node):
-    """The bytes of a statement in the bytes of a program. In tree-sitter comments behind a block belong to it."""
+    """The bytes of a statement in the bytes of a program. In tree-sitter comments after a block belong to it."""
     starts = [0, *(match.end() for match in re.finditer(rb"\r\n|\r|\n", data))]  # of the lines
     first, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
     if hasattr(node, "body"):
@@ -337,7 +337,7 @@ def evalplus_names(node):
 
 # ---- ours: loses the fewest right answers --------------------------------------------------------------------------
 
-# No text continues its answer behind one of these. [DONE] is Austin et al.'s.
+# No text continues its answer after one of these. [DONE] is Austin et al.'s.
 NO_ANSWER = ("<|endoftext|>", "<|file_sep|>", "<|im_end|>", "<|dlm_pad|>", "<|mask|>", "[DONE]")
 FENCE = re.compile(r"(?m)^([ \t]*)(```+)([^`\n]*)$")  # indentation, backticks, language between spaces
 # a line that begins with two words, the first not a keyword of Python, or with the mark of a list item
@@ -349,10 +349,10 @@ def extracted(stops, text, q):
 
 
 def extract(text, entry, stops):
-    """(code, ended) of a model's text: the code without fences, chat and text behind the answer.
+    """(code, ended) of a model's text: the code without fences, chat and text after the answer.
 
     A text that begins indented continues the function of the prompt, up to the first stop string or prose. A text that
-    defines `entry` before any fence is code up to the first stop string, fence or prose behind the definition; the
+    defines `entry` before any fence is code up to the first stop string, fence or prose after the definition; the
     prompt may have opened a block. In other texts the code is a fenced block: the first that defines `entry`, else the
     first. ended: no further text could change the code.
     """
@@ -368,7 +368,7 @@ def extract(text, entry, stops):
         blocks = fenced(text, fences)
         code, closed = next((block for block in blocks if defines.search(block[0])), blocks[0])
         return code, (closed or ended) and bool(defines.search(code))
-    # Helpers may come first, so stop strings count only behind the definition of `entry`.
+    # Helpers may come first, so stop strings count only after the definition of `entry`.
     start = restated.end() if restated else 0
     code = text[: first_of(text, (*stops, "\n```"), start)]
     code = re.split(r"(?m)(?<=[^\s`])```[ \t]*$", code)[0]
@@ -403,7 +403,7 @@ def parses(code):
 
 
 def without_prose(code, start):
-    """The code without prose before and behind the function whose name ends at `start`."""
+    """The code without prose before and after the function whose name ends at `start`."""
     lines, first = code.split("\n"), code[:start].count("\n")
     while first and not parses("\n".join(lines[:first])):
         lines, first = lines[1:], first - 1
@@ -452,7 +452,7 @@ PROTOCOLS = {  # "harness/task"; the comments say who quotes its scores
         factor=4,
     ),
     "ours/infilling": Protocol(ask_prompt, ("infilling",), max_new=64, prompt_first=True, ours=True),
-    # DreamOn's eval_humaneval_infilling.sh: BOS before the text, EOS behind it; holes grow as there, see writers.py
+    # DreamOn's eval_humaneval_infilling.sh: BOS before the text, EOS after it; holes grow as there, see writers.py
     "dreamon/infilling": Protocol(
         ask_prompt, ("infilling",), bos=True, max_new=64, temperature=0.2, top_p=0.9, prompt_first=True
     ),

@@ -2,16 +2,16 @@
 # A code model from nothing: text, training, held-out bits per byte, weights with a card, HumanEval. After pip install
 # -r requirements.txt (-tpu, -cuda):
 #
-#   bash recipe.sh cpu        # two cores, 20 minutes: tiny, 1.3 M parameters, on the standard library
+#   bash recipe.sh cpu        # two cores, 20 minutes: tiny, 1.3 M with 2,048 ids, on the standard library
 #   bash recipe.sh t4         # Colab's GPU, an hour: small, 33 M, on 100 packages of PyPI; pip install pypi-simple
 #   bash recipe.sh v5e        # Colab's older TPU, an hour: small on 300 packages; pip install pypi-simple
 #   bash recipe.sh v6e        # one chip, a night: 300m on GitHub's Python; pip install datasets
 #   bash recipe.sh v6e-16     # a pod of sixteen chips, a day: 1b; datasets. On each host; OUT, DATA in a bucket
 #   OUT=out/run bash recipe.sh score    # only what comes after the training, on one machine, from a local copy
 #
-# The same line goes on after a stop (in a bucket with --resume=$OUT behind it). What follows the device goes to
-# train_tpu.py. OUT is the folder of the run, DATA that of the rows: keep both where they outlive the machine. Only cpu
-# has been run; the rest is compiled.
+# The same command resumes after a stop (in a bucket add --resume=$OUT). Flags after the device go to train_tpu.py.
+# OUT is the folder of the run, DATA that of the rows: keep both where they outlive the machine. Only cpu has been run;
+# the rest is compiled.
 set -e
 
 device=${1:?which machine? bash recipe.sh cpu, t4, v5e, v6e, v6e-16 or score}
@@ -20,8 +20,7 @@ out=${OUT:-out/recipe_$device}
 data=${DATA:-data/recipe_$device}
 github=codeparrot/codeparrot-clean # five million files, 50 GB; each row names its licence
 
-# hours are those of the steps by bench/compile_for.py, a lower bound; bits per byte are known where somebody measured
-# them
+# hours: training steps alone, PREDICTED by bench/compile_for.py, a lower bound; then bits per byte where measured
 text=() packages=""
 case $device in
 cpu) ids=2048 row=512 train="--model=tiny --steps=3100" && export JAX_PLATFORMS=cpu ;; # 0.3 h, 1.06: measured

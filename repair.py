@@ -39,7 +39,7 @@ class Round(typing.NamedTuple):
 
 @dataclasses.dataclass
 class Draft:
-    """A text behind a prompt, whose examples should pass."""
+    """A text after a prompt, whose examples should pass."""
 
     prompt: str
     body: str  # what the model generated: the only part that is opened
@@ -52,14 +52,14 @@ class Draft:
     passes: int = 0  # forward passes until it was filled, and those that looked for suspects
 
     def opened(self, start, end, first):
-        """The text before a hole, its old text, the text behind. The hole begins with the text `first`."""
+        """The text before a hole, its old text, the text after. The hole begins with the text `first`."""
         return self.prompt + self.body[:start] + first, self.body[start:end], self.body[end:] + self.suffix
 
 
 def repair(drafts, rounds, read, fill, judge, openings=None):
     """Repair drafts in place, in `rounds` rounds at most.
 
-    fill(holes) gives (new text, forward passes) of each hole (text before, old text, text behind). judge(programs,
+    fill(holes) gives (new text, forward passes) of each hole (text before, old text, text after). judge(programs,
     tests) runs a list of asserts for each program and gives for each assert (whether it passes, what the call returned
     or raised, as text). openings(draft, suspects) yields what to open in turn.
     """
@@ -173,7 +173,7 @@ def default_openings(draft, suspects):
 
 
 def filler(read, rule, key, size, ends, rows=1):
-    """A function that fills holes by a sampling rule: [(text before, old text, text behind)] -> [(new text, passes)].
+    """A function that fills holes by a sampling rule: [(text before, old text, text after)] -> [(new text, passes)].
 
     A Dream with cfg.expand_id finds the length of a hole, see infill.grow. Another fills `size` masks, and one of the
     ids `ends` ends the hole; with size 0 it fills as many masks as the old text has tokens.
@@ -212,7 +212,7 @@ def opened(model, prompt, text, number):
     """Ids of a text that fails the examples of its prompt, None for masks: opening `number`, for sample_rows.Dream."""
     read = infill.Reader(model.model, model.tokenizer)
     if not text.startswith(prompt := canvas.on_new_line(prompt)) or not text[len(prompt) :].strip():
-        raise ValueError("there is no text behind this prompt to repair; generate it again")
+        raise ValueError("there is no text after this prompt to repair; generate it again")
     draft = Draft(prompt, text[len(prompt) :], [test for *_, test in canvas.examples(prompt)])
     run_examples([draft], judge)
     with model.context():

@@ -1,4 +1,4 @@
-"""Sampling from a Dream of blocks (train_dream.py --block_length): block after block, behind an exact cache.
+"""Sampling from a Dream of blocks (train_dream.py --block_length): block after block, with an exact cache.
 
     model, _ = checkpoints.load(model_dream, "out/blocks")
     rows, stats = sample_block.generate(model, [[5, 6, 7]], 256, sample_block.Sampling(threshold=0.9))
@@ -71,7 +71,7 @@ class State(typing.NamedTuple):
 class Given(typing.NamedTuple):
     """What stays as it is while a block is filled. Arrays, so that another value needs no other program."""
 
-    see_BL: jax.Array  # False behind the end of a text
+    see_BL: jax.Array  # False after the end of a text
     made_BL: jax.Array  # masked at the start
     block_BL: jax.Array  # the block of each slot
     first_B: jax.Array  # the first slot of the block that is filled now
@@ -205,7 +205,7 @@ def counts(rule):
     """Tokens that each step of a block fills, by how many of it are masked at first [N + 1, S]."""
     N = rule.block_length
     steps = min(rule.steps, N) or N
-    count_MS = np.ones((N + 1, N), np.int32)  # behind the schedule one a step
+    count_MS = np.ones((N + 1, N), np.int32)  # after the schedule one a step
     for masks in range(1, N + 1):
         whole = (N, steps, "even") if rule.schedule == "sdar" else (masks, min(steps, masks), rule.schedule)
         count_S = diffusion.step_counts(*whole)
@@ -225,11 +225,11 @@ def prepare(cfg, rule, prompts, rows=0, width=0, key=None, dtype=jnp.float32):
         given_B.append(ids.index(cfg.mask_id) if cfg.mask_id in ids else len(ids))
         if set(ids[given_B[-1] :]) - {cfg.mask_id}:
             advice = "put the text before the hole, or use a Dream without blocks"
-            raise ValueError(f"a model of blocks does not see the text behind a hole; {advice}")
+            raise ValueError(f"a model of blocks does not see the text after a hole; {advice}")
     B = max(rows, len(prompts))
     without_text = (0, B - len(prompts))
     end_B = np.pad([len(ids) for ids in prompts], without_text)
-    begin_B = np.pad(given_B, without_text)  # the first block with a MASK; behind a causal prompt blocks begin anywhere
+    begin_B = np.pad(given_B, without_text)  # the first block with a MASK; after a causal prompt blocks begin anywhere
     begin_B = begin_B if cfg.causal else begin_B // N * N
     if max(end_B) > cfg.positions:
         raise ValueError(f"{max(end_B)} tokens do not fit: the model reaches {cfg.positions} positions")
@@ -316,7 +316,7 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, wa
 
 
 def fill(model, token_BL, see_BL, rule, key):
-    """Fill the MASKs behind left-padded prompts: (token_BL, stats of `generate`, whose texts begin at slot 0).
+    """Fill the MASKs after left-padded prompts: (token_BL, stats of `generate`, whose texts begin at slot 0).
 
     see_BL is False at padding. All canvases of one width take one program.
     """

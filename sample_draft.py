@@ -115,7 +115,7 @@ class Sampler:
         return token_BW, jnp.take_along_axis(diffusion.softmax(logits_BWV), token_BW[..., None], -1)[..., 0]
 
     def drafted(self, model, token_B1, slot_BW, given, cache):
-        """(drafts [B, N] behind the last tokens, cache), by one pass over MASKs that see each other.
+        """(drafts [B, N] after the last tokens, cache), by one pass over MASKs that see each other.
 
         With the shift the last token stays causal, as in training, and predicts the first draft.
         """
@@ -135,7 +135,7 @@ class Sampler:
             draft_BN, cache = self.drafted(model, read_BW, slot_BN, given, cache)
 
         # Set 0 is the last token and the drafts, read from left to right. In a single pass MASKs follow: those of set j
-        # stand, and see each other, behind the last token and j - 1 drafts; without the shift also for the next token.
+        # stand, and see each other, after the last token and j - 1 drafts; without the shift also for the next token.
         counts = [N + 1] + [N + (not shift)] * (N + 1) * (N > 0 and not self.rule.draft_steps)
         set_W = np.repeat(np.arange(len(counts)), counts)
         at_W = np.concatenate([j + np.arange(n) for j, n in enumerate(counts)])
@@ -149,14 +149,14 @@ class Sampler:
         hidden_BWD, cache = self.read(model, read_BW, slot_BN[:, :1] + at_W, reach_BW, cache, seen_BWL)
         token_BN, prob_BN = self.draw(model, hidden_BWD[:, : N + 1], slot_BN + 1, given)
         count_B = 1 + jnp.cumprod(draft_BN == token_BN[:, :-1], 1).sum(1)  # drafts that agree, and one more
-        if single:  # the set behind them
+        if single:  # the set after them
             index_BN = N + 1 + ((count_B - 1) * counts[1] + (not shift))[:, None] + jnp.arange(N)
             hidden_BND = jnp.take_along_axis(hidden_BWD, index_BN[..., None], 1)
             draft_BN, _ = self.draw(model, hidden_BND, slot_BN[:, 1:] + count_B[:, None], given)
         return self.write(state._replace(cache=cache, draft_BN=draft_BN), given, token_BN, prob_BN, count_B)
 
     def write(self, state, given, token_BW, prob_BW, count_B):
-        """The state with the first count_B of the tokens behind the last one, up to an end token or a row's end."""
+        """The state with the first count_B of the tokens after the last one, up to an end token or a row's end."""
         (B, L), W = state.token_BL.shape, token_BW.shape[1]
         slot_BW = state.last_B[:, None] + 1 + jnp.arange(W)
         eos_BW = self.ends(token_BW)
@@ -211,7 +211,7 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, on
     prompts = [[*ids, *[cfg.mask_id] * max_new] for ids in prompts]
     begin_B, end_B = np.array([((*ids, cfg.mask_id).index(cfg.mask_id), len(ids)) for ids in prompts]).T
     if any(set(ids[n:]) - {cfg.mask_id} for ids, n in zip(prompts, begin_B, strict=True)) or not all(begin_B):
-        raise ValueError("a text that is written from left to right needs a prompt, and has none behind its masks")
+        raise ValueError("a text that is written from left to right needs a prompt, and has none after its masks")
     if max(end_B) > cfg.positions:
         raise ValueError(f"{max(end_B)} tokens do not fit: the model reaches {cfg.positions} positions")
     pad = (0, max(rows - len(prompts), 0))  # rows without a text have one token, and are full

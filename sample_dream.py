@@ -314,7 +314,7 @@ class Sampler:
 def settle(state, given, mask_id, eos_ids):
     """The state after a step: texts that have ended are filled with eos_ids[0], and the record has its number.
 
-    An end token ends its row if nothing is masked before it, and no text that was given comes behind it.
+    An end token ends its row if nothing is masked before it, and no text that was given comes after it.
     """
     token_BL = state.token_BL
     masked_BL = (token_BL == mask_id) & given.see_BL
@@ -561,7 +561,7 @@ def widths(lengths, size, positions, most=3):
 
 
 def canvas(prompts, max_new, cfg, width=0):
-    """Prompts (lists of ids, any lengths, MASK allowed) and max_new MASKs behind each, left-padded: (token_BL, see_BL).
+    """Prompts (lists of ids, any lengths, MASK allowed) and max_new MASKs after each, left-padded: (token_BL, see_BL).
 
     It is `width` slots wide, or as canvas_width says: so that few shapes are ever compiled.
     """

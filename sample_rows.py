@@ -197,7 +197,7 @@ class Canvases:
 
 
 class Blocks:
-    """Rows of a Dream of blocks: a step fills a block of each, behind an exact cache. Rows join between two blocks."""
+    """Rows of a Dream of blocks: a step fills a block of each, with an exact cache. Rows join between two blocks."""
 
     def __init__(self, family, width, order):
         self.family, self.width, self.order, self.rows, self.state = family, width, order, [None] * family.rows, None
@@ -276,7 +276,7 @@ def prefill_blocks(params, cache, i, token_L, see_L, block_L, *, graph):
 
 
 class Dream(Family):
-    """A Dream: canvases without a cache, or, if it was trained in blocks, blocks behind one."""
+    """A Dream: canvases without a cache, or, if it was trained in blocks, blocks with one."""
 
     extra, defaults = 0, {"temperature": 0.2, "top_p": 0.95}
     ORDERS = "steps", "threshold", "entropy_bound"  # what says how many tokens a step writes; a program each
@@ -296,7 +296,7 @@ class Dream(Family):
         if len(given := [order for order in self.ORDERS if ask.get(order)]) > 1:
             raise ValueError(f"{' and '.join(given)} do not go together")
         if self.model.cfg.block_length and None in ids and ids[ids.index(None) :] != [None] * ids.count(None):
-            raise ValueError("a model of blocks does not see the text behind a hole")
+            raise ValueError("a model of blocks does not see the text after a hole")
 
 
 # ---- PythonCoder: a cache, and a token of each row at a time -------------------------------------------------------
@@ -353,7 +353,7 @@ class PythonCoder(Family):
         self.in_order(ids)
 
     def in_order(self, ids):
-        """The prompt of a text with one run of masks: what stands behind them comes before them."""
+        """The prompt of a text with one run of masks: what stands after them comes before them."""
         first = ids.index(None)
         behind = [token for token in ids[first:] if token is not None]
         return canvas.in_order(self.tokenizer, ids[:first], behind) or [*self.ends, 0][:1]
@@ -361,7 +361,7 @@ class PythonCoder(Family):
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def prefill(model, cache, i, token_M):
-    """The cache with the keys and values of a text in row i; those behind its end are overwritten in their turn."""
+    """The cache with the keys and values of a text in row i; those after its end are overwritten in their turn."""
     _, new = model.step(model.new_cache(1, len(token_M)), token_M[None], jnp.arange(len(token_M))[None])
     return jax.tree.map(lambda all_rows, row: all_rows.at[i].set(row[0]), cache, new)
 

@@ -76,7 +76,7 @@ class Config:
     eval_draws: Count = 8  # with --eval_only: noise draws, each a pass over the held-out rows
     save_every: Natural = 0  # steps between checkpoints; 0: eval_every
     keep: Count = 2  # newest checkpoints to keep
-    log_every: Count = 10  # steps between rows of the log; several processes look for a signal only then: below 30 s
+    log_every: Count = 10  # steps between rows of the log; several processes check signals only then: keep below 30 s
     prompt: str = ""  # prefix of the samples drawn in training
     wandb: str = ""  # project name at Weights & Biases; default: log to files only
     seed: Natural = 0  # initial weights, row order, crops, noise

@@ -69,10 +69,10 @@ class Config:
     micro_batch: Natural = 0  # rows per device and forward pass; 0: by model and memory
     fsdp: Natural = 0  # devices that share one copy of the weights; 0: all devices / --tensor
     tensor: Count = 1  # devices that share each layer's heads, feed-forward and vocabulary
-    device: typing.Literal["", "cpu"] = ""  # "cpu" trains on the CPU although JAX leaves an accelerator idle
+    device: typing.Literal["", "cpu"] = ""  # "cpu": train on the CPU even if the machine has an accelerator
     hosts: str = ""  # "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process; default: one host
     log_every: Count = 10  # steps between rows of the log
-    eval_every: Natural = 0  # steps between evaluations, each with a sample and a checkpoint; 0: about 50 to 1000
+    eval_every: Natural = 0  # steps between evaluations, each with a sample and checkpoint; 0: steps / 10, 50 to 1000
     eval_rows: Count = 512  # held-out rows per evaluation, at most
     save_minutes: NonNegative = 30.0  # minutes between checkpoints, checked when it logs; 0: only at evaluations
     keep: Count = 2  # newest checkpoints to keep, besides the best

@@ -39,7 +39,7 @@ class Writer(typing.NamedTuple):
     write(prompts, number, lengths, finished) -> new token ids of each prompt. It depends only on the model, the
     settings, the prompts, the number of the batch, and `lengths`, the tokens of prompt and completion of all batches.
     A model that generates from left to right calls finished(new ids so far), and stops when that returns True.
-    hole(ids before, ids behind) -> the prompt of a hole of unknown length.
+    hole(ids before, ids after) -> the prompt of a hole of unknown length.
     """
 
     tokenizer: typing.Any  # of the library tokenizers
@@ -74,7 +74,7 @@ def pythoncoder_writer(cfg, record, run, step):
 
 
 def dream_writer(cfg, record, run, step):
-    """Unmasks --max_new masks behind the prompt."""
+    """Unmasks --max_new masks after the prompt."""
     settings = {"bits": inference.bits_of(cfg.dream), "rows": cfg.batch_size, "compile_cache": cfg.compile_cache}
     model, _, mesh = inference.load_for_inference(model_dream, run, step or 0, **settings)
     tokenizer, positions = sample_dream.load_tokenizer(run, model.cfg), model.cfg.positions

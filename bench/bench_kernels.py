@@ -85,7 +85,7 @@ def predict_step(L, device, preset, steps):
     moved = 2 * (weights + L * preset.vocab)  # and logits are written
     parts["matrix products"] = 1e6 * max(moved / (0.8 * bandwidth), 2 * weights * L / (0.5 * flops_s))
     # a block is four products, two norms, attention and GELU; before the first one stand embedding, time, their sum and
-    # a norm, behind the last one head, sampler and counter
+    # a norm, after the last one head, sampler and counter
     nodes = 8 * preset.layers + 7
     return parts | {"gaps": GAP_US * nodes}, nodes
 

@@ -1,9 +1,9 @@
-"""Tokens a second: a Dream of blocks behind its exact cache beside the same layers as an autoregressive model.
+"""Tokens a second: a Dream of blocks with its exact cache beside the same layers as an autoregressive model.
 
     python bench/block_speed.py                     # 100m in float32; ten minutes of two idle cores
     python bench/block_speed.py --model=7b --dtype=bfloat16     # a GPU with 40 GB
 
-Random weights of one shape, greedy, texts of --max_new tokens behind prompts of --prompt. The autoregressive sides are
+Random weights of one shape, greedy, texts of --max_new tokens after prompts of --prompt. The autoregressive sides are
 transformers' Qwen2 with its cache (eager, and its forward pass under torch.compile) and ours, blocks of one token. A
 pass unmasks --tokens tokens of a block, as a trained model might by a threshold; random weights reach none, so a
 schedule sets the number. The autoregressive texts of the sides must agree but for
@@ -97,7 +97,7 @@ def run_torch(cfg, compiled):
 
     @torch.inference_mode()
     def generate(token_BP):
-        """Greedy, a token a pass behind the cache; MASK is not written."""
+        """Greedy, a token a pass with the cache; MASK is not written."""
         new, cache, found = torch.from_numpy(token_BP).to(device), DynamicCache(config=config), []
         for _ in range(cfg.max_new):
             logits = run(new, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]

@@ -5,7 +5,7 @@
     python bench/compile_for.py dream --model=500m --block_length=32 --micro_batch=1    # a step of train_dream.py
     python bench/compile_for.py --largest train --device=rtx4090    # the largest micro-batch that fits, by bisection
     python bench/compile_for.py generate --device=rtx4090 --int8    # Dream's denoising steps; --only=cached is one
-    python bench/compile_for.py generate --only=blocks              # those of a Dream of blocks, behind its exact cache
+    python bench/compile_for.py generate --only=blocks              # those of a Dream of blocks, with its exact cache
     python bench/compile_for.py drafts --device=rtx4090             # a step of sample_draft.py
     python bench/compile_for.py generate --model=sdar_4b --int4 --device=rtx3060    # a kin of Dream's: see KIN
     python bench/compile_for.py dream --model=7b --lora_rank=16 --base_bits=4 --batch_size=1 --device=t4    # LoRA
@@ -692,7 +692,7 @@ STEPS = {
 
 
 def denoising(sampler, params, mesh, rows, length, begin):
-    """Arguments of sample_dream.fill_block: (positional, by name), of canvases of masks behind `begin` tokens."""
+    """Arguments of sample_dream.fill_block: (positional, by name), of canvases of masks after `begin` tokens."""
     model, rule = sampler.cfg, sampler.rule
     token_BL = np.full((rows, length), model.mask_id)
     token_BL[:, :begin] = model.bos_id
@@ -740,7 +740,7 @@ class Generate:
     batch_size: int = 1  # texts that are filled together
     length: int = 768  # tokens of the canvas
     block_length: int = 32  # tokens of a block; 0: without blocks, the first of the three steps alone
-    # one of the three steps; blocks: the passes of a Dream trained in blocks, behind its exact cache; "" all three. A
+    # one of the three steps; blocks: the passes of a Dream trained in blocks, with its exact cache; "" all three. A
     # model with blocks of its own has the last two of them
     only: typing.Literal[("", *STEPS, "blocks")] = ""
 
@@ -772,7 +772,7 @@ class Generate:
         return graph, params
 
     def lowered(self, name):
-        """One of STEPS, or a pass over so many slots behind the cache of sample_block.py, traced."""
+        """One of STEPS, or a pass over so many slots with the cache of sample_block.py, traced."""
         mesh = self.mesh()
         with inference.mesh_context(mesh if mesh.size > 1 else None):
             if isinstance(name, tuple):
@@ -1083,8 +1083,10 @@ FINE_TUNE = "dream --model=7b --lora_rank=16 --seq_len=512 --batch_size=1 --rema
 HEAD = """# Memory and times of compiled programs (PREDICTED, nothing ran)
 
 Each program was compiled for each device, which was not there. GiB: all that the program holds, of what is usable.
-Rows: those of a micro-batch. Estimated: the compiler's own time, for TPUs alone. At least: arithmetic at the peak, or
-bytes at the bandwidth of the data sheet. **no**: it does not fit. `python bench/compile_for.py table`
+Rows: those of a micro-batch. Times: train, a step of 131,072 tokens; generate, a pass over 768 tokens or over a cached
+block of 32; grpo, a micro-step; LoRA, a row of 512 tokens. Estimated: the TPU compiler's cycles, a lower bound, too. At
+least: arithmetic at the peak, or bytes at the bandwidth of the data sheet. **no**: it does not fit. The v6e's cells
+beside int4 are of an earlier compile: today 0.28 s (LoRA) and 1.39 s (grpo). `python bench/compile_for.py table`
 
 """
 CELLS = {  # columns of the table -> flags

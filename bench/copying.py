@@ -5,7 +5,7 @@
     python bench/copying.py --seeds 0 --steps=40 --every=20 --out=out/try_copying --file=try_copying    # a look
 
 Each variant changes one thing of `train_tpu.py --model=tiny` on TinyPython. Measured in checkpoints: of the numbers in
-the solutions of the split `constants` that stand in their docstring, the share that is the likeliest token behind the
+the solutions of the split `constants` that stand in their docstring, the share that is the likeliest token after the
 right text before it. A run is appended to results/copying.jsonl, from which copying.md and copying.png are written.
 Once the data are there, two commands may run at once whose --only or --seeds have nothing in common.
 """
@@ -46,8 +46,8 @@ LEARNT = 0.5, 0.9
 PARTS = "prompt", "canonical_solution"
 HEAD = """# When a small model learns to copy
 
-Of the numbers in a solution that stand in its docstring, the share that is the likeliest token after the right text
-before it. Training has these functions' constants, if at all, with the operations in another order.
+A number of the docstring is copied if it is the argmax at its place in the reference solution. Training has the same
+combinations of operations, but these constants at most in another order.
 """
 
 
@@ -120,7 +120,8 @@ def reached(share, level):
 
 
 def table(found):
-    yield "| variant | " + " | ".join(f"{100 * level:.0f} % after steps" for level in LEARNT) + " | at the end, % | s |"
+    steps = (f"{100 * level:.0f} % after steps" for level in LEARNT)
+    yield f"| variant | {' | '.join(steps)} | at the end, % | processor s |"
     yield "|---" * (len(LEARNT) + 3) + "|"
     for name in VARIANTS:
         if mine := [row for row in found if row["variant"] == name]:

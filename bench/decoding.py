@@ -205,8 +205,8 @@ def main(cfg):
     plot(rows, RESULTS / f"{name}.png")
     lines = ["# Forward passes per text", "", *table(rows), ""]
     lines.append(f"{cfg.tasks} tasks of TinyPython's split composed, temperature 0, at most {cfg.canvas} tokens;")
-    lines.append("± two standard errors. The fewest passes of a Dream's rule that passes as many as its schedule")
-    lines += [f"(within {cfg.margin}): {best}.", ""]
+    lines.append("± two standard errors. The fewest passes of a Dream's rule whose pass@1, less two standard")
+    lines += [f"errors of the difference, is at most {cfg.margin} below the schedule's: {best}.", ""]
     lines += [f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"]
     (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
     record(

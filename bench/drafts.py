@@ -56,7 +56,7 @@ class Config:
 
 @functools.partial(jax.jit, static_argnames="rule")
 def margins(model, token_BL, banned_V, key_B, rule):
-    """How far the best token behind each one is ahead of the second [B, L - 1], both with their noise."""
+    """How far the best token after each one is ahead of the second [B, L - 1], both with their noise."""
     slot_BL = jnp.broadcast_to(jnp.arange(token_BL.shape[1]), token_BL.shape)
     hidden_BLD, _ = model.hidden(token_BL, place=diffusion.Place(jnp.ones_like(token_BL), slot_BL))
     score_BLV = jnp.where(banned_V, -jnp.inf, model.logits(hidden_BLD[:, :-1]))
@@ -172,7 +172,7 @@ def main(cfg):
     for (draft, steps), found in sorted(rates.items()):
         mean, error = np.mean(found), 2 * np.std(found, ddof=1) / len(found) ** 0.5
         out.append(f"| {draft} | {steps} | {mean:.2f} ± {error:.2f} | {mean / (1 + steps):.2f} | {len(found)} |")
-    out += ["", "Means and two standard errors over texts of all temperatures, behind the first token.", ""]
+    out += ["", "Means and two standard errors over texts of all temperatures, after the first token.", ""]
     out += [f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`", ""]
     out += [f"{cpu_name()}, one core, {time.process_time() - began:.0f} processor seconds, compiling included."]
     (RESULTS / f"{cfg.file}.md").write_text("\n".join(out) + "\n")

@@ -50,7 +50,7 @@ class Config:
 @dataclasses.dataclass(frozen=True)
 class Step:
     name: str
-    command: str  # behind python
+    command: str  # after python
     needs: tuple[str, ...] = ("GPU",)  # what `lacking` knows, or Python modules
     under: tuple[str, ...] = ()  # the command of a tool that runs it
     seconds: int = 240  # then it is asked to stop: it failed, unless it is endless

@@ -245,7 +245,7 @@ def gdpo(n, nodes):
 
 
 def left_to_right(n):
-    """Every token on the canvas that masks it and all behind it: not of the form of Draws."""
+    """Every token on the canvas that masks it and all after it: not of the form of Draws."""
     coef_Nn = np.zeros((1 << n, n))
     coef_Nn[[(1 << n) - (1 << i) for i in range(n)], range(n)] = 1
     return coef_Nn
@@ -824,7 +824,7 @@ def gradient_rows(canvases, cfg):
     error_K = np.std(alone, 0, ddof=1) / math.sqrt(len(alone))
     yield f"\n\nPolicy gradients of {len(alone)} batches of {cfg.prompts} x {cfg.group} answers of {n} tokens."
     yield f"The sampler fills all whose largest probability is at least {cfg.tau}. Mean reward {np.mean(rewards):.2f}\n"
-    yield "| estimator | passes | cosine of what it expects | cosine of one batch | noise of masks / signal |"
+    yield "| estimator | passes | cosine, expectation | cosine, one batch | mask variance / squared norm |"
     yield "|" + "---|" * 5
     rows = {"the path, exactly": "steps", "TraceRL, shrink 1": "steps"} | {name: passes(name, n) for name in kinds}
     noise_K = [0.0, 0.0, *(noise_K / (mean_KP[2 : 2 + len(kinds)] ** 2).sum(1))]
@@ -835,7 +835,7 @@ def gradient_rows(canvases, cfg):
 
 def path_rows(found, tau, elbo):
     """The table of what replays of samplers' paths say of the answers, per token."""
-    yield f"\n\nPaths on which a sampler that fills all of at least {tau} would write the same answers, per token.\n"
+    yield f"\n\nThe same answers scored along the path of a sampler with threshold {tau}, nats a token.\n"
     yield "| threshold looks at | scored | steps | score | score - ELBO |\n|" + "---|" * 5
     for drawn, name in ((False, "largest probability"), (True, "drawn token's")):
         steps, scores = [], collections.defaultdict(list)
@@ -881,7 +881,7 @@ def drift_rows(canvases, cfg):
 
 def strata_rows(length):
     """The table of numbers of masked tokens that a row of a batch never draws."""
-    yield f"\n\nOf the numbers of masked tokens of {length}, the share that some row of a batch never draws.\n"
+    yield f"\n\nShare of the mask counts of a {length}-token answer that some row of the batch can never draw.\n"
     yield "| batch | ESPO | LLaDA | floor |\n|" + "---|" * 4
     for batch in (2, 3, 4, 6, 8):
         shares = []
@@ -906,9 +906,9 @@ def main(cfg):
     elbos = np.array([exact_elbo(logp_Nn) for logp_Nn in found]) / n
     orders = np.array([any_order(logp_Nn)[0] for logp_Nn in found]) / n
     lines = [
-        f"{len(found)} right answers, their first {n} tokens: ELBO {elbos.mean():.4f} nats a token, any order "
-        f"{orders.mean():.4f}.\n",
-        "| estimator | passes | weight of a token | mean - ELBO | mean - any order | variance x passes | of a token |",
+        f"{len(found)} right answers, their first {n} tokens: ELBO {elbos.mean():.4f} nats a token, any-order "
+        f"likelihood {orders.mean():.4f}.\n",
+        "| estimator | passes | token weight | bias, ELBO | bias, any-order | variance x passes | per token |",
         "|" + "---|" * 7,
     ]
     for name in ["left_to_right", *ESTIMATORS]:

@@ -233,7 +233,7 @@ def gains(cfg, curves, kind):
 def table(cfg, curves):
     """Held-out reward of each kind, and paired by seed with the first."""
     first, *others = cfg.kinds
-    yield f"| scored by | held-out reward after {cfg.rounds} rounds | difference to {first} | better than it |"
+    yield f"| estimator | held-out reward after {cfg.rounds} rounds | difference to {first} | seeds above it |"
     yield "|---" * 4 + "|"
     after = {kind: np.mean([curves[kind, seed][-1][1] for seed in cfg.seeds]) for kind in cfg.kinds}
     yield f"| {first} | {after[first]:.3f} | | |"

@@ -97,11 +97,11 @@ def main(cfg):
     runs.script("tinypython.py", "--n=20000", *split, f"--out={out / 'world'}")
     tasks = [json.loads(line) for line in (out / "world/composed.jsonl").read_text().splitlines()]
     lines = ["# Holes of unknown length", ""]
-    lines += ["| masks | --valid | exact | pass | parse | tokens | forward passes | seconds | of them mending |"]
+    lines.append("| masks | --valid | exact | pass | parse | mean masks | forward passes | s a hole | of it repair |")
     lines.append("|---" * 9 + "|")
     error = 100 / cfg.holes**0.5  # two standard errors of a share of a half
     about = ["", f"{cfg.holes} holes of the split composed; two standard errors of a share are at most {error:.1f} %."]
-    about += [f"{cpu_name()}; compiling is in no second.", ""]
+    about += [f"{cpu_name()}; seconds exclude compiling.", ""]
     about += [f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"]
     grows = model_dream.read_config(cfg.ckpt).expand_id >= 0
     claim(out, {"ckpt": cfg.ckpt, "holes": cfg.holes})

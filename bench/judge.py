@@ -99,7 +99,7 @@ def train_twin(cfg):
 
 
 def nats_of(model, prompts, texts, tokenizer):
-    """Nats and tokens of each text, behind its prompt, under the twin: [N] and [N]."""
+    """Nats and tokens of each text, after its prompt, under the twin: [N] and [N]."""
     import jax
 
     rows, counts = [], []
@@ -143,7 +143,7 @@ def judge_stories(cfg, tokenizer):
     claim(cfg.twin, paths | {"twin_steps": cfg.twin_steps})
     model, _, _ = inference.load_for_inference(pc, runs.as_path(f"{cfg.twin}/run"), 0, "")
 
-    # the first ten words of each story, and the hundred tokens behind them
+    # the first ten words of each story, and the hundred tokens after them
     stories = [story.strip() for story in heldout_texts(cfg.data, tokenizer)]
     begins = [re.match(r"(\S+\s+){9}\S+", story) for story in stories]
     prompts = [begin.group() for begin in begins if begin]
@@ -191,7 +191,7 @@ def repeated(texts):
 
 
 def judge_code(cfg, tokenizer):
-    # functions without indentation: the first line, and the text behind it
+    # functions without indentation: the first line, and the text after it
     heads, bodies = [], []
     for text in heldout_texts(cfg.data, tokenizer):
         for found in HEAD.finditer(text):

@@ -156,7 +156,8 @@ def main(cfg):
 
     lengths = [len(text) + 1 for text in found["texts"]]
     least, n = {error: granted(found["least"], error) for error in (0, 0.01, 0.05, 0.1)}, len(lengths)
-    lines = ["| | passes | texts that differ, % |", "|---|---|---|", f"| token by token | {np.mean(lengths):.2f} | 0 |"]
+    lines = ["| weights/dream, one operation | passes | texts unlike token by token, % |", "|---|---|---|"]
+    lines.append(f"| token by token | {np.mean(lengths):.2f} | 0 |")
     lines += [f"| the least, by exact search | {passes:.2f} | {100 * error:.0f} |" for error, passes in least.items()]
     figure, axis = plt.subplots(figsize=(8, 4.5))
     axis.plot([*least.values()], [*least], "k-o", ms=4, label="the least")
@@ -175,7 +176,8 @@ def main(cfg):
     name = "least" if cfg.file == "cpu" else cfg.file
     figure.savefig(RESULTS / f"{name}.png", dpi=120)
     counts = ", ".join(f"{passes}: {found['least'].count(passes)}" for passes in sorted({*found["least"]}))
-    lines += ["", f"{n} texts of {min(lengths)} to {max(lengths)} tokens with EOS; their fewest passes {counts}."]
+    about = f"{n} texts of {min(lengths)} to {max(lengths)} tokens with EOS, by fewest passes (passes: texts)"
+    lines += ["", f"{about}: {counts}."]
     lines += ["", f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"]
     (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
     exact = [rule for rule in RULES if np.mean(found[rule]["same"]) >= 0.95]

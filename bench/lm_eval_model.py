@@ -77,7 +77,7 @@ def bound_nats(params, key, token_L, fixed_L, *, graph, draws, size):
 
 @functools.partial(jax.jit, static_argnames=("graph", "cfg_scale"))
 def llada_nats(params, noised_BL, token_L, prompt, answer, *, graph, cfg_scale=0.0):
-    """LLaDA's estimate of -log p of the `answer` tokens behind `prompt` ones: mean of sum(nll) A / masks over the rows.
+    """LLaDA's estimate of -log p of the `answer` tokens after `prompt` ones: mean of sum(nll) A / masks over the rows.
 
     Token -1 is padding. With cfg_scale w the logits are u + (w + 1) (c - u), u those with the prompt masked.
     """
@@ -168,7 +168,7 @@ class Unmask(TemplateLM):
         return self.tokenizer.encode(string, add_special_tokens=False).ids
 
     def apply_chat_template(self, chat_history, add_generation_prompt=True):
-        """The model's own template, of turns that end with the user's, perhaps behind a system turn."""
+        """The model's own template, of turns that end with the user's, perhaps after a system turn."""
         turns = [turn["content"] for turn in chat_history]
         system = turns.pop(0) if chat_history[0]["role"] == "system" else ""
         if not self.wrap or len(turns) % 2 == 0:
@@ -230,7 +230,7 @@ class Unmask(TemplateLM):
         return [ids[: len(answer)] == answer for ids, (_, answer) in zip(texts, batch, strict=True)]
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        """log p of whole texts behind BOS, in windows of max_length tokens that see one token of the window before."""
+        """log p of whole texts after BOS, in windows of max_length tokens that see one token of the window before."""
         totals = []
         for request in requests:
             ids = self.tok_encode(request.args[0])

@@ -327,7 +327,8 @@ def main(cfg):
         lines += [f"## {len(functions[group]):,} functions with {titles[group]}", ""]
         lines += [*table(found, KINDS if group == "planted" else ["its own"]), ""]
     unseen = ", ".join(f"{kind} {n} of {total}" for kind, (total, n) in functions["seen"].items())
-    lines += [f"Planted bugs that hidden tests find and the example finds, too: {unseen}. The others cannot be mended."]
+    about = "Of the planted bugs that hidden tests find, the example finds"
+    lines += [f"{about}: {unseen}. The others are never repaired."]
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     lines += ["Percent, with 95 % intervals (Wilson).", "", f"`python bench/{command}`"]
     (RESULTS / f"{file}.md").write_text("\n".join(lines) + "\n")

@@ -5,7 +5,7 @@
     python bench/readings.py --arms=               # writes the page from what is there
 
 Each seed trains a Dream from left to right on TinyPython, then goes on from there in several ways of the same processor
-time: from left to right, or in blocks with a causal context, whose loss of masks comes with --ar_weight times the
+time: from left to right, or in blocks with a causal context, whose masked loss comes with --ar_weight times the
 autoregressive one. Measured on each: bits per byte of held-out responses, read from left to right; and on the first
 tasks of the split `composed`, greedily, one prompt at a time: pass@1, forward passes of a text, and tokens that a step
 of drafts writes. A run is appended to results/readings.jsonl, from which readings.md and readings.png are written.
@@ -41,7 +41,7 @@ BLOCK = 16
 PACKING = "--vocab_size=1024", "--seq_len=256", f"--eos_to={BLOCK}", "--heldout=0.01"
 PACE = "--micro_batch=4", "--remat=none", "--optimizer=muon"
 BLOCKS = f"--block_length={BLOCK}", "--context=causal", "--block_warmup=100"
-ARMS = {  # how training goes on behind the start; "ar" gets the processor time of those with blocks
+ARMS = {  # how training goes on after the start; "ar" gets the processor time of those with blocks
     "start": (),
     "ar": ("--objective=ar",),
     "ar weight 0.3": (*BLOCKS, "--ar_weight=0.3"),
@@ -51,7 +51,7 @@ CODER, CODER_S = "weights/pythoncoder", 5486  # processor seconds, as its card s
 BY_TOKEN = "token by token"
 ABOUT = """\
 A Dream learns from left to right (*start*), then goes on for the same processor time: from left to right (*ar*), or
-with the loss of masks, in blocks of 16 with a causal context, beside *ar weight* times the autoregressive loss. Drafts
+with the masked loss, in blocks of 16 with a causal context, beside *ar weight* times the autoregressive loss. Drafts
 give the token-by-token text, so that pass@1 is equal; "passes 0": the pass that verifies also makes the next
 drafts; "passes 2" are of an earlier version.
 
@@ -153,7 +153,7 @@ def measure(model, tokenizer, tasks, chosen):
         texts = [text[: [*text, end].index(end)] for text in texts]
         programs = [task["prompt"] + tokenizer.decode(text) for task, text in zip(tasks, texts, strict=True)]
         passed = [result.rate == 1 for result in sandbox.run_tests(programs, [task["test_cases"] for task in tasks])]
-        # behind the first token, which comes with the prompt; the end counts as one
+        # after the first token, which comes with the prompt; the end counts as one
         step = [min(len(text), CANVAS - 1) / max(n - 1, 1) for text, n in zip(texts, steps, strict=True)]
         found[name] = {"passed": int(sum(passed))}
         for key, x_N in (("passes", passes), ("step", step)):
@@ -171,7 +171,7 @@ def table(found, tasks):
     def side_by_side(some, form):
         return ", ".join(format(x, form) for x in some)
 
-    yield "| way | processor s behind the start | bits per byte, from left to right | pass@1, token by token |"
+    yield "| way | processor s after the start | bits per byte, from left to right | pass@1, token by token |"
     yield "|---" * 4 + "|"
     by_arm = {arm: [row for row in found if row["arm"] == arm] for arm in dict.fromkeys(row["arm"] for row in found)}
     for arm, mine in by_arm.items():
@@ -267,7 +267,7 @@ def main(cfg):
     found.sort(key=lambda row: ([*ARMS, CODER].index(row["arm"]), row["seed"]))
     plot(found, cfg.tasks, RESULTS / f"{cfg.file}.png")
     about = ABOUT.format(cfg.file).splitlines()
-    lines = ["# One set of weights, two readings", "", *about, "", *table(found, cfg.tasks), ""]
+    lines = ["# One set of weights, two modes", "", *about, "", *table(found, cfg.tasks), ""]
     lines += [f"The seeds side by side; {cfg.tasks} tasks of the split composed, at most {CANVAS} tokens, greedy."]
     cpus = ", ".join(dict.fromkeys(row["cpu"] for row in found))
     lines += [f"{cpus}. `python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"]

@@ -62,7 +62,7 @@ class Config:
     text: str = "tinystories_sample.txt"  # file of stories, for the track "stories"
     change: str = ""  # what is new about this run, for the table; "" leaves the run out of it
     data: str = ""  # flags for data_prep.py, instead of those of the best recipe
-    flags: str = ""  # flags for the trainer, behind those of the best recipe
+    flags: str = ""  # flags for the trainer, after those of the best recipe
     ar_steps: runs.Natural = 1800  # steps from left to right before those of the recipe, for --family=dream
     out: str = "out/speedrun"  # folder of data and run, one of each for a track; a new run needs a new one
 

@@ -149,14 +149,14 @@ def read_lines(path):
 HEAD = """# TinyPython, and what small models make of it
 
 `tinypython.py` draws typed operations from a grammar (`tinypython.txt` has its words), writes the function and a
-sentence that says what it does, half of them with an example, and finds tests by running it and up to ten mutants. No
-two functions have one sentence. The split *composed* has operations that never occur together in training. 200,000
+docstring that says what it does, half of them with an example; running it and up to ten mutants gives its tests. No
+two functions share a docstring. The split *composed* has operations that never occur together in training. 200,000
 functions are 14 M tokens of a vocabulary of 1,024, 22 M with the EOS that a Dream's texts are filled with.
 
 | family | parameters | core minutes | steps | processor s | pass@1 on *composed* |
 |---|---|---|---|---|---|"""
 TAIL = """Greedy, 1,000 tasks, 95 % intervals; one seed each. A Dream learns from left to right for a fifth of its time.
-{cpu}; the seconds of a core's hyperthreads add up. `python bench/{command}`
+{cpu}; processor seconds are summed over the hyperthreads. `python bench/{command}`
 
 ![pass@1]({file}.png)"""
 

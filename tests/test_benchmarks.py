@@ -1059,7 +1059,7 @@ def test_a_dream_fills_holes_of_unknown_length(dream, tmp_path, grows):
 
 def test_pythoncoder_gets_a_hole_in_its_fill_in_the_middle_form(pythoncoder, tmp_path):
     cfg = holes_config("single-line", tmp_path, ckpt=str(pythoncoder), batch_size=2, max_new=8)
-    refused(cfg, "text behind a hole needs <|fim_prefix|>, <|fim_suffix|>, <|fim_middle|>")
+    refused(cfg, "text after a hole needs <|fim_prefix|>, <|fim_suffix|>, <|fim_middle|>")
     folder = shutil.copytree(pythoncoder, tmp_path / "fim")
     names = ["<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"]
     new_tokenizer(folder / "tokenizer.json", names)

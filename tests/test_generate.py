@@ -671,7 +671,7 @@ def test_a_dream_of_blocks_is_filled_behind_its_exact_cache(coder, capsys, tmp_p
     assert 1 <= rows[0]["forwards"] <= 16
     assert 1 in {token.step for token in recorded(tmp_path / "x.html")[0]}
     for settings, part in (
-        ({"prompt": "a[MASK:2]b"}, "does not see the text behind a hole"),
+        ({"prompt": "a[MASK:2]b"}, "does not see the text after a hole"),
         ({"prompt": "a", "cache": "dual", "block_length": 4}, "without cache: leave it out"),
         ({"prompt": "a", "threshold": 0.5, "entropy_bound": 0.5}, "do not go together"),
         ({"prompt": "a", "valid": "python"}, "for a Dream without blocks"),

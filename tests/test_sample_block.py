@@ -63,7 +63,7 @@ def test_a_schedule_below_a_threshold_bounds_the_passes(model):
 
 
 def test_what_does_not_fit_is_one_line(model):
-    for prompts, part in (([[5, 3, 6]], "does not see the text behind a hole"), ([[5] * 62], "66 tokens do not fit")):
+    for prompts, part in (([[5, 3, 6]], "does not see the text after a hole"), ([[5] * 62], "66 tokens do not fit")):
         with pytest.raises(ValueError, match=part):
             sample_block.generate(model, prompts, 4)
     whole = nnx.merge(md.graph_of(dataclasses.replace(CFG, block_length=0), md.Run()), nnx.state(model))
