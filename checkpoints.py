@@ -353,6 +353,7 @@ def save_merged(family, cfg, folder, given, step, dtype, adapters, files=(), sou
 ROOT = Path("/")  # of the file system; tests replace it
 PEAK_FLOPS = {  # of dense bfloat16 products, by the data sheets
     "TPU v6": 918e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v4": 275e12,
+    "NVIDIA H200 NVL": 835e12, "NVIDIA H100 NVL": 835e12, "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H200": 989e12, "NVIDIA H100": 989e12, "NVIDIA A100": 312e12, "NVIDIA GeForce RTX 4090": 165e12,
 }  # fmt: skip
 
@@ -383,9 +384,8 @@ def idle_accelerator():
         return "an NVIDIA GPU is here, JAX has no CUDA: pip install -r requirements-cuda.txt"
     # Newer TPUs are behind vfio, as graphics cards of virtual machines are; 0x1ae0 is Google. NPUs are in /dev/accel/.
     google = any(path.read_text().strip() == "0x1ae0" for path in ROOT.glob("sys/bus/pci/devices/*/vendor"))
-    if any(ROOT.glob("dev/accel[0-9]*")) or (google and any(ROOT.glob("dev/vfio/[0-9]*"))):
-        return "a TPU is here, JAX does not see it: pip install -r requirements-tpu.txt"
-    return ""
+    tpu = any(ROOT.glob("dev/accel[0-9]*")) or (google and any(ROOT.glob("dev/vfio/[0-9]*")))
+    return "a TPU is here, JAX does not see it: is it in use? pip install -r requirements-tpu.txt" if tpu else ""
 
 
 def peak_flops(device):
@@ -426,7 +426,7 @@ def training_mesh(cfg, model, devices):
     heads = model.kv_heads // getattr(model, "maps", 1)
     if heads % tensor or model.ffn % tensor or model.vocab % (tensor * fsdp) or model.width % fsdp:
         sizes = f"{heads} key/value heads, {model.ffn} feed-forward width, {model.vocab} ids, {model.width} width"
-        raise ValueError(f"--fsdp={fsdp} --tensor={tensor} do not divide the model ({sizes}); try --fsdp=1")
+        raise ValueError(f"--fsdp={fsdp} --tensor={tensor} do not divide the model ({sizes}); lower them")
     return mesh_of(devices, (-1, fsdp, tensor))
 
 

@@ -166,7 +166,7 @@ class Prompts:
                 raise ValueError(f"{path} asks questions, and the model has no chat template (tokenizer_config.json)")
             text = wrap(question_of(task), SYSTEM) if chat else task["prompt"]
             tokenizer.encode_special_tokens = not chat  # in a program, the name of a special token is plain text
-            ids = tokenizer.encode(text, add_special_tokens=False).ids
+            ids = tokenizer.encode(text, add_special_tokens=False).ids or [model_cfg.bos_id]
             if len(ids) > max_prompt:
                 self.dropped += 1
                 continue
@@ -284,7 +284,8 @@ class Trainer:
         given = tokenizer, wrap, model_cfg, cfg.max_prompt, cfg.max_new, sandbox.TESTED & {*rewards.values()}
         self.prompts = Prompts(cfg.prompts, *given)
         self.heldout = [Prompts(path, *given) for path in cfg.heldout]
-        turn_end = canvas.turn_end(tokenizer) if "question" in self.prompts.tasks[0] else None
+        chat = any("question" in task for prompts in (self.prompts, *self.heldout) for task in prompts.tasks)
+        turn_end = canvas.turn_end(tokenizer) if chat else None
         ends = dict.fromkeys([turn_end, model_cfg.eos_id, tokenizer.token_to_id("<|dlm_pad|>")])
         ends = tuple(token for token in ends if token is not None)
         self.rule, self.fill = rule_of(cfg, tokenizer.get_vocab_size(), ends), sample_dream.fill
@@ -434,9 +435,10 @@ class Trainer:
             reward_B = grpo.by_host_0(rewards, (len(rows), 1))[:, 0]
             split_B = np.array([row.get("split", Path(prompts.path).stem) for row in rows])
             for split in dict.fromkeys(split_B.tolist()):
-                of_split_B = reward_B[split_B == split]
-                figures[f"{split}_reward"] = float(np.nanmean(of_split_B))
-                figures[f"{split}_pass"] = float(np.mean(of_split_B == 1))
+                known_B = reward_B[(split_B == split) & ~np.isnan(reward_B)]  # the sandbox may have failed
+                if len(known_B):
+                    figures[f"{split}_reward"] = float(known_B.mean())
+                    figures[f"{split}_pass"] = float((known_B == 1).mean())
         return figures
 
 
@@ -490,6 +492,9 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
     hosts = {"rank": jax.process_index(), "hosts": jax.process_count()} if cfg.hosts else {}
     with runs.Run(cfg, unit="round", **hosts) as run:
         settings = dataclasses.asdict(cfg)  # without the demo's tasks, which --resume finds again
+        same = {name: value for name, value in settings.items() if name not in OF_A_HOST}
+        if cfg.hosts:  # before they wait for one another
+            checkpoints.check_hosts(run.out, same)
         rewards = {name: sandbox.find_reward(name) for name in cfg.rewards}
         if sandbox.TESTED & {*rewards.values()}:
             check = functools.partial(sandbox.check, **sandbox_options(cfg))
@@ -501,12 +506,13 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
             cfg = dataclasses.replace(cfg, prompts=str(world / "constants.jsonl"), heldout=heldout)
 
         # From here on this process holds the devices, which share weights and rows.
+        if idle := checkpoints.idle_accelerator():
+            raise ValueError(f"{idle}; or train on the CPU with JAX_PLATFORMS=cpu")
         checkpoints.keep_compiled(os.environ.get("JAX_COMPILATION_CACHE_DIR", "~/.cache/unmask"))
         mesh = checkpoints.mesh_of(jax.devices(), (1, -1, 1))
         trainer = Trainer(dataclasses.replace(cfg, **batch_sizes(cfg, mesh.size)), rewards, mesh, scores_of)
         model, tasks = dataclasses.asdict(trainer.model_cfg), [each.ids for each in (trainer.prompts, *trainer.heldout)]
-        same = {name: value for name, value in settings.items() if name not in OF_A_HOST}
-        checkpoints.check_hosts(run.out, same | {"model": model, "tasks": tasks})
+        checkpoints.check_hosts(run.out, {"model": model, "tasks": tasks})
         if not run.rank:
             trained, frozen = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (trainer.trained, trainer.base))
             print(f"{mesh.size} x {jax.devices()[0].device_kind}; {trained:,} parameters trained, {frozen:,} frozen")

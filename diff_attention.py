@@ -161,7 +161,7 @@ def attention_tpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=True, block_
     assert I == 2, f"{I} maps: the kernel is for two; see plain_tpu"
     assert P % J == 0, f"{P} heads, {J} key/value groups"
     if L % 128 or block_q % 128 or block_k % 128:
-        raise ValueError(f"length {L} and blocks {block_q}, {block_k} must be multiples of 128; pad the rows")
+        raise ValueError(f"rows of {L} tokens, blocks {block_q}, {block_k}: a TPU takes multiples of 128 (--seq_len)")
     # float32 numerators of both maps and da, [3, L, block_q], take 24 MiB of VMEM at most, up to L = 16384
     block_q = min(block_q, max(2**21 // L, 128))
     block_q, block_k = (max(n for n in range(128, block + 1, 128) if L % n == 0) for block in (block_q, block_k))

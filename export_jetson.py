@@ -270,7 +270,8 @@ def add_engine(folder, length):
     want = [model(*given) for given in inputs]
     if lacks("tensorrt") or not torch.cuda.is_available():
         missing = "Python module tensorrt (JetPack's: apt install python3-libnvinfer)" if lacks("tensorrt") else "GPU"
-        by_hand = f"trtexec --onnx=model.onnx --stronglyTyped --shapes=token:1x{length},noise:1,see:1x{length}"
+        shapes = f"token:1x{length},noise:1,see:1x{length}"
+        by_hand = f"/usr/src/tensorrt/bin/trtexec --onnx=model.onnx --stronglyTyped --shapes={shapes}"
         raise ValueError(f"there is no {missing} here, and an engine is built on the GPU that runs it: copy {folder} "
                          "to the device and run the same command there, or for a runtime of your own "
                          f"{by_hand} --saveEngine=model.trt")  # fmt: skip

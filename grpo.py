@@ -11,6 +11,7 @@ Refs: DiffuCoder, arXiv:2506.20639; GRPO, arXiv:2402.03300; leave-one-out baseli
 
 import dataclasses
 import functools
+import math
 import typing
 
 import jax
@@ -80,11 +81,12 @@ def hidden_of_views(model, token_BL, see_BL, views_BKC):
 def token_logps(logits_of, hidden_BLD, token_BL, chunk=1024):
     """(log p, entropy) of each token's prediction, float32 [B, L] in nats; logits_of([B, T, D]) is float32 [B, T, V].
 
-    The head runs over at most `chunk` tokens at a time, of all devices together, and the backward pass computes their
-    logits again: [B, L, V] never exists. The entropy, for the log, has no gradient.
+    The head runs over at most `chunk` tokens of a device at a time, and the backward pass computes their logits again:
+    [B, L, V] never exists. The entropy, for the log, has no gradient.
     """
-    B, L, _ = hidden_BLD.shape
-    T = 1 << (max(1, min(L, chunk // B)).bit_length() - 1)  # with 43, the TPU's compiler was not done in 100 s
+    (B, L, _), mesh = hidden_BLD.shape, jax.sharding.get_abstract_mesh()
+    rows = B // n if B % (n := math.prod(mesh.shape.get(axis, 1) for axis in md.BATCH)) == 0 else B
+    T = 1 << (max(1, min(L, chunk // rows)).bit_length() - 1)  # with 43, the TPU's compiler was not done in 100 s
     chunks = -(-L // T)
 
     @jax.checkpoint

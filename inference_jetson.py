@@ -279,7 +279,7 @@ class Denoiser:
         step_1.add_(1)
 
     def capture(self, together):
-        """Record that many steps as a CUDA graph, or one if they do not fit. If that fails too, print the reason."""
+        """Record that many steps as a CUDA graph, or one if they do not fit. ValueError if that fails, too."""
         # a few plain runs first, on a side stream: libraries allocate and choose kernels in them
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -298,7 +298,7 @@ class Denoiser:
                 return
             except (RuntimeError, ValueError) as error:
                 why = str(error).partition("\n")[0]
-        print(f"CUDA graph: {why}; launching kernels one by one, which is slower", file=sys.stderr)
+        raise ValueError(f"CUDA graph: {why}; run with --no-graph, which is slower")  # the stream may be left broken
 
     @torch.inference_mode()
     def __call__(self, token_BL, seed, on_step=None):
@@ -509,8 +509,8 @@ class Writer:
             generator = torch.Generator(self.device).manual_seed(self.seed)
             return mdlm.sample(model, token_BL.to(self.device), rule, generator, on_step).cpu()
         except (RuntimeError, MemoryError) as error:
-            # torch raises RuntimeError for much else; NvMap is the Jetson's allocator
-            if isinstance(error, RuntimeError) and not re.search("out of memory|allocate memory|NvMap", str(error)):
+            memory = re.search("out of memory|allocate memory|NvMap|NVML", str(error))  # the last two are a Jetson's
+            if isinstance(error, RuntimeError) and not memory:
                 raise
             raise ValueError(f"out of memory at batch {B}, length {L}: lower --n or --max_new") from None
         finally:

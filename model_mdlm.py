@@ -108,7 +108,7 @@ class Block(nn.Module):
     def forward(self, h_BLD, see_B11L, cos_sin=None, packed=None):
         B, L, D = h_BLD.shape
         # bidirectional attention: no causal mask; only PAD and other texts are masked out
-        qkv = self.qkv(self.norm1(h_BLD)).view(B, L, 3, self.heads, D // self.heads)
+        qkv = self.qkv(self.norm1(h_BLD)).view(B, L, 3, self.heads, -1)  # D // heads would be traced
         q_BHLK, k_BHLK, v_BHLK = qkv.permute(2, 0, 3, 1, 4)
         if cos_sin:
             q_BHLK, k_BHLK = rotate(q_BHLK, *cos_sin), rotate(k_BHLK, *cos_sin)

@@ -27,7 +27,7 @@ cpu) ids=2048 row=512 train="--model=tiny --steps=3100" && export JAX_PLATFORMS=
 t4) packages=top:100 ids=8192 row=1024 train="--model=small --batch_size=32 --steps=1800" ;; # 0.8 h
 v5e) packages=top:300 ids=8192 row=1024 train="--model=small --batch_size=128 --steps=6000" ;; # 0.8 h
 v6e) text=("--hf=$github") ids=32768 row=2048 train="--model=300m --batch_size=64 --steps=33000" ;; # 9.8 h
-v6e-16) text=("--hf=$github") ids=32768 row=2048 train="--model=1b --batch_size=64 --steps=164000 --hosts=auto" ;; # 9.2 h
+v6e-16) text=("--hf=$github") ids=32768 row=2048 train="--model=1b --batch_size=64 --steps=164000 --log_every=100 --hosts=auto" ;; # 9.2 h
 score) ;;
 *) echo "recipe.sh $device: not one of cpu, t4, v5e, v6e, v6e-16, score" >&2 && exit 1 ;;
 esac
@@ -37,12 +37,14 @@ if [ "$device" != score ]; then
         text=(--roots "${data}_source")
         [ -e "$data/meta.json" ] || python fetch_pypi.py "$packages" --out="${data}_source"
     fi
-    prepare=(python data_prep.py python "${text[@]}" --vocab_size=$ids --seq_len=$row --out="$data")
+    rows=$data && [[ $data == *://* ]] && rows=data/recipe_$device # data_prep.py writes to a disk
+    prepare=(python data_prep.py python "${text[@]}" --vocab_size=$ids --seq_len=$row --out="$rows")
     resume=()
     if compgen -G "$out/checkpoints/[0-9]*" > /dev/null; then
         resume=(--resume="$out")
     elif [ "$device" = v6e-16 ]; then # its hosts would all write the same
         echo "the rows are made on one machine, once: ${prepare[*]}"
+        [ "$rows" = "$data" ] || echo "and copied: gcloud storage rsync -r $rows $data"
     else
         "${prepare[@]}"
     fi

@@ -13,6 +13,7 @@ meta.json, which lists the shards with their rows and SHA-256 and is written las
 Axes: N documents, R rows, L row length, V vocabulary.
 """
 
+import collections
 import concurrent.futures
 import functools
 import hashlib
@@ -134,7 +135,7 @@ class Rows:
         self.total = int(self.first[-1])
         self.columns = COLUMNS if self.meta.get("source") == "pairs" else COLUMNS[:3]
         self.order = functools.lru_cache(2)(self.order)  # of this epoch and the next
-        self.shard = functools.lru_cache(3)(self.shard)
+        self.shard = functools.lru_cache(3 if split == "train" else 32)(self.shard)  # held-out rows are read again
 
     def order(self, seed, epoch):
         """All row numbers in the order of this epoch.
@@ -218,16 +219,15 @@ def held_out(folder, data=""):
 
 
 def prefetch(make, first, last):
-    """Yield (step, make(step), seconds waited); a thread makes the next one meanwhile. Its errors are raised here."""
+    """Yield (step, make(step), seconds waited); a thread makes the next ones meanwhile. Its errors are raised here."""
+    ahead = collections.deque()
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        ahead = thread.submit(make, first)
         for step in range(first, last):
+            while len(ahead) < min(8, last - step):
+                ahead.append(thread.submit(make, step + len(ahead)))
             started = time.perf_counter()
-            batch = ahead.result()
-            waited_s = time.perf_counter() - started
-            if step + 1 < last:
-                ahead = thread.submit(make, step + 1)
-            yield step, batch, waited_s
+            batch = ahead.popleft().result()
+            yield step, batch, time.perf_counter() - started
 
 
 def token_bytes(tokenizer, vocab):

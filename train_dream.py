@@ -672,15 +672,15 @@ def train(folder, store, trainer, first, skipped):
         # A gradient that is not finite leaves the state as it was: one may be bad luck, five are a bad setting.
         meter.count(metrics.pop("ok"), waited_s)
         if meter.in_a_row == 5:
-            left = f"--resume={cfg.out} and a lower --lr"
-            raise RuntimeError(f"no finite gradient in five steps, the last {done}; go on with {left}")
+            store.close()  # with a checkpoint that is being written
+            raise RuntimeError(f"no finite gradient in five steps up to {done}; lower --lr, then --resume={cfg.out}")
         late = False
         if done % cfg.log_every == 0 or done == cfg.steps or meter.in_a_row:
             folder.log({"step": done, **metrics, **meter.row(done)})
             late = checkpoints.host_0_says(0 < 60 * cfg.save_minutes < time.monotonic() - saved)
 
         # Held-out rows and a sample, logged before the checkpoint: --resume cuts the log to the newest one.
-        evaluates = done % cfg.eval_every == 0 or done % trainer.per_epoch == 0 or done == cfg.steps
+        evaluates = done % trainer.per_epoch % cfg.eval_every == 0 or done == cfg.steps
         scores = trainer.score() if evaluates else {}
         if evaluates:
             folder.log({"step": done, **scores, **trainer.sample(folder, done)})

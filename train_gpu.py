@@ -70,7 +70,6 @@ class Config:
     ema: Share = 0.999  # EMA decay, warmed up; 0 disables averaging
     dtype: typing.Literal["", "bfloat16", "float16", "float32"] = ""  # of matmuls; default: the fastest on the device
     compile: bool = True  # use torch.compile; off runs op by op, for debugging
-    fsdp: bool = False  # shard weights over the devices (FSDP2) instead of replicating them (DDP)
     eval_every: Natural = 0  # steps between evaluations, each with a sample; 0: ten per run
     eval_rows: Count = 512  # held-out rows per evaluation, at most
     eval_draws: Count = 8  # with --eval_only: noise draws, each a pass over the held-out rows
@@ -98,7 +97,7 @@ def find_data(cfg):
     """Training rows, held-out rows and tokenizer.json. The default data is prepared first."""
     folder = cfg.data or "data/python-padded" + (f"-{cfg.seq_len}" if cfg.seq_len else "")
     if not cfg.data and not Path(folder, "meta.json").exists():
-        if dist.is_initialized():
+        if dist.is_available() and dist.is_initialized():  # NVIDIA's wheels for a Jetson have none
             raise ValueError("several processes need --data: first python data_prep.py python --rows=padded")
         print(f"no --data: preparing the Python standard library in {folder}")
         runs.script("data_prep.py", "python", "--rows=padded", f"--seq_len={cfg.seq_len}", f"--out={folder}")
@@ -275,8 +274,8 @@ class Muon(torch.optim.Optimizer):
                 x = x.T if p.shape[0] > p.shape[1] else x
                 lr = group["lr"] * max(1, p.shape[0] / p.shape[1]) ** 0.5
                 weight = (p * (1 - group["lr"] * group["weight_decay"])).add_(x, alpha=-lr)
-                for old, new in ((local(p), weight), (local(buffer), momentum)):
-                    torch.where(self.found_inf > 0, old, local(new), out=old)
+                for old, new in ((p, weight), (buffer, momentum)):
+                    torch.where(self.found_inf > 0, old, new, out=old)
 
 
 def make_optimizers(model, cfg, dtype="float32"):
@@ -295,16 +294,6 @@ def average(ema, model, decay, updates):
     torch._foreach_lerp_([*ema.parameters()], [*model.parameters()], 1 - min(decay, (1 + updates) / (10 + updates)))
 
 
-def local(tensor):
-    """This process's shard of a tensor of FSDP; other tensors as they are."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def full(tensor):
-    """The whole of a sharded tensor, in every process."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 @dataclasses.dataclass
 class State:
     model: mdlm.MDLM
@@ -316,19 +305,15 @@ class State:
 
 
 def make_state(cfg, architecture, dtype, devices):
-    """A new model, the same in all processes, replicated by DDP or sharded by FSDP2."""
+    """A new model, the same in all processes, which DDP keeps so."""
     torch.manual_seed(cfg.seed)
     model = mdlm.MDLM(architecture).to(devices.device)
     ema = copy.deepcopy(model).eval().requires_grad_(False)
     loss = Loss(model, cfg.schedule)
-    if cfg.fsdp and devices.world > 1:
-        shard(model, cfg.compile)
-        shard(ema, compiled=False)
-    else:
-        if devices.world > 1:
-            loss = nn.parallel.DistributedDataParallel(loss)
-        if cfg.compile:
-            loss = torch.compile(loss)
+    if devices.world > 1:
+        loss = nn.parallel.DistributedDataParallel(loss)
+    if cfg.compile:
+        loss = torch.compile(loss)
     scaler = torch.amp.GradScaler(devices.device.type, enabled=dtype == "float16")
     return State(model, ema, loss, make_optimizers(model, cfg, dtype), scaler, torch.zeros(2, device=devices.device))
 
@@ -337,19 +322,6 @@ def packs(device, dtype):
     """True where texts are packed without PAD: flash attention needs an Ampere GPU, 16 bits and PyTorch 2.10."""
     ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     return ampere and dtype != "float32" and mdlm.varlen_attn is not None
-
-
-def shard(model, compiled):
-    """FSDP2: each process holds a shard of every weight; a block is gathered only while it computes."""
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-
-    for block in model.blocks:
-        if compiled:
-            block.forward = torch.compile(block.forward)  # one graph of the whole model would break at FSDP's hooks
-        fully_shard(block)
-    fully_shard(model, reshard_after_forward=True)  # the default keeps the root gathered after evaluation
-    for method in ("hidden", "logits"):  # called from outside, not through forward
-        register_fsdp_forward_method(model, method)
 
 
 def gradients(state, micro_batches, dtype, devices):
@@ -371,7 +343,7 @@ def update(state, step, cfg):
         for group in optimizer.param_groups:
             group["lr"] = peak * learning_rate(step, cfg)
         state.scaler.unscale_(optimizer)
-    norm = full(nn.utils.clip_grad_norm_(state.model.parameters(), cfg.clip))
+    norm = nn.utils.clip_grad_norm_(state.model.parameters(), cfg.clip)
     skip = (~norm.isfinite()).float()
     for optimizer in state.optimizers:
         optimizer.found_inf = skip
@@ -409,9 +381,9 @@ def trainer_tensors(state):
 
 
 def save(state, step, cfg, meta, tokenizer_json, devices):
-    """Write step_<n>/ atomically, and delete all but the newest cfg.keep. All processes gather, one writes."""
-    tensors = {name: full(t.detach()).cpu().contiguous() for name, t in trainer_tensors(state).items()}
+    """Write step_<n>/ atomically, and delete all but the newest cfg.keep. One process writes, the others wait."""
     if devices.rank == 0:
+        tensors = {name: t.detach().cpu().contiguous() for name, t in trainer_tensors(state).items()}
         averaged = {name.removeprefix("ema."): t for name, t in tensors.items() if name.startswith("ema.")}
         trainer = meta | {"step": step, "skipped": int(state.skipped_2[0]), "scaler": state.scaler.state_dict()}
         data = safetensors.torch.save(tensors)
@@ -449,10 +421,7 @@ def restore(folder, state, meta):
     tensors = trainer_tensors(state)
     runs.check_tensors(*({name: t.shape for name, t in x.items()} for x in (saved, tensors)), f"{folder} ({advice})")
     for name, tensor in tensors.items():
-        source = saved[name].to(tensor.device)
-        if hasattr(tensor, "full_tensor"):  # each process takes its own shard
-            source = dist.tensor.distribute_tensor(source, tensor.device_mesh, tensor.placements)
-        local(tensor).copy_(local(source))
+        tensor.copy_(saved[name])
     if trainer["scaler"]:
         state.scaler.load_state_dict(trainer["scaler"])
     state.skipped_2[0] = trainer["skipped"]
@@ -600,7 +569,7 @@ def train(cfg, devices):
                 row = {"step": done, "loss": loss, "lr": cfg.lr * learning_rate(step, cfg), "grad_norm": norm}
                 row |= {"step_ms": 1e3 * step_s, "tok_per_s": sum(tokens) / len(tokens) / step_s}
                 run.log(row | {"eta_min": (cfg.steps - done) * step_s / 60, "skipped": skipped})
-            # All processes evaluate and sample, though one would do: FSDP gathers weights from all of them.
+            # All processes evaluate and sample, though one would do: the others would only wait.
             if evaluates:
                 rng = np.random.default_rng([cfg.seed, 2**31])  # the same noise each time; no step has this number
                 sums_T4 = evaluate(state.ema, heldout_RL, rng, cfg.micro_batch, dtype)

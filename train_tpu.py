@@ -143,9 +143,9 @@ def pick_model(cfg, devices, data=None, memory=None):
         raise ValueError(f"--diff=v2 needs an even number of heads per key head, not {name}'s: choose another --model")
     fits = not data or data["vocab_size"] <= model.vocab < 2 * data["vocab_padded"]
     ids = model.vocab if fits else data["vocab_padded"]
-    positions = max(model.positions, data["seq_len"] if data else cfg.seq_len)
-    init_std = cfg.init_std or model.init_std
-    return name, dataclasses.replace(model, diff=cfg.diff, init_std=init_std, vocab=ids, positions=positions)
+    positions = data["seq_len"] if data else cfg.seq_len or model.positions
+    differs = {"diff": cfg.diff, "init_std": cfg.init_std or model.init_std, "mtp": model.mtp and cfg.mtp_weight > 0}
+    return name, dataclasses.replace(model, vocab=ids, positions=positions, **differs)
 
 
 def row_length(cfg, model, data=None):
@@ -160,7 +160,8 @@ def pick_batch(cfg, seq_len, copies, on_cpu, data=None, fitting=math.inf):
     tokens = 4096 if on_cpu else 2 ** int(math.log2(np.clip(seen / 2000, 8192, 131_072)))
     batch = cfg.batch_size or max(1, tokens // seq_len // copies) * copies
     rows = batch // copies
-    most = min(rows, MICRO_BATCH.get(cfg.model, 1), max(1, fitting))
+    length = min(1, pc.CONFIGS[cfg.model].positions / seq_len)  # the tables count rows of the preset's length
+    most = min(rows, max(1, int(length * min(MICRO_BATCH.get(cfg.model, 1), fitting))))
     micro = cfg.micro_batch or max((m for m in range(1, most + 1) if rows % m == 0), default=1)
     if batch % (copies * micro):
         raise ValueError(f"--batch_size={batch} does not divide over {copies} devices times --micro_batch={micro}")
@@ -183,8 +184,8 @@ def resolve(cfg, devices, data=None, memory=None):
     batch, micro = pick_batch(cfg, seq_len, max(1, len(devices) // cfg.tensor), on_cpu, data, fitting)
     mesh = checkpoints.training_mesh(cfg, model, devices)
     dtype = cfg.dtype or ("float32" if on_cpu else "bfloat16")
-    if dtype == "float32":  # else a TPU multiplies in bfloat16, a GPU in TF32
-        jax.config.update("jax_default_matmul_precision", "highest")
+    # Else a TPU would multiply float32 in bfloat16, a GPU in TF32.
+    jax.config.update("jax_default_matmul_precision", "highest" if dtype == "float32" else None)
 
     # Small models have seen too little to need dropout.
     params = pc.count_params(model)["total"]
@@ -240,8 +241,7 @@ def find_data(cfg):
         return open_data(cfg.data, cfg.seq_len)
     if cfg.hosts:
         raise ValueError("several hosts need the same data: write it with data_prep.py and pass --data")
-    # These few million tokens feed the tiny preset, whatever the device.
-    _, model = pick_model(dataclasses.replace(cfg, model=cfg.model or "tiny"), jax.devices())
+    _, model = pick_model(cfg, jax.devices())
     seq_len, vocab = row_length(cfg, model), min(model.vocab, 32_768)
     folder = Path(f"data/python-{seq_len}-{vocab}")
     if not (folder / "meta.json").exists():
@@ -405,6 +405,7 @@ def evaluate(cfg):
     size = min(16, len(ids))  # rows at a time
     mesh = checkpoints.inference_mesh(pc.read_config(folder, checkpoints.find_weights(folder)[1]), jax.devices(), size)
     dtype = cfg.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    jax.config.update("jax_default_matmul_precision", "highest" if dtype == "float32" else None)
     print(f"{mesh.size} x {jax.devices()[0].device_kind}, mesh {dict(mesh.shape)}, {dtype}", file=sys.stderr)
     model, step = checkpoints.load(pc, folder, dtype=dtype, mesh=mesh)
     graph, params = nnx.split(model)
@@ -433,6 +434,8 @@ class Trainer:
     """A run in memory, with the defaults that data and devices suggest. Only `state` changes with the steps."""
 
     def __init__(self, cfg):
+        # The standard library feeds the tiny preset, whatever the device.
+        cfg = cfg if cfg.data else dataclasses.replace(cfg, model=cfg.model or "tiny")
         self.train, self.heldout, tokenizer_json = find_data(cfg)
         cfg, self.model, self.run, self.mesh = resolve(cfg, jax.devices(), self.train.meta)
         folder, total = self.train.folder, self.train.total
@@ -501,7 +504,7 @@ class Trainer:
         lm = nnx.merge(pc.graph_of(self.model, pc.Run(self.run.dtype)), self.state["params"])
         prompt, meta = self.tokenizer.encode(self.cfg.prompt, add_special_tokens=False).ids, self.train.meta
         rule = pc.Sampling(vocab=meta["vocab_size"], eos=meta["eos_id"], speculate=self.model.mtp)
-        new = min(64, self.model.positions - len(prompt))
+        new = min(64, int(self.model.positions * self.model.yarn_factor) - len(prompt))
         (text,), stats = pc.generate(lm, [prompt or [meta["eos_id"]]], new, rule, jax.random.key(0))
         folder.append("samples.txt", f"---- step {step}\n{self.cfg.prompt}{self.tokenizer.decode(text)}\n")
         return {"tokens_per_forward": stats["tokens"] / stats["forwards"]}
@@ -570,15 +573,15 @@ def train(folder, store, trainer, first, skipped):
         # A gradient that is not finite leaves the state as it was: one may be bad luck, five are a bad setting.
         meter.count(metrics.pop("ok"), waited_s)
         if meter.in_a_row == 5:
-            left = f"--resume={cfg.out} and a lower --lr"
-            raise RuntimeError(f"no finite gradient in five steps, the last {done}; go on with {left}")
+            store.close()  # with a checkpoint that is being written
+            raise RuntimeError(f"no finite gradient in five steps up to {done}; lower --lr, then --resume={cfg.out}")
         late = False
         if done % cfg.log_every == 0 or done == cfg.steps or meter.in_a_row:
             folder.log({"step": done, **metrics, **meter.row(done)})
             late = checkpoints.host_0_says(0 < 60 * cfg.save_minutes < time.monotonic() - saved)
 
         # Held-out rows and a sample, logged before the checkpoint: --resume cuts the log to the newest one.
-        evaluates = done % cfg.eval_every == 0 or done % trainer.per_epoch == 0 or done == cfg.steps
+        evaluates = done % trainer.per_epoch % cfg.eval_every == 0 or done == cfg.steps
         scores = trainer.score() if evaluates else {}
         if evaluates:
             folder.log({"step": done, **scores, **trainer.sample(folder, done)})

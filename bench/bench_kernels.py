@@ -7,9 +7,11 @@
 With a GPU: errors against float64 first (at most twice those of the plain half operator), then device time and launches
 per call from torch.profiler, ours and theirs in turn, median of --rounds. Theirs: scaled_dot_product_attention from the
 packed projection with the copies that it takes, add and layer_norm, add and gelu, and the usual sampling chain. Writes
-bench/results/<GPU>.json. Without a GPU it writes bench/results/jetson_predicted.json, for each kernel and for a whole
-denoising step of an Orin Nano: bytes over 80 % of the memory bandwidth or instructions at half an instruction a cycle
-and scheduler, whichever takes longer, and the gaps between the nodes of a CUDA graph. Nothing there is a measurement.
+bench/results/<GPU>.json. A Jetson with CUDA 12 or older lets only root profile: sudo -E env PATH=$PATH python ...
+
+Without a GPU it writes bench/results/jetson_predicted.json, for each kernel and for a whole denoising step of an Orin
+Nano: bytes over 80 % of the memory bandwidth or instructions at half an instruction a cycle and scheduler, whichever
+takes longer, and the gaps between the nodes of a CUDA graph. Nothing there is a measurement.
 
 --sass needs nvcc, cuobjdump and nvdisasm; the latter two are on PyPI, too: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm.
 """
@@ -140,6 +142,8 @@ def profiled(function, calls):
             function()
         torch.cuda.synchronize()
     on_device = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    if not on_device:
+        raise RuntimeError("the profiler saw no kernel; before CUDA 13 a Jetson lets only root profile, see --help")
     us = sum(getattr(e, "device_time", 0) or getattr(e, "cuda_time", 0) for e in on_device)
     return us / calls, len(on_device) / calls
 

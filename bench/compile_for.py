@@ -946,7 +946,7 @@ class Grpo:
         if writing.size > 1:
             dtype = None if cfg.lora_rank else jnp.bfloat16
             copy = functools.partial(grpo.rollout_weights, mesh=writing, dtype=dtype)
-            params, beside_copy = jax.eval_shape(copy, params), checkpoints.bytes_on_a_device(trained)
+            params, beside_copy = jax.eval_shape(copy, params), checkpoints.bytes_on_a_device((trained, base))
         rule = coupled_grpo.rule_of(cfg, model.vocab, (model.eos_id,))
         sampler = sample_dream.sampler_of(graphs[1], model, rule)
         share = writing.shape["data"]

@@ -12,6 +12,7 @@ writes bench/results/first_hour_<device>.json: status, seconds, numbers, and the
 """
 
 import dataclasses
+import grp
 import importlib.util
 import json
 import os
@@ -70,8 +71,17 @@ def lacking(need):
         return "" if torch.cuda.is_available() else "torch sees no GPU"
     if need == "kernels":
         return ops.why_not(torch.device("cuda"))
+    jetson_user = Path("/etc/nv_tegra_release").exists() and os.geteuid() != 0
+    if need == "profiler" and jetson_user and int((torch.version.cuda or "13").split(".")[0]) < 13:
+        return "profiling a Jetson needs root before CUDA 13: sudo -E env PATH=$PATH python bench/bench_kernels.py"
+    if need == "profiler":
+        return ""
+    if need == "compute-sanitizer" and not sanitizer():
+        return "no compute-sanitizer in $CUDA_HOME/bin or on the PATH"
     if need == "compute-sanitizer":
-        return "" if sanitizer() else "no compute-sanitizer in $CUDA_HOME/bin or on the PATH"
+        debugs = any(group.gr_name == "debug" and group.gr_gid in os.getgroups() for group in grp.getgrall())
+        how = "sudo usermod -a -G debug $USER, then log in again"
+        return "" if debugs or not jetson_user else f"compute-sanitizer needs the group debug: {how}"
     return "" if importlib.util.find_spec(need) else f"the Python module {need} is not installed"
 
 
@@ -89,7 +99,7 @@ def make_steps(cfg, scratch):
     steps = [
         Step("build", "setup_kernels.py build_ext --inplace", ()),
         Step("tests", f"{on_gpu} {more_tests}", tested),
-        Step("kernels", f"bench/bench_kernels.py --model={cfg.model}", ("GPU", "kernels")),
+        Step("kernels", f"bench/bench_kernels.py --model={cfg.model}", ("GPU", "kernels", "profiler")),
         Step("generation", f"bench/bench_jetson.py --model={cfg.model}", ("GPU", "kernels")),
         Step("export", f"export_jetson.py --ckpt={run} --out={bundle}", ()),
         Step("engine", f"export_jetson.py --tensorrt --bundle={bundle}", ("GPU", "tensorrt", *onnx)),

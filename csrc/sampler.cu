@@ -9,7 +9,8 @@
 // state [2] int64 on the device: seed and step, so that a CUDA graph can be replayed; keep [steps] floats; ban [K] int32.
 // u and E come from Philox4x32-10 (Salmon et al., SC 2011) with key = seed and counter = (id / 4, row, step, 0 for E and
 // 1 for u): no state, the same on every device. With noise and keep_noise (uniforms in (0, 1)) not null, E = -log noise
-// and u = keep_noise instead. A row whose logits are all NaN or -inf stays masked.
+// and u = keep_noise instead. A row whose logits are all NaN or -inf stays masked,
+// with top_p < 1 also one that holds +inf.
 //
 // Bytes: 2 V for each row that is filled, and 8 for one that is not: rows that stay masked never read their logits. The
 // usual chain (float, divide, top-k, softmax, draw, where) moves 25 to 30 MB for 64 rows of 8192; this one at most 1 MB.

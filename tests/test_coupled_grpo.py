@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -157,6 +158,22 @@ def test_no_logits_but_those_of_a_chunk_exist_forward_or_backward():
     shapes = list(arrays_of(jax.make_jaxpr(jax.value_and_grad(loss))(params).jaxpr))
     logits = [math.prod(shape) for shape in shapes if shape and shape[-1] == TINY.vocab]
     assert max(logits) == chunk * TINY.vocab  # the rest are weights, which end in D
+
+
+def test_chunks_of_the_head_are_those_of_a_device():
+    """On four devices the head, which is gathered for each chunk, runs as often as on one with a fourth of the rows."""
+    mesh = jax.make_mesh(
+        (2, 2, 1), ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Auto,) * 3, devices=jax.devices()[:4]
+    )
+    hidden, token, head = jnp.zeros((8, 32, 8)), jnp.zeros((8, 32), int), jnp.zeros((8, TINY.vocab))
+
+    def passes():
+        program = jax.make_jaxpr(lambda x, token: grpo.token_logps(lambda x: x @ head, x, token, 64))(hidden, token)
+        return [equation.params["length"] for equation in program.eqns if equation.primitive.name == "scan"]
+
+    assert passes() == [4]  # 8 rows of 8 tokens
+    with jax.set_mesh(mesh):
+        assert passes() == [1]  # 2 rows of 32 on each
 
 
 def batch_of(token, u, ratio, **changes):
@@ -458,6 +475,17 @@ def test_a_completion_is_its_counted_tokens_and_a_program_that_goes_on_stands_in
 def test_bad_tasks_are_named(tmp_path, text, words):
     with pytest.raises(ValueError, match=words):
         coupled_grpo.Prompts(*letters(tmp_path, text), 2, 8)
+
+
+def test_a_completion_that_the_sandbox_could_not_run_counts_in_no_held_out_figure(folder, tmp_path, monkeypatch):
+    rows = [{"split": "a"}, {"split": "a"}, {"split": "b"}, {}]
+    heldout = types.SimpleNamespace(path="files/own.jsonl", tasks=rows)
+    batch = types.SimpleNamespace(rows=rows)
+    cfg, known = coupled_grpo.resolve(config(folder, tmp_path)), [[1.0], [np.nan], [np.nan], [0.5]]
+    given = {"cfg": cfg, "heldout": [heldout], "rewards": {"code": None}, "rollout": lambda *_: batch}
+    monkeypatch.setattr(sandbox, "score", lambda *_, **__: known)
+    figures = coupled_grpo.Trainer.evaluate(types.SimpleNamespace(**given))
+    assert figures == {"a_reward": 1.0, "a_pass": 1.0, "own_reward": 0.5, "own_pass": 0.0}
 
 
 # ---- sampler and learner
@@ -1310,13 +1338,13 @@ def test_the_command_goes_on_with_the_settings_of_a_run_and_says_in_a_line_what_
     assert (kept["rounds"], kept["threshold"]) == (2, 0.6)
 
 
-def two_hosts(cfg, *more):
+def two_hosts(cfg, *more, second=()):
     """Two processes with two devices each; the second could run no program."""
     port = 20_000 + (os.getpid() * 11 + int(time.time() * 10)) % 20_000
     env = os.environ | AS_A_USER | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     env.pop("E2B_API_KEY", None)
     pipes = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    hosts = [[f"--hosts=localhost:{port},2,{i}", *["--runner=e2b"] * i] for i in (0, 1)]
+    hosts = [[f"--hosts=localhost:{port},2,{i}", *["--runner=e2b", *second] * i] for i in (0, 1)]
     return [subprocess.Popen(command("coupled_grpo.py", *flags(cfg), *host, *more), **pipes) for host in hosts]
 
 
@@ -1371,6 +1399,13 @@ def test_two_hosts_learn_as_one_and_stop_together(folder, tmp_path):
     errors = [process.communicate(timeout=240)[1].splitlines()[-1] for process in two_hosts(wrong)]
     assert "raised KeyError" in errors[0]
     assert "host 0 could not run the programs" in errors[1]
+    other = config(folder, tmp_path / "other")
+    for process in two_hosts(other, second=(f"--rewards={folder / 'own.py'}:raising",)):  # which need no sandbox
+        assert (
+            process.communicate(timeout=240)[1]
+            .splitlines()[-1]
+            .endswith("hosts [1] have other settings or data than host 0")
+        )
 
 
 @pytest.mark.slow

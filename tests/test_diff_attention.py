@@ -332,7 +332,7 @@ def test_gpu_kernels_equal_einsums_forward_and_in_every_gradient(name):
 
 def test_sizes_that_do_not_fit_are_refused():
     q, k, v, _ = random(1, 2, 1, 130, 8)
-    with pytest.raises(ValueError, match="length 130 and blocks 512, 512 must be multiples of 128"):
+    with pytest.raises(ValueError, match="rows of 130 tokens, blocks 512, 512: a TPU takes multiples of 128"):
         attention_tpu(q, k, v, 0.5, None)
     with pytest.raises(AssertionError, match="1 maps: the kernel is for two"):
         attention_tpu(q[:, :1], k[:, :1], v, 0.5, None)
