@@ -174,6 +174,8 @@ def resolve(cfg):
             raise ValueError("--since and --until are days of LiveCodeBench, such as 2024-10-01")
     if cfg.model != "dream" and cfg.dream != DreamFlags():
         raise ValueError(f"{', '.join(f'--{f.name}' for f in dataclasses.fields(DreamFlags))} are for --model=dream")
+    if cfg.task == "humaneval_infilling" and cfg.dream.block_length and (cfg.dream.steps or cfg.dream.fast_dllm):
+        raise ValueError("a hole has any length: no --block_length with --steps or --fast_dllm")
     if cfg.dream.repair and (not record.ours or cfg.dream.chat or cfg.task not in ("humaneval", "humaneval+")):
         raise ValueError("--repair runs the examples of a prompt: --task=humaneval, --protocol=ours, without --chat")
     if not cfg.samples and max(cfg.k, default=1) > cfg.n:
@@ -309,8 +311,7 @@ def prompt_ids(cfg, record, writer, question):
     ids, line = (tokenizer.encode(t, add_special_tokens=False).ids for t in (text, text + "\n"))
     # A BPE that joins a line break to what is before it has never seen the end of a line without it.
     ids = (line if record.ours and len(line) <= len(ids) and not text[-1].isspace() else ids)[-record.prompt_tokens :]
-    bos = tokenizer.token_to_id("<|beginoftext|>") if record.bos else None
-    return ids if bos is None else [bos, *ids]
+    return [writer.bos, *ids] if record.bos and writer.bos is not None else ids
 
 
 def write_batch(cfg, record, writer, problems, prompts, batch, number):

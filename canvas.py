@@ -540,7 +540,7 @@ def animation(texts, step_s=0.4, rest_s=3.0):
             # A box and the letters over it, grey in their step. What was given is there from the beginning.
             turns = f'<animate {timing} attributeName="fill" values="#aaa;{fill}"/>' if token.step else ""
             appears = f'<animate {timing} attributeName="opacity" values="0;1"/>' if token.step else ""
-            for part in re.split("(\n)", token.text):  # a token may end a line and begin the next
+            for part in re.split("(\n)", re.sub("[^\n\t -\U0010ffff]", " ", token.text)):  # XML has no form feed
                 if part == "\n":
                     line, column = line + 1, 0
                 elif part:

@@ -395,9 +395,8 @@ def peak_flops(device):
 
 def device_memory_gib(device):
     """What an accelerator can hold, in GiB; None for a CPU."""
-    if device.platform == "cpu":
-        return None
-    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 15.75 * 2**30) / 2**30
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return None if device.platform == "cpu" else stats.get("bytes_limit", 15.75 * 2**30) / 2**30
 
 
 def free_bytes(mesh):

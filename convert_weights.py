@@ -159,7 +159,7 @@ def find(folder, step=0, repository=""):
     config, is_run = folder / "config.json", step or runs.saved_steps(folder)
     origin = runs.read_json(config).get("source", repository) if config.is_file() else repository
     where = runs.newest(folder, step)[1] if is_run else folder
-    if where.parent.name == "checkpoints":
+    if where.parent == folder / "checkpoints":
         where, meta, step = checkpoints.find_weights(folder, step)
         family = dream if "mask_id" in meta["model"] else pc
         cfg = family.read_config(where, meta)
@@ -602,7 +602,7 @@ def main(cfg):
     if cfg.block_length and not cfg.to:
         raise ValueError("--block_length goes with --to=dream")
     checkpoints.orbax()  # it logs no errors from here on
-    started, folder, out, repository = time.time(), Path(cfg.source).expanduser(), Path(cfg.out).expanduser(), ""
+    started, folder, out, repository = time.time(), Path(cfg.source), Path(cfg.out), ""
     if not compare:
         refuse_existing(out)
     if not folder.exists():

@@ -192,12 +192,16 @@ def resolve(cfg):
         raise ValueError("--show_steps writes between the lines of --json; give one of them")
     if cfg.html and (Path(cfg.html).is_dir() or not Path(cfg.html).parent.is_dir()):
         raise ValueError(f"--html={cfg.html} is no file in a folder that exists")
+    if cfg.html and (cfg.dream.valid or cfg.dream.repair):
+        raise ValueError("--html shows the steps of the sampler, not what --valid or --repair changes after them")
+    if cfg.n > 1 and not (cfg.temperature or cfg.dream.alg_temp or cfg.dream.sampler == "origin"):
+        raise ValueError(f"--temperature=0 writes the same text {cfg.n} times; raise it, or leave --n at 1")
     if cfg.raw:
         return cfg
     texts = cfg.dream.system, cfg.prompt, cfg.suffix, *cfg.stop  # a shell passes \n as two characters
     system, prompt, suffix, *stop = (text.replace("\\n", "\n") for text in texts)
     dream = dataclasses.replace(cfg.dream, system=system)
-    return dataclasses.replace(cfg, prompt=prompt, suffix=suffix, stop=tuple(stop), dream=dream)
+    return dataclasses.replace(cfg, prompt=prompt, suffix=suffix, stop=tuple(filter(None, stop)), dream=dream)
 
 
 def show(cfg, row, text, number=0):
@@ -384,18 +388,23 @@ class Dream:
         if flags.chat == "on" and not wrap:
             raise ValueError(f"--chat=on: {folder} holds no chat template (tokenizer_config.json)")
         config = runs.read_json(folder / "config.json")
-        name = config.get("source") or f"{folder.resolve().name} {config.get('_name_or_path', '')}"
-        instruct = any(word in name.lower() for word in ("instruct", "chat", "cpgrpo"))
-        by_name = flags.chat == "auto" and instruct and not (flags.valid or self.cfg.check)
-        chats = wrap and (flags.chat == "on" or by_name)
+        name = (config.get("source") or f"{folder.resolve().name} {config.get('_name_or_path', '')}").lower()
+        asks = re.search("instruct|chat|cpgrpo|thinking|llada-1.5|fast_dllm_v2|diffusion-(3|8|14)b(?!-base)", name)
+        chats = wrap and (flags.chat == "on" or (flags.chat == "auto" and asks and not (flags.valid or self.cfg.check)))
         if (flags.system and not chats) or (flags.bos and chats):
             raise ValueError("--system goes before a conversation, say --chat=on; --bos before plain text, --chat=off")
-        begin = [tokenizer.token_to_id("<|beginoftext|>")] if flags.bos else []
-        if None in begin:
-            raise ValueError(f"--bos: the tokenizer of {folder} has no <|beginoftext|>")
+        begin = [tokenizer.token_to_id("<|beginoftext|>") or self.model.cfg.bos_id] if flags.bos else []
         if not chats:
             return begin, None, "plain completion" + ("; --chat=on asks it as an assistant" if wrap else "")
-        ask = functools.partial(canvas.encode_chat, tokenizer, wrap, system=flags.system, before=self.turns)
+
+        def ask(prompt):  # without the oldest turns, where all do not fit
+            ids = canvas.encode_chat(tokenizer, wrap, prompt, flags.system, self.turns)
+            if self.turns and len(ids) + self.cfg.max_new > self.model.cfg.positions:
+                print("the oldest turn of the conversation does not fit any more", file=sys.stderr)
+                del self.turns[0]
+                return ask(prompt)
+            return ids
+
         return begin, ask, "chat template"
 
     def complete(self, requests):
@@ -410,6 +419,7 @@ class Dream:
         how = cfg.max_new, cfg.dream.infill, self.measure
         if cfg.dream.repair and "[MASK" in str(requests):
             raise ValueError("--repair opens what is generated after a prompt; leave [MASK] out of it")
+        self.total = total = collections.Counter()  # of the filling, and of what counts the masks of a hole
         canvases = [blank for request in requests for blank in [texts.canvas(*request, *how)] * cfg.n]
         # Each canvas width is a program to compile: all batches share at most three, and have as many rows. The sampler
         # puts texts of about one length together. Holes whose tokens were counted have a rule of their own, see fill().
@@ -419,7 +429,7 @@ class Dream:
         shape = {"rows": min(cfg.dream.batch_size, len(canvases))}
         shape["widths"] = sample_dream.widths(lengths, shape["rows"], self.model.cfg.positions)
         self.streams = len(canvases) == 1 and not (cfg.json or cfg.check or cfg.show_steps)
-        self.printed, completions, pages, total = "", [], [], collections.Counter()
+        self.printed, completions, pages = "", [], []
         for batch in batches:
             self.watched = batch[0]
             batch, filled, stats = self.fill(batch, shape)
@@ -460,8 +470,11 @@ class Dream:
             return [self.hole]
         rule = dataclasses.replace(self.rule, ban_ids=self.never_in_a_hole)
         how = rule, jax.random.fold_in(self.key, 2), self.cfg.dream.batch_size, bool(self.cfg.dream.valid)
+        spent, self.compile_s, started = self.read.passes, 0.0, time.perf_counter()
         with self.context():
             size = infill.hole_length(self.read, before, *following, *how)
+        times = {"seconds": time.perf_counter() - started - self.compile_s, "compile_s": self.compile_s}
+        self.total.update(times | {"forwards": self.read.passes - spent})
         print("[MASK] is 1 token here" if size == 1 else f"[MASK] is {size} tokens here", file=sys.stderr)
         return [size]
 
@@ -488,7 +501,10 @@ class Dream:
                 filled, stats = self.sampler.generate(self.model, prompts, 0, rule, key, **shape, **viewer)
             if flags.valid:
                 for i, ids in enumerate(filled):
+                    spent = self.read.passes
                     filled[i], is_python = infill.mend(self.read, canvases[i].ids, ids, self.texts.ends)
+                    stats["passes"][i] += self.read.passes - spent
+                    stats["forwards"] += self.read.passes - spent
                     if not is_python:
                         print("--valid=python: found no valid Python for what was given", file=sys.stderr)
         times = {"seconds": time.perf_counter() - started - self.compile_s, "compile_s": self.compile_s}

@@ -338,7 +338,7 @@ def evalplus_names(node):
 # ---- ours: loses the fewest right answers --------------------------------------------------------------------------
 
 # No text continues its answer after one of these. [DONE] is Austin et al.'s.
-NO_ANSWER = ("<|endoftext|>", "<|file_sep|>", "<|im_end|>", "<|dlm_pad|>", "<|mask|>", "[DONE]")
+NO_ANSWER = ("<|endoftext|>", "<|file_sep|>", "<|im_end|>", "<|eot_id|>", "<|dlm_pad|>", "<|mask|>", "[DONE]")
 FENCE = re.compile(r"(?m)^([ \t]*)(```+)([^`\n]*)$")  # indentation, backticks, language between spaces
 # a line that begins with two words, the first not a keyword of Python, or with the mark of a list item
 PROSE = re.compile(rf"(?!({'|'.join([*keyword.kwlist, *keyword.softkwlist])})\b)[\w'’-]+[,:;]? [A-Za-z]|\d+[.)] |[-*] ")
@@ -451,7 +451,7 @@ PROTOCOLS = {  # "harness/task"; the comments say who quotes its scores
         stops=("\nclass ", "\nassert ", '\n"""', "\nprint(", "\nif "), rules=(without_future,), ours=True, limit_s=4,
         factor=4,
     ),
-    "ours/infilling": Protocol(ask_prompt, ("infilling",), max_new=64, prompt_first=True, ours=True),
+    "ours/infilling": Protocol(ask_prompt, ("infilling",), max_new=64, ends=NO_ANSWER, prompt_first=True, ours=True),
     # DreamOn's eval_humaneval_infilling.sh: BOS before the text, EOS after it; holes grow as there, see writers.py
     "dreamon/infilling": Protocol(
         ask_prompt, ("infilling",), bos=True, max_new=64, temperature=0.2, top_p=0.9, prompt_first=True

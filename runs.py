@@ -60,6 +60,7 @@ def command(main, config_class, doc, machine=()):
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # of a GPU's memory; JAX alone takes three quarters
     status, poll = 0, select.poll()
     try:
+        sys.argv[1:] = [re.sub(r"^(--\w+=)~(?=/)", rf"\1{Path.home()}", word) for word in sys.argv[1:]]  # shells do not
         default = resumed(config_class, sys.argv[1:], machine)
         main(check(tyro.cli(config_class, default=default, description=doc, config=(tyro.conf.OmitArgPrefixes,))))
         sys.stdout.flush()
@@ -161,8 +162,7 @@ def writing(path):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        if error.errno:
-            error.filename = error.filename or str(path)  # a full disk names no file
+        error.filename = error.filename or (str(path) if error.errno else None)  # a full disk names no file
         raise
     finally:
         temporary.unlink(missing_ok=True)

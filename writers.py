@@ -8,6 +8,7 @@ cfg is the Config of benchmarks.py, record its protocol's. For another model fam
 """
 
 import dataclasses
+import itertools
 import typing
 
 import jax
@@ -47,6 +48,7 @@ class Writer(typing.NamedTuple):
     write: typing.Callable
     hole: typing.Callable
     wrap: typing.Callable | None = None  # the model's chat template
+    bos: int | None = None  # what a protocol with BOS begins with
     repair: typing.Callable | None = None  # see repair.py; of rows of samples.jsonl, their problems, batch number
 
 
@@ -65,7 +67,8 @@ def pythoncoder_writer(cfg, record, run, step):
     def write(prompts, number, lengths, finished):
         settings = prompts, cfg.max_new, rule, key_of(cfg, number), finished
         with inference.mesh_context(mesh):
-            return model_pythoncoder.generate(model, *settings)[0]
+            texts = model_pythoncoder.generate(model, *settings)[0]
+        return [[*itertools.takewhile(lambda token: token != rule.eos, ids)] for ids in texts]
 
     def hole(before, behind):
         return canvas.in_order(tokenizer, before, behind)
@@ -78,6 +81,7 @@ def dream_writer(cfg, record, run, step):
     settings = {"bits": inference.bits_of(cfg.dream), "rows": cfg.batch_size, "compile_cache": cfg.compile_cache}
     model, _, mesh = inference.load_for_inference(model_dream, run, step or 0, **settings)
     tokenizer, positions = sample_dream.load_tokenizer(run, model.cfg), model.cfg.positions
+    bos = tokenizer.token_to_id("<|beginoftext|>") or model.cfg.bos_id
     # MASK is among the ends of "ours"; the sampler fills it.
     ends = {tokenizer.token_to_id(name) for name in record.ends} | ({model.cfg.eos_id} if record.ends else set())
     ends = tuple(sorted(ends - {None, model.cfg.mask_id}))
@@ -93,8 +97,8 @@ def dream_writer(cfg, record, run, step):
         rule, sampler = sample_block.settings_of(rule), sample_block
 
     def hole(before, behind):
-        begin = [tokenizer.token_to_id("<|beginoftext|>") or model.cfg.bos_id] if record.bos else []
-        return [*begin, *before, model.cfg.mask_id, *behind, *([model.cfg.eos_id] if record.bos else [])]
+        first, last = ([bos], [model.cfg.eos_id]) if record.bos else ([], [])
+        return [*first, *before, model.cfg.mask_id, *behind, *last]
 
     reader = infill.Reader(model, tokenizer)
     growth = {"size": cfg.dream.hole or infill.START, "most": cfg.max_new}
@@ -146,9 +150,9 @@ def dream_writer(cfg, record, run, step):
         with inference.mesh_context(mesh):
             rows, _ = sampler.generate(model, prompts, cfg.max_new, rule, key_of(cfg, number), **shape)
         new = [row[len(ids) :] for row, ids in zip(rows, prompts, strict=True)]
-        return [ids[: next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))] for ids in new]
+        return [[*itertools.takewhile(lambda token: token not in ends, ids)] for ids in new]
 
-    return Writer(tokenizer, positions, write, hole, canvas.chat_template(runs.as_path(run)), repair_rows)
+    return Writer(tokenizer, positions, write, hole, canvas.chat_template(runs.as_path(run)), bos, repair_rows)
 
 
 WRITERS = {"pythoncoder": pythoncoder_writer, "dream": dream_writer}

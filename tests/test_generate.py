@@ -806,8 +806,11 @@ def test_an_interactive_chat_keeps_what_was_said(coder, capsys, monkeypatch):
 
 def test_a_plain_text_can_begin_with_dreams_first_token(coder, capsys, tmp_path):
     shutil.copytree(coder / "model", tmp_path / "model")
-    refused("has no <|beginoftext|>", dream_config(tmp_path / "model", prompt="x", bos=True))
+    given = json.loads((coder / "model/config.json").read_text())["bos_token_id"]  # there is none of that name
     tokenizer = Tokenizer.from_file(str(coder / "model" / "tokenizer.json"))
+    ids = [given, *tokenizer.encode("return 3", add_special_tokens=False).ids]
+    out, _ = dream_says(capsys, coder / "model", prompt="return 3", bos=True, temperature=0.0)
+    assert out == f"return 3{greedy(coder / 'model', ids, 8)}\n"
     tokenizer.add_special_tokens(["<|beginoftext|>"])
     tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
     ids = [tokenizer.token_to_id("<|beginoftext|>"), *tokenizer.encode("return 3", add_special_tokens=False).ids]

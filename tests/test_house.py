@@ -13,14 +13,14 @@ from conftest import ROOT
 
 CODE = {path.stem: ast.parse(path.read_text()) for path in sorted(ROOT.glob("*.py"))}
 CEILINGS = {  # script: files that it carries, with itself, and lines of all of them. What is added has to go elsewhere
-    "benchmarks": (6, 3453),
-    "convert_weights": (7, 4300),
-    "coupled_grpo": (10, 5436),
+    "benchmarks": (6, 3454),
+    "convert_weights": (7, 4299),
+    "coupled_grpo": (10, 5443),
     "data_prep": (4, 1834),
     "diff_attention": (1, 655),
     "diffusion": (1, 510),
-    "export_jetson": (5, 2272),
-    "generate": (3, 1475),
+    "export_jetson": (5, 2273),
+    "generate": (3, 1491),
     "inference_jetson": (3, 1584),
     "model_dream": (3, 1771),
     "model_mdlm": (2, 884),
@@ -28,11 +28,11 @@ CEILINGS = {  # script: files that it carries, with itself, and lines of all of 
     "rl_tasks": (2, 653),
     "runs": (1, 391),
     "sandbox": (2, 1185),
-    "train_dream": (8, 4180),
-    "train_gpu": (5, 2150),
-    "train_tpu": (7, 3634),
-    "sample_rows": (11, 5806),
-    "serve": (12, 6186),
+    "train_dream": (8, 4179),
+    "train_gpu": (5, 2119),
+    "train_tpu": (7, 3635),
+    "sample_rows": (11, 5805),
+    "serve": (12, 6185),
 }
 LEAF = {"benchmarks", "problems", "protocols", "writers"}  # one program in four files
 TRAINERS = ("train_tpu", "train_dream", "train_gpu", "coupled_grpo")
