@@ -7,8 +7,8 @@
     python coupled_grpo.py --preset=7b --ckpt=out/diffucoder --prompts=data/acecode --lora_rank=16 --out=out/7b_lora
 
 Reads a Dream (a folder of convert_weights.py, or a run of train_dream.py) and tasks (JSON lines, see rl_tasks.py).
-Without --ckpt weights/dream learns tasks of tinypython.py, `constants`, and is evaluated on `composed`, operations that
-never occur together in training, and on `phrased`, docstrings of other phrasings. Writes --out: config.json, log.jsonl,
+Without --ckpt weights/dream learns tasks of tinypython.py, `constants`, and is evaluated on `composed`, combinations of
+operations of which no training function is made, and on `phrased`, docstrings of other phrasings. Writes --out: config.json, log.jsonl,
 rounds.jsonl (each completion with its rewards), checkpoints/<round>/, the tokenizer; with LoRA at the end also the
 adapters in peft's form, and merged/, a whole model. Several hosts train all weights, one also LoRA.
 

@@ -110,7 +110,7 @@ def write(cfg, folder):
     import sample_dream
 
     model, _ = checkpoints.load(md, ROOT / cfg.out / folder)
-    rows, tokenizer = Rows(f"{cfg.out}/data", "heldout"), runs.read_tokenizer(ROOT / cfg.out / folder)
+    rows, tokenizer = Rows(ROOT / cfg.out / "data", "heldout"), runs.read_tokenizer(ROOT / cfg.out / folder)
     columns = rows.read(rows.spread(cfg.prompts))
     sampler = sample_block if model.cfg.block_length else sample_dream
     rule = sampler.Sampling(temperature=0.0, threshold=0.9, vocab=rows.meta["vocab_size"])

@@ -47,7 +47,7 @@ PARTS = "prompt", "canonical_solution"
 HEAD = """# When a small model learns to copy
 
 A number of the docstring is copied if it is the argmax at its place in the reference solution. Training has the same
-combinations of operations, but these constants at most in another order.
+combinations of operations (levels 1 and 2 alone: not those of level 3), but these constants at most in another order.
 """
 
 
@@ -161,6 +161,8 @@ def main(cfg):
                 with path.open("a") as file:
                     file.write(json.dumps(row) + "\n")
     found = sorted(read_lines(path), key=lambda row: row["seed"])
+    if any(max(map(int, row["share"])) != cfg.steps for row in found):
+        raise ValueError(f"{path} has rows of other --steps: say those, or another --file")
     if not found:
         raise ValueError(f"{path} has no rows; measure some with --only and --seeds")
     about = f"Seeds side by side; {', '.join(dict.fromkeys(row['cpu'] for row in found))}."

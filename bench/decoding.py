@@ -4,8 +4,8 @@
     python bench/decoding.py --tasks=8 --steps=20 --out=out/try_decoding --file=try_decoding    # a first look, minutes
 
 The models are weights/dream, the same trained on in blocks, and weights/pythoncoder. The tasks are those of the split
-`composed`: operations that never occur together in training. Each rule completes each task once, at temperature 0, one
-prompt at a time. Work is counted twice: forward passes, and slots that go through the model, in canvases. The rules are
+`composed`: combinations of operations of which no training function is made. Each rule completes each task once, at
+temperature 0, one prompt at a time. Work is counted twice: forward passes, and slots that go through the model, in canvases. The rules are
 compared on the same tasks: a difference and its two standard errors are over tasks. Dream's schedule writes no token in
 its first pass and two in its last, "1 a pass" too (diffusion.step_counts). Writes decoding.md, decoding.png and an
 entry of cpu.json under bench/results/.
@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 import jax
 import numpy as np
-from record import RESULTS, claim, record
+from record import RESULTS, claim, judged, record
 
 import checkpoints
 import model_dream
@@ -30,7 +30,6 @@ import model_pythoncoder
 import runs
 import sample_block
 import sample_dream
-import sandbox
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +121,7 @@ def measure(cfg, out, tasks):
             new, *work = decode(cfg, kind, models[kind], rule, tokenizer.encode(task["prompt"]).ids, width)
             results.append(work)
             programs.append(task["prompt"] + tokenizer.decode(new))
-        verdicts = sandbox.run_tests(programs, [task["test_cases"] for task in tasks])
+        verdicts = judged(programs, [task["test_cases"] for task in tasks])
         passes, slots = zip(*results, strict=True)
         passed = [result.rate == 1 for result in verdicts]
         found[name] = {"pass": passed, "passes": passes, "slots": [n / width for n in slots]}

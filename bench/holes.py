@@ -3,8 +3,8 @@
     python bench/holes.py                                       # two hours of a core; goes on where it stopped
     python bench/holes.py --holes=8 --out=out/try_holes --file=try_holes    # a first look
 
-The model is weights/dream, the tasks are those of the split `composed`: operations that never occur together in
-training. A task's hole is one line or two of its solution, or the rest of a line. It holds as many masks as it had
+The model is weights/dream, the tasks are those of the split `composed`: combinations of operations of which no
+training function is made. A task's hole is one line or two of its solution, or the rest of a line. It holds as many masks as it had
 tokens; 4, 16 or 64; the likeliest number; or, for a Dream of --edit_rate, 4, 16 or 64 that grow and shrink.
 Each is filled as generate.py fills it, without and with --valid=python, at temperature 0. No EOS is written where the
 length is right or found; of 4, 16 and 64 masks it ends the hole. Counted are holes filled with what was there,
@@ -25,14 +25,13 @@ sys.path.insert(0, str(ROOT))
 
 import jax
 import numpy as np
-from record import RESULTS, claim, cpu_name
+from record import RESULTS, claim, cpu_name, judged
 
 import checkpoints
 import infill
 import model_dream
 import runs
 import sample_dream
-import sandbox
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +86,7 @@ def fill_holes(cfg, tasks, masks, valid):
         right = infill.parses(programs[-1]) and not infill.swallows(texts[0], text, texts[2])
         row = {"exact": text == texts[1], "parses": right, "masks": n, "forwards": read.passes}
         rows.append(row | seconds)
-    verdicts = sandbox.run_tests(programs, [task["test_cases"] for task in tasks])
+    verdicts = judged(programs, [task["test_cases"] for task in tasks])
     return [row | {"passes_tests": verdict.rate == 1} for row, verdict in zip(rows, verdicts, strict=True)]
 
 

@@ -120,10 +120,15 @@ def nats_of(model, prompts, texts, tokenizer):
     return nats[::2] - nats[1::2], np.array(counts)
 
 
-def perplexity(nats_N, count_N):
-    """Of all texts together, and its 10th and 90th percentile over 1,000 draws of as many texts with replacement."""
-    draws = np.random.default_rng(0).integers(len(nats_N), size=(1000, len(nats_N)))
-    spread = np.percentile(nats_N[draws].sum(1) / count_N[draws].sum(1), [10, 90])
+def perplexity(nats_N, count_N, beginnings):
+    """Of all texts together, and its 10th and 90th percentile over 1,000 draws of beginnings with replacement.
+
+    Text i continues beginning i % beginnings.
+    """
+    chosen = np.arange(len(nats_N)) % beginnings
+    draws = np.random.default_rng(0).integers(beginnings, size=(1000, beginnings))
+    weights = np.array([np.bincount(draw, minlength=beginnings)[chosen] for draw in draws])
+    spread = np.percentile(weights @ nats_N / (weights @ count_N), [10, 90])
     return math.exp(nats_N.sum() / count_N.sum()), np.exp(spread).tolist()
 
 
@@ -153,7 +158,7 @@ def judge_stories(cfg, tokenizer):
     written = continued_stories(cfg, asked)
 
     ours, real = (nats_of(model, *pair, tokenizer) for pair in ((asked, written), (prompts, tails)))
-    (of_ours, spread), (of_real, spread_of_real) = perplexity(*ours), perplexity(*real)
+    (of_ours, spread), (of_real, spread_of_real) = (perplexity(*each, len(prompts)) for each in (ours, real))
     # the same number of texts of both, as repeats grow with it
     grams = distinct(written[: len(tails)]), distinct(tails[: len(written)])
     return {

@@ -46,9 +46,13 @@ class Config:
 
 
 BATCH = 64  # canvases of a pass of the search
-RULES = {f"threshold {p}": {"threshold": p} for p in (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)}
-RULES |= {f"entropy bound {h}": {"entropy_bound": h} for h in (0.03, 0.1, 0.3, 1.0, 2.0)}
-RULES |= {f"schedule, {n} a pass": {"schedule": "even", "steps": -(-64 // n)} for n in (2, 4, 8, 16)}
+
+
+def rules(masks):
+    """{name: settings} of the samplers that are compared."""
+    found = {f"threshold {p}": {"threshold": p} for p in (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)}
+    found |= {f"entropy bound {h}": {"entropy_bound": h} for h in (0.03, 0.1, 0.3, 1.0, 2.0)}
+    return found | {f"schedule, {n} a pass": {"schedule": "even", "steps": -(-masks // n)} for n in (2, 4, 8, 16)}
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "masks"))
@@ -125,7 +129,7 @@ def measure(cfg, out, tasks):
     reached = [i for i, passes in enumerate(found["least"]) if passes]
     found |= {key: [found[key][i] for i in reached] for key in ("chosen", "texts", "least")}
     prompts = [prompts[i] for i in reached]
-    for name, settings in RULES.items():
+    for name, settings in rules(cfg.masks).items():
         new, passes = texts(prompts, **settings)
         same = [text == other for text, other in zip(new, found["texts"], strict=True)]
         found[name] = {"passes": passes, "same": same}
@@ -163,7 +167,7 @@ def main(cfg):
     axis.plot([*least.values()], [*least], "k-o", ms=4, label="the least")
     for number, kind in enumerate(("threshold", "entropy bound", "schedule")):
         points = []
-        for name in (name for name in RULES if name.startswith(kind)):
+        for name in (name for name in rules(cfg.masks) if name.startswith(kind)):
             passes, error = np.mean(found[name]["passes"]), 1 - np.mean(found[name]["same"])
             points.append((passes, error))
             lines.append(f"| {name} | {passes:.2f} | {100 * error:.1f} |")
@@ -180,7 +184,7 @@ def main(cfg):
     lines += ["", f"{about}: {counts}."]
     lines += ["", f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"]
     (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
-    exact = [rule for rule in RULES if np.mean(found[rule]["same"]) >= 0.95]
+    exact = [rule for rule in rules(cfg.masks) if np.mean(found[rule]["same"]) >= 0.95]
     best = min(((float(np.mean(found[rule]["passes"])), rule) for rule in exact), default=(0.0, "none"))
     what = "least passes: fastest rule with at most 5 % other texts / exact search with 5 %"
     more = {"rule": best[1], "least": least, "token_by_token": float(np.mean(lengths))}

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 import jax
 import numpy as np
-from record import RESULTS, claim, record
+from record import RESULTS, claim, judged, record
 
 import benchmarks
 import canvas
@@ -37,7 +37,6 @@ import model_pythoncoder
 import repair
 import runs
 import sample_dream
-import sandbox
 import tinypython
 
 
@@ -135,7 +134,7 @@ def passing(rows):
 
 
 def judge(programs, tests):
-    results = sandbox.run_tests(programs, tests, timeout_s=1.0)
+    results = judged(programs, tests, timeout_s=1.0)
     return [[*zip(map("pass".__eq__, result.verdicts), result.values, strict=True)] for result in results]
 
 
@@ -232,8 +231,9 @@ def attempts(cfg, dream, coder):
     found["repair: tokens"] = lambda rows: dream.repaired(rows, by_tokens)
     found["repair: line alone"] = lambda rows: dream.repaired(rows, by_line)
     found["repair: at random"] = lambda rows: dream.repaired(rows, at_random)
-    found["anew, Dream"] = again(dream, [0.8] * cfg.rounds)
-    return found | {"anew, PythonCoder": again(coder, [0.0] + [0.8] * (cfg.rounds - 1))}
+    greedy_first, drawn = [0.0] + [0.8] * (cfg.rounds - 1), [0.8] * cfg.rounds  # its own failure is the greedy text
+    found["anew, Dream"] = lambda rows: again(dream, drawn if rows[0]["kind"] == "its own" else greedy_first)(rows)
+    return found | {"anew, PythonCoder": again(coder, greedy_first)}
 
 
 # ---- what came out ---------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def text_plot(rows, names, unit="step", width=80, height=10):
     """
     found, lines = series(rows, names, unit), []
     for name, (x, y) in found.items():
-        curve = braille(x, y, width - 10, height // len(found) - 1)
+        curve = braille(x, y, width - 10, max(2, height // len(found) - 1))
         labels = [f"{max(y):9.4g}", *[9 * " "] * (len(curve) - 2), f"{min(y):9.4g}"]
         lines.append(f"{name} {y[-1]:.4g}, {unit} {x[-1]:,}")
         lines += [f"{label} {line}" for label, line in zip(labels, curve, strict=True)]

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 import jax
 import numpy as np
-from record import RESULTS, claim, cpu_name
+from record import RESULTS, claim, cpu_name, judged
 
 import checkpoints
 import model_dream as md
@@ -34,7 +34,6 @@ import rows
 import runs
 import sample_block
 import sample_draft
-import sandbox
 
 CANVAS = 64  # new tokens of a text, at most
 BLOCK = 16
@@ -47,7 +46,7 @@ ARMS = {  # how training goes on after the start; "ar" gets the processor time o
     "ar weight 0.3": (*BLOCKS, "--ar_weight=0.3"),
     "ar weight 3.33": (*BLOCKS, "--ar_weight=3.33"),
 }
-CODER, CODER_S = "weights/pythoncoder", 5486  # processor seconds, as its card says
+CODER = "weights/pythoncoder"
 BY_TOKEN = "token by token"
 ABOUT = """\
 A Dream learns from left to right (*start*), then goes on for the same processor time: from left to right (*ar*), or
@@ -104,7 +103,11 @@ def trained(cfg, out, seed, arm):
         return start, 0.0, first
     steps = cfg.steps
     if arm == "ar":
-        blocks = [float(path.read_text()) for path in out.glob(f"ar_weight*{seed}/seconds")]
+        names = (arm.replace(" ", "_") for arm in ARMS if arm.startswith("ar weight"))
+        paths = [path for name in names if (path := out / f"{name}{seed}/seconds").exists()]
+        if not paths:
+            raise ValueError("the arm ar takes as long as those with blocks: train one of them first, --arms")
+        blocks = [float(path.read_text()) for path in paths]
         steps = round(cfg.start * np.mean(blocks) / first)
     go_on = f"--init={start}", "--lr=7e-4", f"--steps={steps}", f"--seed={seed + 100}"  # another seed: other rows
     return folder, train(folder, data, ends, *PACE, *go_on, *ARMS[arm]), first
@@ -152,7 +155,7 @@ def measure(model, tokenizer, tasks, chosen):
         texts, passes, steps = zip(*found_by, strict=True)
         texts = [text[: [*text, end].index(end)] for text in texts]
         programs = [task["prompt"] + tokenizer.decode(text) for task, text in zip(tasks, texts, strict=True)]
-        passed = [result.rate == 1 for result in sandbox.run_tests(programs, [task["test_cases"] for task in tasks])]
+        passed = [result.rate == 1 for result in judged(programs, [task["test_cases"] for task in tasks])]
         # after the first token, which comes with the prompt; the end counts as one
         step = [min(len(text), CANVAS - 1) / max(n - 1, 1) for text, n in zip(texts, steps, strict=True)]
         found[name] = {"passed": int(sum(passed))}
@@ -176,7 +179,7 @@ def table(found, tasks):
     by_arm = {arm: [row for row in found if row["arm"] == arm] for arm in dict.fromkeys(row["arm"] for row in found)}
     for arm, mine in by_arm.items():
         cells = (
-            side_by_side((row["processor_s"] for row in mine), ",.0f"),
+            side_by_side((row["processor_s"] for row in mine if row["arm"] != CODER), ",.0f"),  # its card says
             side_by_side((row["bits_per_byte"] for row in mine if row["bits_per_byte"]), ".4f"),
         )
         rates = side_by_side((100 * row["rules"][BY_TOKEN]["passed"] / tasks for row in mine), ".1f")
@@ -234,13 +237,15 @@ def main(cfg):
         return any((row["seed"], row["arm"]) == (seed, arm) for row in found)
 
     def add(row, rules):
-        found.append(row | {"rules": rules, "tasks": cfg.tasks, "cpu": cpu_name()})
+        found.append(row | made | {"rules": rules, "cpu": cpu_name()})
         path.write_text("".join(json.dumps(row) + "\n" for row in found))
 
     claim(out, {"start": cfg.start, "steps": cfg.steps})
     arms.sort(key=lambda arm: arm == "ar")
-    if other := {row["tasks"] for row in found} - {cfg.tasks}:
-        raise ValueError(f"{path} has rows of {other.pop()} tasks: say --tasks, or another --file")
+    made = {"tasks": cfg.tasks, "start": cfg.start, "steps": cfg.steps}
+    for row in found:  # the rows on file are older than two of these
+        if {name: row.get(name, getattr(Config, name)) for name in made} != made:
+            raise ValueError(f"{path} has rows of other --tasks, --start or --steps: say those, or another --file")
     todo = [(seed, arm) for seed in cfg.seeds for arm in arms if not known(seed, arm)]
     if not todo:
         print(f"nothing to measure: all of it is in {path}; another --out and --file measure anew")
@@ -259,7 +264,7 @@ def main(cfg):
     if todo and not known(0, CODER):
         model, _ = checkpoints.load(model_pythoncoder, ROOT / CODER, dtype="float32")
         chosen = {BY_TOKEN: (model_pythoncoder, {"speculate": False}), "its drafts": (model_pythoncoder, {})}
-        row = {"seed": 0, "arm": CODER, "start_s": 0, "processor_s": CODER_S, "bits_per_byte": None}
+        row = {"seed": 0, "arm": CODER, "start_s": 0, "processor_s": None, "bits_per_byte": None}
         add(row, measure(model, runs.read_tokenizer(ROOT / CODER), tasks, chosen))
 
     if not found:

@@ -64,3 +64,13 @@ def record(file, name, value, unit, spread=None, device="", **more):
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(sorted(entries, key=lambda e: e["name"]), indent=2) + "\n")
     print(json.dumps(entry))
+
+
+def judged(programs, tests, **how):
+    """The results of sandbox.run_tests. RuntimeError if one could not be run: what is measured is kept for good."""
+    import sandbox
+
+    results = sandbox.run_tests(programs, tests, **how)
+    if failed := [result.error for result in results if result.rate is None]:
+        raise RuntimeError(f"the sandbox failed: {failed[0]}; run the same command again")
+    return results

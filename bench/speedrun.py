@@ -161,7 +161,8 @@ def main(cfg):
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
         row = {"track": recipe, "date": datetime.date.today().isoformat(), "commit": commit.stdout.strip()}
         row |= {"change": cfg.change, **score, "tokens_seen": seen}
-        flags = [flag for flag in sys.argv[1:] if not flag.startswith(("--change", "--out"))]
+        given = {name: x for name, x in vars(cfg).items() if x != getattr(Config, name)}
+        flags = [cfg.track, *(f"--{name}={x}" for name, x in given.items() if name not in ("track", "change", "out"))]
         row |= {"processor_s": seconds, "cpu": cpu_name(), "command": "python bench/speedrun.py " + shlex.join(flags)}
         with open(RESULTS / "speedrun.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
