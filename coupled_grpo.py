@@ -8,9 +8,9 @@
 
 Reads a Dream (a folder of convert_weights.py, or a run of train_dream.py) and tasks (JSON lines, see rl_tasks.py).
 Without --ckpt weights/dream learns tasks of tinypython.py, `constants`, and is evaluated on `composed`, combinations of
-operations of which no training function is made, and on `phrased`, docstrings of other phrasings. Writes --out: config.json, log.jsonl,
-rounds.jsonl (each completion with its rewards), checkpoints/<round>/, the tokenizer; with LoRA at the end also the
-adapters in peft's form, and merged/, a whole model. Several hosts train all weights, one also LoRA.
+operations of which no training function is made, and on `phrased`, docstrings of other phrasings. Writes --out:
+config.json, log.jsonl, rounds.jsonl (each completion with its rewards), checkpoints/<round>/, the tokenizer; with LoRA
+at the end also the adapters in peft's form, and merged/, a whole model. Several hosts train all weights, one also LoRA.
 
 A round: --group completions of each of --tasks tasks, their rewards (sandbox.py), and --iterations updates, each
 over all of them under fresh masks (see grpo.py). Everything random is a function of (seed, round), so a run that was

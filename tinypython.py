@@ -6,11 +6,11 @@
     python benchmarks.py --task=humaneval --tasks_file=data/tinypython/composed.jsonl
 
 What TinyStories is to English, this is to code: small enough for a CPU, and right or wrong when run. Level 1 is one
-operation, 2 a composition of two or three, 3 control flow with state, 4 functions that call one another, and classes.
-No docstring describes two functions that differ. Splits hold what train lacks: constants (known combinations of operations; their
-constants at most in another order), composed (new combinations), phrased (new phrasings), level4 (either of the first
-two). A task, in HumanEval's form, has five tests or more: no constant answer and none of three to ten mutants passes.
-Writes --out: train.jsonl ("content"), pairs.jsonl, holes.jsonl, <split>.jsonl and, last of all, meta.json.
+operation, 2 two or three, 3 control flow with state, 4 functions that call one another, and classes. No docstring has
+two meanings. Splits hold what train lacks: constants (known combinations of operations; their constants at most in
+another order), composed (new combinations), phrased (new phrasings), level4 (either of the first two). A task, in
+HumanEval's form, has five tests or more: no constant answer and none of three to ten mutants passes. Writes --out:
+train.jsonl ("content"), pairs.jsonl, holes.jsonl, <split>.jsonl and, last of all, meta.json.
 """
 
 import collections

@@ -5,10 +5,10 @@
 
 The models are weights/dream, the same trained on in blocks, and weights/pythoncoder. The tasks are those of the split
 `composed`: combinations of operations of which no training function is made. Each rule completes each task once, at
-temperature 0, one prompt at a time. Work is counted twice: forward passes, and slots that go through the model, in canvases. The rules are
-compared on the same tasks: a difference and its two standard errors are over tasks. Dream's schedule writes no token in
-its first pass and two in its last, "1 a pass" too (diffusion.step_counts). Writes decoding.md, decoding.png and an
-entry of cpu.json under bench/results/.
+temperature 0, one prompt at a time. Work is counted twice: forward passes, and slots that go through the model, in
+canvases. The rules are compared on the same tasks: a difference and its two standard errors are over tasks. Dream's
+schedule writes no token in its first pass and two in its last, "1 a pass" too (diffusion.step_counts). Writes
+decoding.md, decoding.png and an entry of cpu.json under bench/results/.
 """
 
 import dataclasses

@@ -3,13 +3,13 @@
     python bench/holes.py                                       # two hours of a core; goes on where it stopped
     python bench/holes.py --holes=8 --out=out/try_holes --file=try_holes    # a first look
 
-The model is weights/dream, the tasks are those of the split `composed`: combinations of operations of which no
-training function is made. A task's hole is one line or two of its solution, or the rest of a line. It holds as many masks as it had
-tokens; 4, 16 or 64; the likeliest number; or, for a Dream of --edit_rate, 4, 16 or 64 that grow and shrink.
-Each is filled as generate.py fills it, without and with --valid=python, at temperature 0. No EOS is written where the
-length is right or found; of 4, 16 and 64 masks it ends the hole. Counted are holes filled with what was there,
-functions that pass the task's tests, functions that parse, forward passes over a canvas, and seconds, compiling in
-none. Writes holes.md under bench/results/ after each row.
+The model is weights/dream, the tasks are those of the split `composed`: combinations of operations of which no training
+function is made. A task's hole is one line or two of its solution, or the rest of a line. It holds as many masks as it
+had tokens; 4, 16 or 64; the likeliest number; or, for a Dream of --edit_rate, 4, 16 or 64 that grow and shrink. Each is
+filled as generate.py fills it, without and with --valid=python, at temperature 0. No EOS is written where the length is
+right or found; of 4, 16 and 64 masks it ends the hole. Counted are holes filled with what was there, functions that
+pass the task's tests, functions that parse, forward passes over a canvas, and seconds, compiling in none. Writes
+holes.md under bench/results/ after each row.
 """
 
 import dataclasses
