@@ -834,22 +834,35 @@ def dream(tmp_path_factory):
     return folder / "model"
 
 
-@pytest.mark.parametrize(("top_k", "least", "most"), [(None, 1, 50), (0, 51, 60)])
-def test_dreamcoders_protocol_draws_from_50_of_60_tokens_in_the_nucleus(top_k, least, most, dream, tmp_path):
+def save_flat(dream, logits_V, folder, tokenizer):
+    """A Dream with these logits everywhere: layers add nothing to an embedding of ones, and the head's rows sum up."""
     import jax.numpy as jnp
 
     import model_dream
 
-    # every layer adds nothing to an embedding of ones: the logits are the sums of the head's rows, wherever
     model, _ = checkpoints.load(model_dream, dream)
     for name in ("o_proj", "down_proj"):
         matrix = getattr(model.layers["0"], name)
         matrix.set_value(0 * matrix.get_value())
-    logits_V = np.full(512, -99.0)
-    logits_V[100:160] = -1e-4 * np.arange(60)  # no two are equal, and 0.95 of them are 57
     model.embed_tokens.set_value(jnp.ones((512, 32)))
     model.lm_head.set_value(jnp.asarray(np.repeat(logits_V[:, None], 32, 1) / 32, jnp.float32))
-    checkpoints.save(model_dream, tmp_path / "flat", model, [dream / "tokenizer.json"])
+    checkpoints.save(model_dream, folder, model, [tokenizer])
+
+
+def test_an_end_token_of_any_name_stands_in_no_program(dream, tmp_path):
+    tokenizer = new_tokenizer(tmp_path / "tokenizer.json", ["<pad>", "<bos>", "</s>", "<unk>", "<|mask|>"])
+    save_flat(dream, np.where(np.arange(512) == 2, 1.0, -99.0), tmp_path / "flat", tokenizer)
+    settings = {"max_new": 8, "batch_size": 1, "dream": benchmarks.DreamFlags(steps=1)}
+    cfg = benchmarks.resolve(benchmarks.Config(model="dream", ckpt=str(tmp_path / "flat"), **settings))
+    writer = writers.dream_writer(cfg, benchmarks.protocol_of(cfg)[1], tmp_path / "flat", None)
+    assert writer.write([[7, 8]], 0, [10], None) == [[]]
+
+
+@pytest.mark.parametrize(("top_k", "least", "most"), [(None, 1, 50), (0, 51, 60)])
+def test_dreamcoders_protocol_draws_from_50_of_60_tokens_in_the_nucleus(top_k, least, most, dream, tmp_path):
+    logits_V = np.full(512, -99.0)
+    logits_V[100:160] = -1e-4 * np.arange(60)  # no two are equal, and 0.95 of them are 57
+    save_flat(dream, logits_V, tmp_path / "flat", dream / "tokenizer.json")
     flags = benchmarks.DreamFlags(top_k=top_k, steps=1)
     settings = {"protocol": "dreamcoder_instruct", "top_p": 1.0, "max_new": 500, "batch_size": 1, "dream": flags}
     cfg = benchmarks.resolve(benchmarks.Config(model="dream", ckpt=str(tmp_path / "flat"), **settings))

@@ -102,7 +102,8 @@ def random_params(family, cfg):
     ],
 )
 def test_there_and_back_every_byte_is_equal(tmp_path, dtype, tie):
-    cfg = dataclasses.replace(SMALL, tie=tie)
+    cfg, tmp_path = dataclasses.replace(SMALL, tie=tie), tmp_path / "checkpoints"  # as in a run, which this is not
+    tmp_path.mkdir()
     tensors = write_hub_folder(tmp_path / "hub", cfg, dtype)
     convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "orbax"), verify=True))
     back = tmp_path / "back"

@@ -154,6 +154,10 @@ def test_a_file_of_prompts_is_checked_while_it_is_read(tmp_path):
         refused("in.jsonl, line 2 is not", file=str(tmp_path / "in.jsonl"), ckpt=str(tmp_path / "none"))
     refused("--suffix follows --prompt", suffix="x", file=str(tmp_path / "in.jsonl"))
     refused("between the lines of --json", prompt="x", json=True, show_steps=True)
+    refused("--temperature=0 writes the same text 3 times", prompt="x", n=3, temperature=0.0, ckpt=str(tmp_path))
+    given = {"prompt": "x", "html": str(tmp_path / "x.html"), "ckpt": str(tmp_path), "model": "dream"}
+    for flags in (generate.DreamFlags(valid="python"), generate.DreamFlags(repair=1)):
+        refused("--html shows the steps of the sampler", dream=flags, **given)
 
 
 def test_a_file_that_is_no_text_is_named(tmp_path):
@@ -598,10 +602,10 @@ def test_a_canvas_has_masks_anywhere_and_leaves_the_space_to_the_masked_words(to
 
 
 def test_an_animation_writes_every_token_at_its_place_in_its_step():
-    tokens = [canvas.Token(text, step) for text, step in (("a", 0), ("b", 2), ("<", 1), ("\n", 0), ("c", 2))]
+    tokens = [canvas.Token(text, step) for text, step in (("a", 0), ("b", 2), ("<\f", 1), ("\n", 0), ("c", 2))]
     tree = ElementTree.fromstring(canvas.animation([tokens], step_s=1.0, rest_s=2.0))
     texts = [node for node in tree if node.tag.endswith("text")]
-    assert [node.text for node in texts] == ["a", "b", "<", "c"]
+    assert [node.text for node in texts] == ["a", "b", "< ", "c"]  # XML has no form feed
     assert [node.get("y") for node in texts] == ["22", "22", "22", "43"]  # c is on the next line
     starts = [[child.get("keyTimes") for child in node] for node in texts]
     assert starts == [[], ["0;0.500"], ["0;0.250"], ["0;0.500"]]  # of 4 seconds; a was given
@@ -802,6 +806,12 @@ def test_an_interactive_chat_keeps_what_was_said(coder, capsys, monkeypatch):
     ids = tokenizer.encode(text + "<|im_start|>assistant\n", add_special_tokens=False).ids
     assert answers[1] == greedy(coder / "model", ids, 4)
     refused("say --chat=on", dream_config(coder / "model", prompt="x", system="s"))
+    # what does not fit 96 positions any more is forgotten, the oldest turn first
+    monkeypatch.setattr("sys.stdin", io.StringIO("return radius * 3\n\n" * 6))
+    out, err = dream_says(capsys, coder / "model", **settings)
+    assert len(out.splitlines()) == 6
+    assert "the oldest turn of the conversation does not fit any more" in err
+    assert "do not fit the model's" not in err
 
 
 def test_a_plain_text_can_begin_with_dreams_first_token(coder, capsys, tmp_path):

@@ -108,6 +108,11 @@ def test_help_is_the_docstring_and_the_comments_of_the_fields(script):
     assert script("pass", "--step=1").returncode == 2  # a misspelt flag
 
 
+def test_a_tilde_that_the_shell_left_is_the_home_folder(script):
+    found = script("print(cfg.out)", "--out=~/a~/b", env=os.environ | {"HOME": "/home/somebody"}).stdout
+    assert found == "/home/somebody/a~/b\n"
+
+
 def test_a_number_outside_its_limits_is_one_line_before_any_work(script, tmp_path):
     for flags, said in (
         (["--steps=0"], "--steps=0 is not in 1 .. 2,147,483,647"),

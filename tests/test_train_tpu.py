@@ -296,6 +296,8 @@ def test_steps_on_gpus_are_picked_by_what_was_compiled():
     assert picked(smallest - 0.01)[0] == "300m"
     assert picked(smallest - 0.01, model="1b") == ("1b", 1)  # whoever insists gets the least
     assert picked(0.5) == ("tiny", 2)
+    most = max(train_tpu.STEP_GIB["gpu"]["1b"])
+    assert picked(99, model="1b", seq_len=8192)[1] == max(1, most // 4)  # rows four times as long as the recorded ones
 
 
 def test_a_preset_takes_the_ids_and_rows_that_data_prep_writes_unasked():
@@ -307,6 +309,11 @@ def test_a_preset_takes_the_ids_and_rows_that_data_prep_writes_unasked():
     for ids, rows in ((300, 512), (1024, 1024), (1500, 2048), (2048, 2048), (3000, 3072)):
         data |= {"vocab_size": ids, "vocab_padded": -(-ids // 512) * 512}
         assert train_tpu.resolve(train_tpu.Config(fsdp=1), jax.devices()[:1], data)[1].vocab == rows
+    # what is longer than the rows of training is for YaRN, and a head that nothing trains is none
+    data |= {"seq_len": 128}
+    _, model, _, _ = train_tpu.resolve(train_tpu.Config(fsdp=1, mtp_weight=0.0), jax.devices()[:1], data)
+    assert (model.positions, model.mtp) == (128, False)
+    assert train_tpu.resolve(train_tpu.Config(fsdp=1), jax.devices()[:1], data)[1].mtp
 
 
 def test_float32_on_an_accelerator_means_products_in_float32(one_device):
