@@ -270,11 +270,10 @@ def add_engine(folder, length):
     want = [model(*given) for given in inputs]
     if lacks("tensorrt") or not torch.cuda.is_available():
         missing = "Python module tensorrt (JetPack's: apt install python3-libnvinfer)" if lacks("tensorrt") else "GPU"
-        shapes = f"token:1x{length},noise:1,see:1x{length}"
-        by_hand = f"/usr/src/tensorrt/bin/trtexec --onnx=model.onnx --stronglyTyped --shapes={shapes}"
+        by_hand = f"trtexec --onnx=model.onnx --stronglyTyped --shapes=token:1x{length},noise:1,see:1x{length}"
         raise ValueError(f"there is no {missing} here, and an engine is built on the GPU that runs it: copy {folder} "
                          "to the device and run the same command there, or for a runtime of your own "
-                         f"{by_hand} --saveEngine=model.trt")  # fmt: skip
+                         f"/usr/src/tensorrt/bin/{by_hand} --saveEngine=model.trt")  # fmt: skip
     plan, engine = build_engine(onnx, length)
     run = inference_jetson.run_tensorrt(plan, engine)
     errors = compare("model.trt", run, [tuple(array.cuda() for array in given) for given in inputs], want)

@@ -393,16 +393,20 @@ class Dream:
         chats = wrap and (flags.chat == "on" or (flags.chat == "auto" and asks and not (flags.valid or self.cfg.check)))
         if (flags.system and not chats) or (flags.bos and chats):
             raise ValueError("--system goes before a conversation, say --chat=on; --bos before plain text, --chat=off")
-        begin = [tokenizer.token_to_id("<|beginoftext|>") or self.model.cfg.bos_id] if flags.bos else []
+        named, own = tokenizer.token_to_id("<|beginoftext|>"), self.model.cfg.bos_id
+        begin = [own if named is None and own != self.model.cfg.eos_id else named] if flags.bos else []
+        if None in begin:
+            raise ValueError(f"--bos: {folder} has no token that begins texts")
         if not chats:
             return begin, None, "plain completion" + ("; --chat=on asks it as an assistant" if wrap else "")
 
         def ask(prompt):  # without the oldest turns, where all do not fit
-            ids = canvas.encode_chat(tokenizer, wrap, prompt, flags.system, self.turns)
-            if self.turns and len(ids) + self.cfg.max_new > self.model.cfg.positions:
-                print("the oldest turn of the conversation does not fit any more", file=sys.stderr)
-                del self.turns[0]
-                return ask(prompt)
+            turns, most = self.turns, self.model.cfg.positions - self.cfg.max_new
+            while len(ids := canvas.encode_chat(tokenizer, wrap, prompt, flags.system, turns)) > most and turns:
+                turns = turns[1:]
+            if len(turns) < len(self.turns) and len(ids) <= most:
+                print("the oldest turns of the conversation do not fit any more", file=sys.stderr)
+                self.turns = turns
             return ids
 
         return begin, ask, "chat template"

@@ -11,7 +11,6 @@ Refs: DiffuCoder, arXiv:2506.20639; GRPO, arXiv:2402.03300; leave-one-out baseli
 
 import dataclasses
 import functools
-import math
 import typing
 
 import jax
@@ -85,7 +84,7 @@ def token_logps(logits_of, hidden_BLD, token_BL, chunk=1024):
     [B, L, V] never exists. The entropy, for the log, has no gradient.
     """
     (B, L, _), mesh = hidden_BLD.shape, jax.sharding.get_abstract_mesh()
-    rows = B // n if B % (n := math.prod(mesh.shape.get(axis, 1) for axis in md.BATCH)) == 0 else B
+    rows = B // n if B % (n := int(np.prod([mesh.shape.get(axis, 1) for axis in md.BATCH]))) == 0 else B
     T = 1 << (max(1, min(L, chunk // rows)).bit_length() - 1)  # with 43, the TPU's compiler was not done in 100 s
     chunks = -(-L // T)
 

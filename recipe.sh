@@ -33,11 +33,11 @@ score) ;;
 esac
 
 if [ "$device" != score ]; then
-    if [ -n "$packages" ]; then
-        text=(--roots "${data}_source")
-        [ -e "$data/meta.json" ] || python fetch_pypi.py "$packages" --out="${data}_source"
-    fi
     rows=$data && [[ $data == *://* ]] && rows=data/recipe_$device # data_prep.py writes to a disk
+    if [ -n "$packages" ]; then
+        text=(--roots "${rows}_source")
+        [ -e "$rows/meta.json" ] || python fetch_pypi.py "$packages" --out="${rows}_source"
+    fi
     prepare=(python data_prep.py python "${text[@]}" --vocab_size=$ids --seq_len=$row --out="$rows")
     resume=()
     if compgen -G "$out/checkpoints/[0-9]*" > /dev/null; then
@@ -47,6 +47,7 @@ if [ "$device" != score ]; then
         [ "$rows" = "$data" ] || echo "and copied: gcloud storage rsync -r $rows $data"
     else
         "${prepare[@]}"
+        [ "$rows" = "$data" ] || gcloud storage rsync -r "$rows" "$data"
     fi
     python train_tpu.py --out="$out" --data="$data" $train "${resume[@]}" "$@"
 fi

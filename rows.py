@@ -223,7 +223,7 @@ def prefetch(make, first, last):
     ahead = collections.deque()
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         for step in range(first, last):
-            while len(ahead) < min(8, last - step):
+            while len(ahead) < min(4, last - step):
                 ahead.append(thread.submit(make, step + len(ahead)))
             started = time.perf_counter()
             batch = ahead.popleft().result()

@@ -60,7 +60,7 @@ def command(main, config_class, doc, machine=()):
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # of a GPU's memory; JAX alone takes three quarters
     status, poll = 0, select.poll()
     try:
-        sys.argv[1:] = [re.sub(r"^(--\w+=)~(?=/)", rf"\1{Path.home()}", word) for word in sys.argv[1:]]  # shells do not
+        sys.argv = [re.sub(r"^(--[\w-]+=)~(?=/)", lambda m: m[1] + os.path.expanduser("~"), x) for x in sys.argv]
         default = resumed(config_class, sys.argv[1:], machine)
         main(check(tyro.cli(config_class, default=default, description=doc, config=(tyro.conf.OmitArgPrefixes,))))
         sys.stdout.flush()
@@ -162,7 +162,8 @@ def writing(path):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        error.filename = error.filename or (str(path) if error.errno else None)  # a full disk names no file
+        if error.errno:
+            error.filename = error.filename or str(path)  # a full disk names no file
         raise
     finally:
         temporary.unlink(missing_ok=True)
@@ -274,8 +275,7 @@ class Run:
         # A Ctrl-C in a terminal also ends child processes, such as a compiler that PyTorch waits for.
         if self.asked_at and isinstance(error, Exception) and not isinstance(error, InterruptedError):
             after = f"go on with --resume={self.out}" if saved_steps(self.out) else "nothing was saved yet"
-            why = f"{kind.__name__}: {first_line(error)}"
-            raise InterruptedError(f"stopped in the middle of a {self.unit} ({why}); {after}") from error
+            raise InterruptedError(f"stopped in the middle of a {self.unit} ({error!r:.200}); {after}") from error
 
     def begin(self, first, settings, files=None):
         """Write config.json and files, {name: bytes or JSON}. From here on a signal asks the run to stop, two end it.

@@ -569,8 +569,7 @@ def train(cfg, devices):
                 row = {"step": done, "loss": loss, "lr": cfg.lr * learning_rate(step, cfg), "grad_norm": norm}
                 row |= {"step_ms": 1e3 * step_s, "tok_per_s": sum(tokens) / len(tokens) / step_s}
                 run.log(row | {"eta_min": (cfg.steps - done) * step_s / 60, "skipped": skipped})
-            # All processes evaluate and sample, though one would do: the others would only wait.
-            if evaluates:
+            if evaluates:  # all processes do, though one would be enough: the others would only wait
                 rng = np.random.default_rng([cfg.seed, 2**31])  # the same noise each time; no step has this number
                 sums_T4 = evaluate(state.ema, heldout_RL, rng, cfg.micro_batch, dtype)
                 run.log({"step": done} | scores(sums_T4, bits))

@@ -70,10 +70,8 @@ def pythoncoder_writer(cfg, record, run, step):
             texts = model_pythoncoder.generate(model, *settings)[0]
         return [[*itertools.takewhile(lambda token: token != rule.eos, ids)] for ids in texts]
 
-    def hole(before, behind):
-        return canvas.in_order(tokenizer, before, behind)
-
-    return Writer(tokenizer, int(model.cfg.positions * model.cfg.yarn_factor), write, hole)
+    longest = int(model.cfg.positions * model.cfg.yarn_factor)
+    return Writer(tokenizer, longest, write, lambda *around: canvas.in_order(tokenizer, *around))
 
 
 def dream_writer(cfg, record, run, step):
@@ -81,7 +79,8 @@ def dream_writer(cfg, record, run, step):
     settings = {"bits": inference.bits_of(cfg.dream), "rows": cfg.batch_size, "compile_cache": cfg.compile_cache}
     model, _, mesh = inference.load_for_inference(model_dream, run, step or 0, **settings)
     tokenizer, positions = sample_dream.load_tokenizer(run, model.cfg), model.cfg.positions
-    bos = tokenizer.token_to_id("<|beginoftext|>") or model.cfg.bos_id
+    named, own = tokenizer.token_to_id("<|beginoftext|>"), model.cfg.bos_id
+    bos = own if named is None and own != model.cfg.eos_id else named
     # MASK is among the ends of "ours"; the sampler fills it.
     ends = {tokenizer.token_to_id(name) for name in record.ends} | ({model.cfg.eos_id} if record.ends else set())
     ends = tuple(sorted(ends - {None, model.cfg.mask_id}))
@@ -97,8 +96,8 @@ def dream_writer(cfg, record, run, step):
         rule, sampler = sample_block.settings_of(rule), sample_block
 
     def hole(before, behind):
-        first, last = ([bos], [model.cfg.eos_id]) if record.bos else ([], [])
-        return [*first, *before, model.cfg.mask_id, *behind, *last]
+        first, last = (bos, model.cfg.eos_id) if record.bos else (None, None)
+        return [i for i in (first, *before, model.cfg.mask_id, *behind, last) if i is not None]
 
     reader = infill.Reader(model, tokenizer)
     growth = {"size": cfg.dream.hole or infill.START, "most": cfg.max_new}

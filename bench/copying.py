@@ -151,6 +151,8 @@ def plot(found, path):
 def main(cfg):
     out, path = Path(cfg.out), RESULTS / f"{cfg.file}.jsonl"
     claim(out, {"steps": cfg.steps, "every": cfg.every})
+    if any(max(map(int, row["share"])) != cfg.steps for row in read_lines(path)):
+        raise ValueError(f"{path} has rows of other --steps: say those, or another --file")
     tasks = prepare(out)
     for seed in cfg.seeds:
         for name in VARIANTS:
@@ -161,11 +163,10 @@ def main(cfg):
                 with path.open("a") as file:
                     file.write(json.dumps(row) + "\n")
     found = sorted(read_lines(path), key=lambda row: row["seed"])
-    if any(max(map(int, row["share"])) != cfg.steps for row in found):
-        raise ValueError(f"{path} has rows of other --steps: say those, or another --file")
     if not found:
         raise ValueError(f"{path} has no rows; measure some with --only and --seeds")
-    about = f"Seeds side by side; {', '.join(dict.fromkeys(row['cpu'] for row in found))}."
+    cpus = ", ".join(dict.fromkeys(row["cpu"] for row in found))
+    about = f"Seeds side by side; -: not within {cfg.steps:,} steps; {cpus}."
     lines = [HEAD, *table(found), "", about, "", f"![curves]({cfg.file}.png)"]
     lines += ["", f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"]
     (RESULTS / f"{cfg.file}.md").write_text("\n".join(lines) + "\n")

@@ -125,6 +125,7 @@ def perplexity(nats_N, count_N, beginnings):
 
     Text i continues beginning i % beginnings.
     """
+    beginnings = min(beginnings, len(nats_N))
     chosen = np.arange(len(nats_N)) % beginnings
     draws = np.random.default_rng(0).integers(beginnings, size=(1000, beginnings))
     weights = np.array([np.bincount(draw, minlength=beginnings)[chosen] for draw in draws])

@@ -123,6 +123,7 @@ def table(rows):
 
 
 def main(cfg):
+    given = {name: x for name, x in vars(cfg).items() if x != getattr(Config, name)}
     recipe = "functions, dream" if (cfg.track, cfg.family) == ("functions", "dream") else cfg.track
     data, out = f"{cfg.out}/{recipe}/data", f"{cfg.out}/{recipe}/run"
     if cfg.track == "stories" and not Path(cfg.text).is_file():
@@ -161,7 +162,6 @@ def main(cfg):
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
         row = {"track": recipe, "date": datetime.date.today().isoformat(), "commit": commit.stdout.strip()}
         row |= {"change": cfg.change, **score, "tokens_seen": seen}
-        given = {name: x for name, x in vars(cfg).items() if x != getattr(Config, name)}
         flags = [cfg.track, *(f"--{name}={x}" for name, x in given.items() if name not in ("track", "change", "out"))]
         row |= {"processor_s": seconds, "cpu": cpu_name(), "command": "python bench/speedrun.py " + shlex.join(flags)}
         with open(RESULTS / "speedrun.jsonl", "a") as file:

@@ -179,9 +179,11 @@ def test_a_folder_is_complete_or_not_there(tmp_path):
     assert os.listdir(tmp_path) == ["new"]
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError("a message of ours")])
-def test_a_full_disk_names_the_folder(tmp_path, error):
-    with pytest.raises(OSError, match=r"new'$|ours$"), runs.new_folder(tmp_path / "new"):
+@pytest.mark.parametrize("opened", [runs.new_folder, runs.writing])
+@pytest.mark.parametrize(("number", "says"), [(28, r"new'$"), (None, "^a message of ours$")])
+def test_a_full_disk_names_the_file_and_a_message_stays(tmp_path, opened, number, says):
+    error = OSError(number, "No space left on device") if number else OSError("a message of ours")
+    with pytest.raises(OSError, match=says), opened(tmp_path / "new"):
         raise error
 
 
