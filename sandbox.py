@@ -30,8 +30,8 @@ object stays in the program's process: two such are compared there, and none equ
 changed. A test that unpickles, imports, executes or formats what the program wrote gives the judge away; what satisfies
 a test in plain Python does so here (an empty array for numpy.allclose). No other test can be made to pass.
 A test cannot subclass a program's class, compare type() of its objects, look at their __dict__ or signature, copy or
-dump them (copy, dataclasses, json), redirect the program's output or input, seed its random numbers, set its globals,
-give it objects of the library such as io.StringIO, or get async generators, memoryviews and cyclic data from it.
+dump them (copy, dataclasses, json), redirect the program's output or input, seed its random numbers, set its globals or
+see them rebound, give it objects of the library such as io.StringIO, or get async generators, memoryviews, cyclic data.
 A program imports the standard library and the site-packages of the Python that runs this, read-only. The local sandbox
 needs Linux on x86-64 or aarch64 (--runner=e2b does not), and only the standard library of Python 3.10 to 3.13.
 """

@@ -370,7 +370,7 @@ def run_test(text, peer, main):
         # a module that only the program imports is replaced by ours of that name, and so is what poses as one
         asked = {attribute for owner, attribute in read if owner == name and name in sys.stdlib_module_names}
         poses = isinstance(value, types.ModuleType) or (asked and asked <= {*dir(importlib.import_module(name))})
-        if module := COMPARING.get(name) or (poses and name):
+        if module := COMPARING.get(name) or (poses and {"dt": "datetime"}.get(name, name)):
             value = importlib.import_module(module)
         elif name in COMPARERS and others:
             value = getattr(importlib.import_module(COMPARERS[name]), name)

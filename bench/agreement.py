@@ -28,10 +28,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from record import judged
+
 import benchmarks
 import problems as tasks
 import runs
-import sandbox
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,19 +181,21 @@ def ours(cfg, found):
     problems = tasks.read_problems(file)
     tests = [[problems[tasks.key_of(row["task_id"])].test] for row, _, _ in found]
     limits = {"timeout_s": 4.0, "program_s": 60.0, "workers": cfg.workers, "main_block": False}
-    by_test = sandbox.run_tests([program for _, _, program in found], tests, **limits)
+    by_test = judged([program for _, _, program in found], tests, **limits)
     # the same by EvalPlus' rules
     rows = plus_rows(cfg, [row for row, _, _ in found])
     plus = {key: tasks.plus_problem(row) for key, row in rows.items()}
     timeout_s = benchmarks.resolve(benchmarks.Config(task="humaneval+")).sandbox.timeout_s
     expected = tasks.plus_expected(plus, [*plus], {"workers": cfg.workers, "timeout_s": timeout_s})
+    if failed := [why for why in expected.values() if isinstance(why, str)]:
+        raise RuntimeError(f"a reference solution could not be run: {failed[0]}")
     chosen = [i for i, (row, _, _) in enumerate(found) if row["task_id"] in plus]
     known = {i: expected[found[i][0]["task_id"]] for i in chosen}
     calls = [
         tasks.plus_tests(plus[found[i][0]["task_id"]], known[i].limits, known[i].most, known[i].values) for i in chosen
     ]
     limits |= {"program_s": 400.0, "memory_mb": 4096}
-    results = sandbox.run_tests([found[i][2] for i in chosen], calls, **limits)
+    results = judged([found[i][2] for i in chosen], calls, **limits)
     by_inputs = [None] * len(found)
     for i, result in zip(chosen, results, strict=True):
         by_inputs[i] = tasks.plus_verdict(plus[found[i][0]["task_id"]], result)["result"]
@@ -242,6 +245,8 @@ def table(cfg, pairs, differ):
         who = "ours" if (python == "passed") == (mine == "passed") else "theirs"
         if "Always" in kind:
             who = "ours: a result that equals anything has not been computed"
+        elif name == "EvalPlus" and cfg.plus_file:
+            who = "not judged: plain Python ran HumanEval's asserts"
         elif "time" in other and python == "passed":
             who += ": the machine was too busy for a limit by the clock"
         lines.append(f"| {name} | {row['task_id']} | {kind} | {mine} | {other} | {who} |")

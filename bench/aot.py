@@ -65,6 +65,9 @@ def main(cfg):
         if cfg.only not in name:
             continue
         rows, compile_s = compile_rows(flags)
+        if missing := [row for row in rows if "step_s" not in row]:
+            print(f"{name}: {missing[0].get('because', 'no estimate')}; left as it was", file=sys.stderr)
+            continue
         more = {"compiled_by": f"python bench/compile_for.py {flags}", "compile_s": compile_s}
         more["device"] = f"TPU {rows[0]['device']}, compiled for, not run on"
         if flags.startswith("head"):  # one entry for the three forms of a program: how much smaller ours is

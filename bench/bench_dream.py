@@ -117,6 +117,9 @@ def resident():
 def run_ours(cfg, folder, dtype):
     import jax
 
+    if idle := checkpoints.idle_accelerator():  # PyTorch would take it
+        raise ValueError(idle)
+    jax.config.update("jax_default_matmul_precision", "highest" if dtype == "float32" else None)
     started = time.perf_counter()
     model = from_hf(folder, dtype)
     jax.block_until_ready(dream.nnx.state(model))

@@ -26,6 +26,7 @@ import numpy as np
 from bench_dream import from_hf, write_weights
 from record import record
 
+import checkpoints
 import model_dream as dream
 import runs
 import sample_block
@@ -61,6 +62,11 @@ def clock(call, repeats):
 
 def run_ours(cfg):
     """Prints {batch: {kind: seconds}}, and the autoregressive texts; a kind is "ar" or tokens of a pass."""
+    import jax
+
+    if idle := checkpoints.idle_accelerator():  # PyTorch would take it
+        raise ValueError(idle)
+    jax.config.update("jax_default_matmul_precision", "highest" if cfg.dtype == "float32" else None)
     model, seconds, texts = from_hf(Path(cfg.folder), cfg.dtype), {}, {}
     for B in cfg.batches:
         prompts = prompts_of(cfg, model.cfg, B).tolist()

@@ -7,6 +7,7 @@ Writes two entries into results/cpu.json: medians, with the processor seconds be
 """
 
 import dataclasses
+import os
 import resource
 import subprocess
 import sys
@@ -36,7 +37,8 @@ def timed(cfg, cache):
     """(wall, processor) seconds of one command."""
     what = f"--model={cfg.model}", f"--ckpt=weights/{cfg.model}", f"--prompt={cfg.prompt}", f"--compile_cache={cache}"
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    subprocess.run([sys.executable, "generate.py", *what], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    how = {"cwd": ROOT, "check": True, "stdout": subprocess.DEVNULL, "env": os.environ | {"JAX_PLATFORMS": "cpu"}}
+    subprocess.run([sys.executable, "generate.py", *what], **how)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return time.perf_counter() - started, processor

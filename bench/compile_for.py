@@ -594,7 +594,7 @@ def largest(program):
     fits, fails, found, tried = -1, len(SIZES), None, {}
     while fails - fits > 1:
         i = (fits + fails) // 2
-        (row,) = program.sized(SIZES[i]).rows()
+        row = max(program.sized(SIZES[i]).rows(), key=lambda row: (not row["fits"], row.get("total_gib", math.inf)))
         tried[SIZES[i]] = row.get("total_gib")
         fits, fails = (i, fails) if row["fits"] else (fits, i)
         found = row if row["fits"] or i == 0 else found
@@ -745,7 +745,8 @@ class Generate:
     only: typing.Literal[("", *STEPS, "blocks")] = ""
 
     def sized(self, rows):
-        return dataclasses.replace(self, batch_size=rows, only=self.only or "canvas")
+        whole = "" if md.CONFIGS[self.model].block_length else "canvas"
+        return dataclasses.replace(self, batch_size=rows, only=self.only or whole)
 
     def mesh(self):
         """The mesh of the device's chips that generate.py would take for this batch."""
@@ -808,10 +809,13 @@ class Generate:
         # no step is faster than its FLOPs at the peak, nor than one pass over the weights
         chip, bits, mesh, model = place(self.device)[0], inference.bits_of(self), self.mesh(), md.CONFIGS[self.model]
         shapes = checkpoints.stored_shapes(md, md.param_shapes(model), jnp.bfloat16, bits)
-        read = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
-        weights = read / mesh.shape["tensor"]
+        # of an embedding that is no head only a few rows are read
+        kept = {name: x for name, x in shapes.items() if model.tie or name != "embed_tokens"}
+        weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept)) / mesh.shape["tensor"]
         kind, found, size = f"int{bits}" if bits else "bfloat16", [], model.block_length or self.block_length
         names = [self.only] if self.only else STEPS if size else ["canvas"]
+        if self.only == "canvas" and model.block_length:
+            raise ValueError(f"--only=canvas: {self.model} is filled in blocks")
         if model.block_length or self.only == "blocks":
             # A block's first pass is over the block before it too, or is causal; the others are over it and, with the
             # shift, a token more.

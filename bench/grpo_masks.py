@@ -42,7 +42,7 @@ class Config:
 
 
 def main(cfg):
-    model, _ = checkpoints.load(model_dream, cfg.ckpt)
+    model, _ = checkpoints.load(model_dream, cfg.ckpt, dtype="float32")
     tokenizer = tokenizers.Tokenizer.from_file(f"{cfg.ckpt}/tokenizer.json")
     tasks = [json.loads(line) for line in Path(cfg.tasks).read_text().splitlines()][: cfg.completions]
     prompts = [tokenizer.encode(task["prompt"]).ids for task in tasks]

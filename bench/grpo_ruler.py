@@ -654,7 +654,7 @@ def load(cfg):
     import model_dream
     import sample_dream
 
-    model, _ = checkpoints.load(model_dream, cfg.ckpt)
+    model, _ = checkpoints.load(model_dream, cfg.ckpt, dtype="float32")
     tokenizer = tokenizers.Tokenizer.from_file(f"{cfg.ckpt}/tokenizer.json")
     tasks = [json.loads(line) for line in Path(cfg.tasks).read_text().splitlines()][: cfg.answers]
     prompts = [tokenizer.encode(task["prompt"]).ids for task in tasks]

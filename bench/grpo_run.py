@@ -11,7 +11,8 @@
 
 All runs begin at weights/dream and learn from TinyPython's split `constants`; a seed sets the order of tasks and the
 completions. The reward is the mean over `composed` and `phrased`, of which no task is rewarded. With several kinds of
-runs, differences from the first kind are paired by seed. All estimators of a comparison take as many forward passes.
+runs, differences from the first kind are paired by seed. All estimators of a comparison take as many forward passes,
+but for espo: three updates a round and ten passes where the others take two and nine.
 Writes the name of the folder --out with .png and, of several kinds, .md, and an entry for each kind in cpu.json, under
 bench/results/.
 

@@ -92,10 +92,16 @@ class Plain(nn.Module):
         return self.head(self.norm(h))
 
 
+def architecture_of(cfg, rows):
+    preset = mdlm.CONFIGS[cfg.model]
+    positions = max(preset.positions, rows.meta["seq_len"])
+    return dataclasses.replace(preset, vocab=rows.meta["vocab_padded"], positions=positions)
+
+
 def plain_steps(cfg, settings, rows, device, micro, fused):
     """Seconds and losses of cfg.warmup + cfg.steps steps of the plain trainer."""
     # our initial weights, which the seed gives
-    architecture = dataclasses.replace(mdlm.CONFIGS[cfg.model], vocab=rows.meta["vocab_padded"])
+    architecture = architecture_of(cfg, rows)
     model = Plain(architecture, fused)
     torch.manual_seed(settings.seed)
     model.load_state_dict(mdlm.MDLM(architecture).state_dict())
@@ -147,8 +153,9 @@ def plain_steps(cfg, settings, rows, device, micro, fused):
     return seconds[cfg.warmup :], losses
 
 
-# dense bfloat16 FLOP/s of the SXM data sheets; other devices report no MFU
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+# dense bfloat16 FLOP/s of the data sheets, the longest name first; other devices, and float32, report no MFU
+PEAK_FLOPS = {"H200_NVL": 835e12, "H100_NVL": 835e12, "H100_PCIe": 756e12, "H200": 989e12, "H100": 989e12}
+PEAK_FLOPS |= {"A100": 312e12}
 
 
 def flops(noised, architecture):
@@ -187,8 +194,8 @@ def bench_training(cfg, file, device):
             plain[fused, micro] = seconds
     half = "" if cfg.dtype == "float32" else f", {cfg.dtype}"
     again, _ = our_steps(cfg, data)  # the machine's speed drifts
-    peak = next((flops_s for kind, flops_s in PEAK_FLOPS.items() if kind in file), 0)
-    architecture = dataclasses.replace(mdlm.CONFIGS[cfg.model], vocab=rows.meta["vocab_padded"])
+    peak = next((flops_s for kind, flops_s in PEAK_FLOPS.items() if kind in file and half), 0)
+    architecture = architecture_of(cfg, rows)
     steps = range(cfg.warmup, settings.steps)
     mean_flops = np.mean([flops(train_gpu.training_batch(rows, settings, step), architecture) for step in steps])
     median, low, high = np.quantile(ours + again, [0.5, 0.1, 0.9]).tolist()

@@ -76,7 +76,7 @@ def main(cfg):
     names = "vocab", "width", "layers", "heads", "kv_heads", "head_size", "ffn"
     shape = {name: getattr(model, name) for name in names}
     batch = {"seq_len": settings.seq_len, "batch_size": settings.batch_size, "dropout": settings.dropout}
-    same = shape | batch | {"steps": cfg.steps, "threads": os.cpu_count()}
+    same = shape | batch | {"steps": cfg.steps, "threads": os.cpu_count(), "device": "cpu"}
     flags = [f"--{name}={value}" for name, value in same.items()]
     plain = [f"--block={settings.seq_len}", "--no-chunked_loss", "--no-aten_dropout"]
     baselines = {}

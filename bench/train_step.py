@@ -49,6 +49,7 @@ def main(cfg):
     settings = train_gpu.Config(data=cfg.data, model=cfg.model, batch_size=cfg.batch_size, micro_batch=cfg.batch_size)
     rows, _, _ = train_gpu.find_data(settings)
     architecture = dataclasses.replace(mdlm.CONFIGS[cfg.model], vocab=rows.meta["vocab_padded"], rope=True)
+    architecture = dataclasses.replace(architecture, positions=max(architecture.positions, rows.meta["seq_len"]))
     state = train_gpu.make_state(dataclasses.replace(settings, compile=False), architecture, "float32", devices)
     noised = train_gpu.training_batch(rows, settings, 0)
     on_meta = train_gpu.Loss(mdlm.MDLM(architecture).to("meta", torch.bfloat16), settings.schedule)

@@ -216,6 +216,19 @@ def test_an_import_from_the_future_may_follow_the_prompt_of_qwen_base(tmp_path):
     assert result.verdicts == ["pass"]
 
 
+def test_a_harness_does_not_define_the_helpers_of_a_prompt_again():
+    """As in HumanEval/50 the test calls a function of the prompt, which dream_base's rules drop from the program."""
+    prompt = 'def code(x):\n    return x + 1\n\n\ndef back(x):\n    """Undo code."""\n'
+    row = {"task_id": "HumanEval/50", "prompt": prompt, "entry_point": "back"}
+    row["test"] = "def check(candidate):\n    assert candidate(code(3)) == 3"
+    problem, program = tasks.humaneval_problem(row), "def back(x):\n    return x - 1\n"
+    for name, want in (("ours", "pass"), ("evalplus_base", "pass"), ("dream_base", "fail"), ("openai", "fail")):
+        _, record = protocols.named(name, "humaneval")
+        tests = tasks.hidden_tests(problem, None, program, 3.0, record)
+        (result,) = sandbox.run_tests([program], [tests])
+        assert result.verdicts[0] == want, name
+
+
 def test_the_longest_program_is_that_of_all_runs_of_lines():
     """As the code of Dream and EvalPlus finds it: every run of lines is parsed; the first with most lines is kept."""
 

@@ -3330,6 +3330,19 @@ VALUES = {'a': [1]}
 assert x == 5 and VALUES == {'a': [1]}
 VALUES['a'].append(2)
 assert VALUES == {'a': [1, 2]}
+====
+import datetime as dt
+def f(): return dt.date(2020, 1, 2)
+--
+assert f() == dt.date(2020, 1, 2)
+====
+total = 0
+def add(n):
+    global total
+    total += n
+--
+add(3)
+assert total == 3
 """
 RARE_CASES = [case.strip("\n").split("\n--\n") for case in RARE.split("\n====\n")]
 
@@ -3357,6 +3370,7 @@ NOT_YET = {
     "assert p.__dict__ == {'x': 1, 'y': [2]}",
     "assert q == p and q is not p and q.rows is not p.rows",
     "assert same is xs",
+    "assert total == 3",
     "assert type(f()) is P",
     "assert type(f()).__name__ == 'P'",
     "assert v.x == 5 and (v * 2).x == 10 and 5 in v",
