@@ -423,7 +423,7 @@ class Dream:
         how = cfg.max_new, cfg.dream.infill, self.measure
         if cfg.dream.repair and "[MASK" in str(requests):
             raise ValueError("--repair opens what is generated after a prompt; leave [MASK] out of it")
-        self.total = total = collections.Counter()  # of the filling, and of what counts the masks of a hole
+        self.total = total = collections.Counter()  # passes and seconds, those that measure [MASK] too
         canvases = [blank for request in requests for blank in [texts.canvas(*request, *how)] * cfg.n]
         # Each canvas width is a program to compile: all batches share at most three, and have as many rows. The sampler
         # puts texts of about one length together. Holes whose tokens were counted have a rule of their own, see fill().

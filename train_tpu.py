@@ -434,7 +434,7 @@ class Trainer:
     """A run in memory, with the defaults that data and devices suggest. Only `state` changes with the steps."""
 
     def __init__(self, cfg):
-        cfg = cfg if cfg.data else dataclasses.replace(cfg, model=cfg.model or "tiny")  # which the library feeds
+        cfg = cfg if cfg.data else dataclasses.replace(cfg, model=cfg.model or "tiny")  # the library feeds no more
         self.train, self.heldout, tokenizer_json = find_data(cfg)
         cfg, self.model, self.run, self.mesh = resolve(cfg, jax.devices(), self.train.meta)
         folder, total = self.train.folder, self.train.total

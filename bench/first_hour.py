@@ -72,10 +72,10 @@ def lacking(need):
     if need == "kernels":
         return ops.why_not(torch.device("cuda"))
     jetson_user = Path("/etc/nv_tegra_release").exists() and os.geteuid() != 0
-    if need == "profiler" and jetson_user and int((torch.version.cuda or "13").split(".")[0]) < 13:
-        return "profiling a Jetson needs root before CUDA 13: sudo -E env PATH=$PATH python bench/bench_kernels.py"
     if need == "profiler":
-        return ""
+        refused = jetson_user and int((torch.version.cuda or "13").split(".")[0]) < 13
+        how = "sudo -E env PATH=$PATH python bench/bench_kernels.py"
+        return f"before CUDA 13 a Jetson lets only root profile: {how}" if refused else ""
     if need == "compute-sanitizer" and not sanitizer():
         return "no compute-sanitizer in $CUDA_HOME/bin or on the PATH"
     if need == "compute-sanitizer":

@@ -154,8 +154,9 @@ def plain_steps(cfg, settings, rows, device, micro, fused):
 
 
 # dense bfloat16 FLOP/s of the data sheets, the longest name first; other devices, and float32, report no MFU
-PEAK_FLOPS = {"H200_NVL": 835e12, "H100_NVL": 835e12, "H100_PCIe": 756e12, "H200": 989e12, "H100": 989e12}
-PEAK_FLOPS |= {"A100": 312e12}
+PEAK_FLOPS = {
+    "H200_NVL": 835e12, "H100_NVL": 835e12, "H100_PCIe": 756e12, "H200": 989e12, "H100": 989e12, "A100": 312e12,
+}  # fmt: skip
 
 
 def flops(noised, architecture):
