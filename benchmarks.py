@@ -2,7 +2,7 @@
 
     python benchmarks.py --task=humaneval                       # pass@1: generates 164 programs and runs them
     python benchmarks.py --task=mbpp --n=10 --k 1 10            # pass@1, pass@10, and the best of 10
-    python benchmarks.py --task=humaneval --model=dream --ckpt=out/diffucoder --chat=True --block_length=32
+    python benchmarks.py --task=humaneval --model=dream --ckpt=out/diffucoder --chat=on --block_length=32
     python benchmarks.py --task=humaneval --model=dream --ckpt=out/dream --protocol=dream_instruct    # as Dream's
     python benchmarks.py --task=humaneval_infilling --split=random-span --model=dream --ckpt=out/dream   # fills holes
     python benchmarks.py --task=humaneval --samples=mine.jsonl --watch    # scores programs from elsewhere
@@ -52,7 +52,7 @@ from runs import Count, Natural, NonNegative, Positive, Share, TopP
 class DreamFlags:
     """Flags of Dream, --model=dream."""
 
-    chat: bool | None = None  # ask through the chat template, for instruct models; unset: as the protocol does
+    chat: typing.Literal["auto", "on", "off"] = "auto"  # chat template, for instruct models; auto: as the protocol does
     threshold: Share = 0.0  # unmask all positions of at least this confidence; 0 unmasks by --steps
     entropy_bound: NonNegative = 0.0  # unmask positions of lowest entropy, up to this sum in nats; 0: off
     block_length: Natural = 0  # fill blocks of this length from left to right; 0: the whole canvas
@@ -147,12 +147,12 @@ def main(cfg):
 
 def protocol_of(cfg):
     """("harness/task", record) of --protocol, with the flags that override its settings."""
-    ours_chat = cfg.protocol == "ours" and cfg.dream.chat
+    ours_chat = cfg.protocol == "ours" and cfg.dream.chat == "on"
     name, record = protocols.named("ours_chat" if ours_chat else cfg.protocol, cfg.task)
     flags, fields = vars(cfg) | vars(cfg.dream), ("shots", "temperature", "top_p", "max_new", "bos", "top_k")
     given = {field: flags[field] for field in fields if flags[field] is not None}
-    if cfg.dream.chat is not None and not record.ours:
-        given["system"] = (record.system or protocols.ASSISTANT) if cfg.dream.chat else None
+    if cfg.dream.chat != "auto" and not record.ours:
+        given["system"] = (record.system or protocols.ASSISTANT) if cfg.dream.chat == "on" else None
     return name, record._replace(**given)
 
 
@@ -176,8 +176,8 @@ def resolve(cfg):
         raise ValueError(f"{', '.join(f'--{f.name}' for f in dataclasses.fields(DreamFlags))} are for --model=dream")
     if cfg.task == "humaneval_infilling" and cfg.dream.block_length and (cfg.dream.steps or cfg.dream.fast_dllm):
         raise ValueError("a hole has any length: no --block_length with --steps or --fast_dllm")
-    if cfg.dream.repair and (not record.ours or cfg.dream.chat or cfg.task not in ("humaneval", "humaneval+")):
-        raise ValueError("--repair runs the examples of a prompt: --task=humaneval, --protocol=ours, without --chat")
+    if cfg.dream.repair and (not record.ours or cfg.dream.chat == "on" or cfg.task not in ("humaneval", "humaneval+")):
+        raise ValueError("--repair runs the examples of a prompt: --task=humaneval, --protocol=ours, without --chat=on")
     if not cfg.samples and max(cfg.k, default=1) > cfg.n:
         raise ValueError(f"pass@{max(cfg.k)} needs --n={max(cfg.k)} samples of each problem or more, not {cfg.n}")
     if not cfg.samples and cfg.n > 1 and cfg.temperature == 0:
@@ -193,6 +193,7 @@ def settings_of(cfg):
     name, record = protocol_of(cfg)
     settings = {"task": cfg.task, "split": cfg.split, "problems": cfg.problems, "timeout_s": cfg.sandbox.timeout_s}
     settings |= {"protocol": name, "tasks_sha256": sha256(*tasks.task_files(cfg))}
+    settings |= {"threads": True} if cfg.sandbox.threads else {}
     if cfg.task == "livecodebench":
         settings |= {"since": cfg.since, "until": cfg.until}
     if cfg.samples:
@@ -243,7 +244,7 @@ def fingerprint(folder, out):
 
     def add(below):
         for path in sorted(below.iterdir()):
-            if path.is_dir() and path != Path(out).resolve():  # where the results lie beside the model
+            if path.is_dir() and path != Path(out).resolve() and not (path / "results.jsonl").exists():  # of an --out
                 add(path)
             elif path.is_file():
                 about = path.stat()
@@ -306,7 +307,7 @@ def prompt_ids(cfg, record, writer, question):
     elif writer.wrap:
         text = writer.wrap(record.ask(question, ()))
     else:
-        raise ValueError("--chat: the model's folder holds no chat template (tokenizer_config.json)")
+        raise ValueError("--chat=on: the model's folder holds no chat template (tokenizer_config.json)")
     tokenizer.encode_special_tokens = record.system is None  # without chat, names of special tokens are plain text
     ids, line = (tokenizer.encode(t, add_special_tokens=False).ids for t in (text, text + "\n"))
     # A BPE that joins a line break to what is before it has never seen the end of a line without it.

@@ -174,7 +174,7 @@ def end_of_text(folder, tokenizer):
 
 
 def chat_template(folder):
-    """wrap(prompt, system="", before=()) -> text, by the chat template in a model's folder; None if it has none.
+    """wrap(prompt, system=None, before=()) -> text, by the chat template in a model's folder; None if it has none.
 
     The prompt is a user's turn, after system and the (prompt, answer) pairs of `before`. ValueError if it fails.
     """
@@ -200,8 +200,8 @@ def chat_template(folder):
     environment.globals |= {"raise_exception": refuse, **special}
     compiled = functools.cache(environment.from_string)  # compiling takes 5 ms, rendering 0.07
 
-    def wrap(prompt, system="", before=()):
-        turns = [("system", system)] if system else []
+    def wrap(prompt, system=None, before=()):
+        turns = [] if system is None else [("system", system)]
         turns += [turn for pair in before for turn in zip(("user", "assistant"), pair, strict=True)]
         messages = [{"role": role, "content": text} for role, text in (*turns, ("user", prompt))]
         try:
@@ -212,7 +212,7 @@ def chat_template(folder):
     return wrap
 
 
-def encode_chat(tokenizer, wrap, prompt, system="", before=()):
+def encode_chat(tokenizer, wrap, prompt, system=None, before=()):
     """Token ids of a prompt in a chat template, after a system turn and the (prompt, answer)s before it.
 
     Special tokens are the template's alone. Their names in what was written stay text: HIDDEN breaks them until the
@@ -221,7 +221,7 @@ def encode_chat(tokenizer, wrap, prompt, system="", before=()):
     names = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
     special = re.compile(f"({'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})")
     hide = functools.partial(special.sub, lambda name: name[0][0] + HIDDEN + name[0][1:])
-    text, ids = wrap(hide(prompt), hide(system), [tuple(map(hide, turns)) for turns in before]), []
+    text, ids = wrap(hide(prompt), system and hide(system), [tuple(map(hide, turns)) for turns in before]), []
     tokenizer.encode_special_tokens = True
     for part in special.split(text):
         if part in names:
@@ -238,7 +238,7 @@ def encode_messages(tokenizer, wrap, messages):
     try:
         roles, texts = zip(*((turn["role"], turn["content"]) for turn in messages), strict=True)
         texts = [text if isinstance(text, str) else "".join(part["text"] for part in text) for text in texts]
-        system = texts.pop(0) if roles[0] in ("system", "developer") else ""
+        system = texts.pop(0) if roles[0] in ("system", "developer") else None
         if roles[-len(texts) :] != (("user", "assistant") * len(texts))[: len(texts) | 1]:
             raise ValueError
     except (TypeError, KeyError, ValueError):
@@ -257,7 +257,7 @@ def read_requests(data, name):
             continue
         try:
             row = json.loads(line)
-            requests.append((row["prompt"] + "", row.get("suffix", "") + ""))  # TypeError for what is no text
+            requests.append((row["prompt"] + "", (row.get("suffix") or "") + ""))  # TypeError for what is no text
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(f'{name}, line {number} is not a JSON object with the text "prompt"') from None
     if not requests:

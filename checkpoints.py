@@ -75,8 +75,7 @@ def join_hosts(hosts):
             where = [] if hosts == "auto" else [address, *map(int, numbers)]
             jax.distributed.initialize(*where, heartbeat_timeout_seconds=30)  # all end when one is killed
         except (ValueError, IndexError) as error:
-            advice = "give ADDRESS:PORT,COUNT,INDEX; auto is for TPU pods, SLURM and MPI"
-            raise ValueError(f"--hosts={hosts} ({error}): {advice}") from None
+            raise ValueError(f"--hosts={hosts} ({error}): ADDRESS:PORT,COUNT,INDEX; auto: TPU, SLURM, MPI") from None
 
 
 def host_0_says(value):
@@ -410,7 +409,8 @@ def free_bytes(mesh):
     free = 1024 * int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1])
     for path in map(Path, ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         if path.exists() and path.read_text().strip().isdigit():  # a container may have less than the machine
-            free = min(free, int(path.read_text()))
+            used = re.search(r"^(?:anon|total_rss) (\d+)", path.with_name("memory.stat").read_text(), re.M)
+            free = min(free, int(path.read_text()) - int(used[1] if used else 0))
     return 0.9 * free / len(mesh.local_devices)
 
 

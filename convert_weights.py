@@ -1,9 +1,8 @@
 """Convert checkpoints: Hugging Face safetensors to Orbax and back; the bytes of every tensor stay the same.
 
-    python convert_weights.py --source=DiffuCoder-7B-Instruct --out=out/diffucoder         # a folder from the Hub
     python convert_weights.py --source=apple/DiffuCoder-7B-Instruct --out=out/diffucoder   # downloads it first
     python convert_weights.py --source=out/diffucoder --out=out/diffucoder_hf              # and back again
-    python convert_weights.py --source=DiffuCoder-7B-Instruct --out=out/diffucoder --verify    # compares both
+    python convert_weights.py --source=DiffuCoder-7B-Instruct --out=out/diffucoder --verify    # a folder; compares both
     python convert_weights.py --source=out/train_tpu --out=out/my_model --push=me/my_model     # publishes a run
     python convert_weights.py --source=out/train_tpu --out=out/export --dtype=bfloat16         # a run's weights alone
     python convert_weights.py --source=Qwen/Qwen2.5-Coder-0.5B --to=dream --out=out/start      # to train as a Dream
@@ -340,14 +339,12 @@ CODE = {  # model_type: the repository of the Hub with its code, X and Y of conf
     "sdar": ("JetLM/SDAR-4B-Chat", "_sdar.SDAR", "ForCausalLM"),
     "Fast_dLLM_Qwen": ("Efficient-Large-Model/Fast_dLLM_v2_7B", ".Fast_dLLM_Qwen", "ForCausalLM"),
     "nemotron_labs_diffusion": (
-        "nvidia/Nemotron-Labs-Diffusion-8B",
-        "_nemotron_labs_diffusion.NemotronLabsDiffusion",
-        "Model",
+        "nvidia/Nemotron-Labs-Diffusion-8B", "_nemotron_labs_diffusion.NemotronLabsDiffusion", "Model",
     ),
-}
+    "llama": ("ByteDance-Seed/Stable-DiffCoder-8B-Instruct", "_stable_diffcoder.StableDiffcoder", "ForCausalLM"),
+}  # fmt: skip
 DREAM_TOKENS = {"<|beginoftext|>": 151_665, "<|mask|>": 151_666, "<|dlm_pad|>": 151_667}  # after Qwen2.5's tokens
-# where Qwen2.5's tokenizer splits a text before byte-pair encoding
-QWEN_WORDS = (
+QWEN_WORDS = (  # where Qwen2.5's tokenizer splits a text before byte-pair encoding
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
@@ -382,7 +379,8 @@ def with_code(config, files, origin):
         repository = origin if origin.count("/") == 1 else repository
     elif kind in CODE:
         auto = "AutoModelForCausalLM" if model == "ForCausalLM" else "AutoModel"
-        config = config | {"auto_map": {"AutoConfig": f"configuration{name}Config", auto: f"modeling{name}{model}"}}
+        own = {} if kind == "llama" else {"AutoConfig": f"configuration{name}Config"}  # Stable-DiffCoder has Llama's
+        config = config | {"auto_map": own | {auto: f"modeling{name}{model}"}}
 
     def locate(name):
         is_here = "--" in name or f"{name.split('.')[0]}.py" in files
@@ -587,8 +585,9 @@ def fetch(repository, revision, out):
     print(f"check it with: hf cache verify {repository}; delete it with: hf cache rm model/{repository}", flush=True)
     try:
         return Path(huggingface_hub.snapshot_download(repository, revision=revision, **wanted))
-    except (OSError, ValueError) as error:
-        raise OSError(f"{repository} is no folder here and cannot be downloaded: {runs.first_line(error)}") from None
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: of hf_xet, when the disk is full
+        problem = " ".join(str(error).split())
+        raise OSError(f"{repository} is no folder here and cannot be downloaded: {problem}") from None
 
 
 def main(cfg):
@@ -609,6 +608,8 @@ def main(cfg):
         if cfg.source.count("/") != 1 or cfg.source.startswith((".", "/")):
             raise FileNotFoundError(f"{folder} does not exist, and is no repository of the Hub (OWNER/NAME)")
         folder, repository = fetch(cfg.source, cfg.revision, out), cfg.source
+    elif cfg.revision != Config.revision:
+        raise ValueError(f"--revision is for a repository of the Hub, and {folder} is a folder here")
     source = find_qwen2(folder, cfg.block_length, repository) if cfg.to else find(folder, cfg.step, repository)
     if exists := out.exists():  # with --verify or --push
         print(f"{out} exists and is not written again")

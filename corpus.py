@@ -499,7 +499,7 @@ def examine_all(jobs, workers):
         for i in order:
             examine(*jobs[i])
         return
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import corpus; corpus.work()"
+    code = f"import sys; sys.path[0] = {str(Path(__file__).parent)!r}; import corpus; corpus.work()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}  # Ctrl-C is for us alone
     processes = [subprocess.Popen([sys.executable, "-c", code], **pipes) for _ in range(n)]
     try:

@@ -147,8 +147,7 @@ class Config:
 FIM = {role: f"<|fim_{role}|>" for role in ("prefix", "middle", "suffix")}  # Qwen2.5's names; its ids are 151659-151661
 SPECIAL = {"pad": "<pad>", "bos": "<bos>", "eos": "<eos>", "mask": "<mask>", "unk": "<unk>"}  # of padded rows, in order
 CHAT_FILES = "tokenizer_config.json", "chat_template.jinja"  # one of them holds a model's chat template
-# Qwen2.5's split: single digits, runs of indentation together, line ends with the punctuation before them
-SPLIT = (
+SPLIT = (  # Qwen2.5's: single digits, runs of indentation together, line ends with the punctuation before them
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 BATCH_BYTES = 4_000_000  # text tokenised at a time: the results take about 40 times its memory
@@ -202,6 +201,7 @@ def prepare(cfg, out):
     started = time.time()
     found = find(cfg)
     inputs = sha256(json.dumps([(item.name, item.sha256) for item in found]).encode())
+    implied = () if getattr(cfg, "benchmarks", ()) else ("benchmarks",)  # whether they can be fetched may change
     if isinstance(cfg, Python):  # what its flags leave open
         if cfg.hf or found[0].path.endswith(corpus.ROWS):
             cfg = dataclasses.replace(cfg, column=cfg.column or corpus.TEXT_COLUMNS)
@@ -210,7 +210,8 @@ def prepare(cfg, out):
     if cfg.chat:
         next(chat_turns([], cfg, vocabulary), None)  # fails here where it fails at all
     settings = settings_of(cfg, vocabulary)
-    if is_complete(out, settings, inputs):
+    if is_complete(out, settings, inputs, implied):
+        shutil.rmtree(out / ".rows", ignore_errors=True)  # of a run that was killed in its last second
         print(f"{out} is complete, nothing to do")
         return
 
@@ -267,8 +268,8 @@ def settings_of(cfg, vocabulary):
     return settings
 
 
-def is_complete(out, settings, inputs):
-    """Whether an earlier run has written everything. ValueError if it had other settings or files."""
+def is_complete(out, settings, inputs, implied):
+    """Whether an earlier run has written everything. ValueError if it had other files or settings, but `implied`."""
     path = next((out / name for name in ("meta.json", "progress.json") if (out / name).exists()), None)
     if path is None:
         if any((out / name).exists() for name in ("tokenizer.json", "train", "heldout")):
@@ -276,6 +277,7 @@ def is_complete(out, settings, inputs):
         return False
     earlier = runs.read_json(path, "settings", "inputs")
     before = earlier["settings"]
+    settings = settings | {key: before.get(key) for key in implied if path.name == "meta.json"}
     if other := [key for key in {**before, **settings} if before.get(key) != settings.get(key)]:
         listed = "; ".join(f"{key} {before.get(key, 'unset')}, now {settings.get(key, 'unset')}" for key in other)
         raise ValueError(f"{out} holds data of other settings ({listed}); choose another --out or delete it")
@@ -381,8 +383,7 @@ def find(cfg):
     if cfg.column or not code:  # rows where there are no .py files
         return found
     if len(code) < len(found):
-        beside = f"{len(found) - len(code):,} file(s) of rows beside .py files"
-        print(f"left out: {beside}; --column=NAME reads rows", file=sys.stderr)
+        print(f"left out: {len(found) - len(code):,} files of rows; --column=NAME reads them", file=sys.stderr)
     return code
 
 
@@ -435,8 +436,7 @@ def load_vocabulary(data, cfg):
     special = {role: encoder.token_to_id(token) for role, token in roles.items()}
     fim = {role: encoder.token_to_id(token) for role, token in FIM.items()}
     needed = [*roles.values(), *(FIM.values() if cfg.fim_rate else ())]
-    lacking = dict.fromkeys(token for token in needed if encoder.token_to_id(token) is None)
-    if lacking:
+    if lacking := dict.fromkeys(token for token in needed if encoder.token_to_id(token) is None):
         advice = "name another, --rows=packed, the --eos that it has, or --fim_rate=0"
         raise ValueError(f"--tokenizer={cfg.tokenizer} has no token {', '.join(lacking)}; {advice}")
     size = max(encoder.get_vocab(with_added_tokens=True).values()) + 1

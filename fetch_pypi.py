@@ -39,7 +39,7 @@ UNPACKED_BYTES, FILE_BYTES = 4_000_000_000, 1 << 24  # an archive that unpacks t
 # Folders of other people's code, and of tests, below which only the tests themselves stay.
 SKIPPED = r"/(_?vendor[-\w]*|third_?party|3rd_?party|_?extern(al)?s?|site-packages|node_modules)/"
 SKIPPED += r"|/(tests?|test_?data|idle_test)/(?!(.*/)?(test_\w*|\w*_tests?|tests?|conftest)\.py$)"
-OUTSIDE = re.compile(r"/|(.*/)?(\.\.(/|$)|[^/]{250})|.{1000}")  # names that leave a folder, or are too long
+OUTSIDE = re.compile(r"/|(.*/)?(/|\.\.(/|$)|[^/]{250})|.{1000}")  # names that leave a folder, or are too long
 CLASH = FileExistsError, NotADirectoryError, IsADirectoryError  # a file of the archive has the name of a folder
 
 
@@ -73,7 +73,7 @@ def requirements(packages):
     """[Requirement] of what the command line names."""
     lines = packages.split(",")
     if packages.endswith(".txt"):
-        lines = runs.as_path(packages).read_text(errors="replace").splitlines()
+        lines = runs.as_path(packages).read_text("utf-8-sig", errors="replace").splitlines()
     if packages.startswith("top:"):
         ranking = Path(__file__).with_name("pypi_top.txt").read_text().splitlines()[2:]  # after two lines of comments
         lines = ranking[: int(packages[4:])] if packages[4:].isdigit() else []

@@ -41,13 +41,13 @@ from runs import Count, Natural, NonNegative, Share, TopP
 LIKE = {  # the flags of --like; bench/results/families.md has the source of each, and where ours differs
     "dream": "--max_new=512 --temperature=0.2 --top_p=0.95 --top_k=50",
     "dreamon": "--max_new=64 --temperature=0.2 --top_p=0.9 --top_k=50 --bos --hole=4 --regrow=128",
-    "llada": "--max_new=128 --temperature=0 --top_p=1 --sampler=maskgit_plus --schedule=even --block_length=32",
+    "llada": "--max_new=128 --temperature=0 --top_p=1 --alg=maskgit_plus --schedule=even --block_length=32",
     "sdar": "--max_new=2048 --temperature=1 --top_p=1 --schedule=even --threshold=0.85",
     "nemotron": "--max_new=512 --temperature=0 --top_p=1 --threshold=0.9",
     "stable_diffcoder": "--max_new=512 --temperature=0 --top_p=1 --schedule=even",
     "fast_dllm": "--max_new=256 --temperature=0 --top_p=1 --block_length=32 --cache=dual --threshold=0.9 --fast_dllm",
     "fast_dllm_v2": "--max_new=2048 --temperature=0 --top_p=1 --sub_block=8 --threshold=0.9",
-    "open_dcoder": "--max_new=128 --temperature=0.5 --top_p=1 --top_k=200 --sampler=p2",
+    "open_dcoder": "--max_new=128 --temperature=0.5 --top_p=1 --top_k=200 --alg=p2",
 }
 
 
@@ -67,7 +67,7 @@ class DreamFlags:
     steps: Natural = 0  # denoising steps, for a Dream of blocks those of a block; 0: one for each token
     block_length: Natural = 0  # fill blocks of this length from left to right; 0 takes the whole canvas
     sub_block: Natural = 0  # fill a block in sub-blocks of this length, left to right: Fast-dLLM v2's small_block_size
-    sampler: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin", "p2"] = "entropy"  # order of positions
+    alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin", "p2"] = "entropy"  # order of positions
     schedule: typing.Literal["dream", "even"] = "dream"  # tokens of each step: Dream's | equally many, as LLaDA's
     alg_temp: NonNegative = 0.0  # temperature of the choice of positions; 0 fills those of highest confidence
     threshold: Share = 0.0  # fill every token of at least this probability in a step; 0 goes by --steps
@@ -95,7 +95,7 @@ class DreamFlags:
 @dataclasses.dataclass(frozen=True)
 class Config:
     model: typing.Literal["pythoncoder", "dream"] = "pythoncoder"  # family; MDLM: python inference_jetson.py
-    ckpt: str = ""  # folder; "" is out/train_tpu, or out/diffucoder for Dream; where that holds no model, weights/
+    ckpt: str = ""  # folder; "" is out/train_tpu, or out/train_dream for Dream; where that holds no model, weights/
     step: Natural = 0  # which checkpoint of a run; 0 takes the newest
     prompt: str = ""  # text to continue, \n for a new line (not needed after def f(): or """); "" asks for one
     suffix: str = ""  # text that follows: the model fills the middle (PythonCoder must be trained with --fim_rate)
@@ -121,7 +121,7 @@ class Config:
 
 DEFAULTS = {  # what "" and None stand for
     "pythoncoder": {"ckpt": "out/train_tpu", "max_new": 128, "temperature": 0.6, "top_p": 0.95},
-    "dream": {"ckpt": "out/diffucoder", "max_new": 256, "temperature": 0.2, "top_p": 0.95},
+    "dream": {"ckpt": "out/train_dream", "max_new": 256, "temperature": 0.2, "top_p": 0.95},
 }
 
 
@@ -184,8 +184,8 @@ def resolve(cfg):
     if "max_new" in defaults and isinstance(count, int) and count > 0:
         defaults["max_new"] = min(defaults["max_new"], count)
     cfg = dataclasses.replace(cfg, check=cfg.check or cfg.dream.repair > 0, **defaults)
-    if cfg.prompt and cfg.file:
-        raise ValueError("give --prompt or --file, not both")
+    if bool(cfg.prompt) == bool(cfg.file) and (cfg.prompt or cfg.check):
+        raise ValueError("give --prompt or --file, not both; --check and --repair need one of them")
     if cfg.suffix and not cfg.prompt:
         raise ValueError("--suffix follows --prompt; each line of a --file has its own")
     if cfg.json and cfg.show_steps:
@@ -194,7 +194,7 @@ def resolve(cfg):
         raise ValueError(f"--html={cfg.html} is no file in a folder that exists")
     if cfg.html and (cfg.dream.valid or cfg.dream.repair):
         raise ValueError("--html shows the steps of the sampler, not what --valid or --repair changes after them")
-    if cfg.n > 1 and not (cfg.temperature or cfg.dream.alg_temp or cfg.dream.sampler == "origin"):
+    if cfg.n > 1 and not (cfg.temperature or cfg.dream.alg_temp or cfg.dream.alg == "origin"):
         raise ValueError(f"--temperature=0 writes the same text {cfg.n} times; raise it, or leave --n at 1")
     if cfg.raw:
         return cfg
@@ -334,7 +334,7 @@ class Dream:
         settings = {name: getattr(flags, name) for name in [*own.split(), "eos_penalty", "late_eos"]}
         settings |= {name: getattr(cfg, name) for name in ("temperature", "top_p", "top_k")}
         settings |= {"history": self.watching, "likeliest": canvas.LIKELIEST if cfg.html else 0}
-        rule = sample_dream.Sampling(flags.sampler, filtered=flags.fast_dllm, **settings)
+        rule = sample_dream.Sampling(flags.alg, filtered=flags.fast_dllm, **settings)
         if (flags.valid or flags.repair) and flags.chat == "on":
             raise ValueError("--valid=python and --repair are for a Dream that writes code, without a chat template")
         bits = inference.bits_of(flags)
@@ -402,7 +402,7 @@ class Dream:
 
         def ask(prompt):  # without the oldest turns, where all do not fit
             turns, most = self.turns, self.model.cfg.positions - self.cfg.max_new
-            while len(ids := canvas.encode_chat(tokenizer, wrap, prompt, flags.system, turns)) > most and turns:
+            while len(ids := canvas.encode_chat(tokenizer, wrap, prompt, flags.system or None, turns)) > most and turns:
                 turns = turns[1:]
             if len(turns) < len(self.turns) and len(ids) <= most:
                 print("the oldest turns of the conversation do not fit any more", file=sys.stderr)

@@ -291,7 +291,7 @@ class Denoiser:
         for steps in dict.fromkeys((together, 1)):
             graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(graph):
+                with torch.cuda.graph(graph, stream=stream):  # its own: since 2.12 a reset frees its stream's workspace
                     for _ in range(steps):
                         self.step()
                 self.graph, self.together = graph, steps
@@ -336,9 +336,9 @@ def why_no_sampler(vocab, device):
 def why_no_kernels(config, vocab, device):
     """The reason why the kernels cannot run this model on this device, or an empty string."""
     head = config.width // config.heads
-    if head != ops.HEAD or config.width > ops.MAX_WIDTH or config.positions > ops.MAX_LENGTH:
-        kinds = f"heads of {ops.HEAD}, widths to {ops.MAX_WIDTH}, {ops.MAX_LENGTH} positions"
-        return f"the kernels are for {kinds}; this model has {head}, {config.width} and {config.positions}"
+    if head != ops.HEAD or config.width > ops.MAX_WIDTH or config.positions > ops.MAX_LENGTH or config.ffn % 8:
+        kinds = f"heads of {ops.HEAD}, widths to {ops.MAX_WIDTH}, {ops.MAX_LENGTH} positions, a multiple of 8 as ffn"
+        return f"the kernels are for {kinds}; this model has {head}, {config.width}, {config.positions}, {config.ffn}"
     return why_no_sampler(vocab, device)
 
 
@@ -563,12 +563,12 @@ def write(writer, cfg, on_step=None):
         text_BL = torch.cat([text_BL[:, :start], filled_BL], 1)
         left, new = left - size, new + size
         if left <= 0 or (text_BL == mdlm.EOS).any(1).all():
-            return [writer.tokenizer.decode(text_ids(row)) for row in text_BL.tolist()], cfg.n * new
+            return [writer.tokenizer.decode(text_ids(row, cfg.prompt)) for row in text_BL.tolist()], cfg.n * new
 
 
-def text_ids(ids):
-    """The ids between BOS and EOS."""
-    return ids[1 : ids.index(mdlm.EOS)] if mdlm.EOS in ids else ids[1:]
+def text_ids(ids, prompt=""):
+    """The ids between BOS and EOS; an EOS in a hole of the prompt ends nothing."""
+    return ids[1 : ids.index(mdlm.EOS)] if mdlm.EOS in ids and "[MASK:" not in prompt else ids[1:]
 
 
 SHADES = 196, 202, 208, 214, 220, 190, 154, 118, 82, 46  # terminal colours from red to green, one per tenth
@@ -582,7 +582,7 @@ class StepViewer:
     """
 
     def __init__(self, writer, cfg):
-        self.writer, self.colours = writer, {}  # colours of token positions
+        self.writer, self.prompt, self.colours = writer, cfg.prompt, {}  # colours of token positions
         self.ids, _ = canvas(writer, cfg)
         self.rate_N, _ = mdlm.step_tables(cfg.steps, cfg.schedule)
 
@@ -598,7 +598,7 @@ class StepViewer:
         return {start + p: prob_LV[p, new].item() for p, (old, new) in pairs if old != new}
 
     def __call__(self, i, start, ids):
-        clear, text, tokens = "", "", text_ids(ids)
+        clear, text, tokens = "", "", text_ids(ids, self.prompt)
         if sys.stdout.isatty():
             clear = "\x1b[2J\x1b[H"
             for p, prob in self.probabilities(i, start, ids).items():

@@ -360,7 +360,7 @@ def extract(text, entry, stops):
     text = written[: first_of(written, NO_ANSWER)]
     ended = len(text) < len(written)
     defines = re.compile(rf"(?m)^(async )?def {re.escape(entry)}\b")
-    continues = re.match(r"\s*\n[ \t]+[^\s`]|[ \t]+[^\s`]", text)
+    continues = re.match(r"\s*\n[ \t]+[^\s`]|(?! [A-Z])[ \t]+[^\s`]", text)  # " Here is it:" is chat
     if continues:  # the prompt is indented by spaces
         text = re.sub(r"(?m)^\t+", lambda tabs: "    " * len(tabs[0]), text)
     restated, fences = None if continues else defines.search(text), list(FENCE.finditer(text))
@@ -391,7 +391,7 @@ def fenced(text, fences):
         codes = [re.sub(f"(?m)^{fence[1]}", "", text[fence.end() + 1 : end.start()]) for end in ends]
         last = next((k for k, code in enumerate(codes) if parses(code)), 0)
         behind = ends[last].end() if ends else len(text)
-        blocks.append((codes[last], True) if ends else (text[fence.end() + 1 :], False))
+        blocks.append((codes[last], True) if ends else (re.sub(f"(?m)^{fence[1]}", "", text[fence.end() + 1 :]), False))
     return blocks
 
 
@@ -405,7 +405,7 @@ def parses(code):
 def without_prose(code, start):
     """The code without prose before and after the function whose name ends at `start`."""
     lines, first = code.split("\n"), code[:start].count("\n")
-    while first and not parses("\n".join(lines[:first])):
+    while first and not parses("\n".join([*lines[:first], "def f(): pass"])):  # which may have decorators
         lines, first = lines[1:], first - 1
     for i in range(first + 1, len(lines)):
         if PROSE.match(lines[i]) and not parses(lines[i]) and parses("\n".join(lines[:i])):

@@ -6,7 +6,7 @@
 #   bash recipe.sh t4         # Colab's GPU, an hour: small, 33 M, on 100 packages of PyPI; pip install pypi-simple
 #   bash recipe.sh v5e        # Colab's older TPU, an hour: small on 300 packages; pip install pypi-simple
 #   bash recipe.sh v6e        # one chip, a night: 300m on GitHub's Python; pip install datasets
-#   bash recipe.sh v6e-16     # a pod of sixteen chips, a day: 1b; datasets. On each host; OUT, DATA in a bucket
+#   bash recipe.sh v6e-16     # a pod of sixteen chips, a night: 1b; datasets. On each host; OUT, DATA in a bucket
 #   OUT=out/run bash recipe.sh score    # only what comes after the training, on one machine, from a local copy
 #
 # The same command resumes after a stop (in a bucket add --resume=$OUT). Flags after the device go to train_tpu.py.

@@ -72,8 +72,8 @@ def command(main, config_class, doc, machine=()):
             if any(event & select.POLLERR for _, event in poll.poll(0)):
                 os._exit(141)  # silently, as SIGPIPE ends other programs
         # An error of ours is raised by a line of ours.
-        folder, here = Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent, Path(__file__).parent
-        ours = folder in (here, here / "bench") or isinstance(error, OSError)
+        raised, here = Path(traceback.extract_tb(error.__traceback__)[-1].filename), Path(__file__).resolve().parent
+        ours = isinstance(error, OSError) or (raised.is_file() and raised.resolve().parent in (here, here / "bench"))
         if sys.flags.dev_mode or not ours:
             raise
         advice = "; pip install -r requirements-gpu.txt" if getattr(error, "name", "") == "torch" else ""
@@ -178,7 +178,7 @@ def write(path, data):
 @contextlib.contextmanager
 def new_folder(path):
     """A folder to write in, which gets its name when all went well; an error leaves nothing under that name."""
-    path, partial = Path(path), Path(f"{Path(path)}.tmp")
+    path, partial = Path(path).resolve(), Path(f"{Path(path).resolve()}.tmp")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -210,7 +210,7 @@ def lock(path):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BlockingIOError(f"another process is writing, it holds {path}; choose another --out") from None
+            raise BlockingIOError(f"another process is writing ({path}): wait, or choose another --out") from None
         yield
 
 
@@ -334,7 +334,7 @@ class Run:
         path = self.out / name
         if isinstance(path, Path):
             try:
-                with open(path, "a") as file:
+                with open(path, "a", encoding="utf-8", errors="surrogateescape") as file:
                     file.write(text)
             except OSError as error:
                 raise OSError(error.errno, error.strerror, str(path)) from None  # a full disk names no file

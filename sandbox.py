@@ -551,7 +551,8 @@ def code(completions, rows, **options):
 
 def binary_code(completions, rows, **options):
     """1.0 if all tests pass, else 0.0; None as `code`."""
-    return [rate if rate is None else float(rate > 0.99) for rate in code(completions, rows, **options)]
+    most = 0.99 if options.get("parity") else 1 - 1e-9  # the reference's threshold
+    return [rate if rate is None else float(rate > most) for rate in code(completions, rows, **options)]
 
 
 def soft_overlong(completions, rows, max_tokens=256, overlong_tokens=64, **options):

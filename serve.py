@@ -64,19 +64,19 @@ def main(cfg):
     family = cfg.model or ("dream" if (inference.WEIGHTS / "dream").is_dir() else "pythoncoder")
     folder = cfg.ckpt or str(inference.WEIGHTS / family)
     host, kind = (f"[{cfg.host}]", socket.AF_INET6) if ":" in cfg.host else (cfg.host, socket.AF_INET)
+    socket.create_server((cfg.host, cfg.port), family=kind).close()  # a port in use is told before the model is read
+    read = sample_rows.Dream if family == "dream" else sample_rows.PythonCoder
+    model = read(folder, cfg.batch_size, bits=8 if cfg.int8 else 0, compile_cache=cfg.compile_cache)
+    (loop := sample_rows.Loop(model, cfg.queue, cfg.warm)).start()
+    sys.setswitchinterval(5e-4)  # a step that has ended waits for the interpreter no longer than this
+    how = {"log_level": "warning", "timeout_graceful_shutdown": cfg.grace, "lifespan": "off"}
+    server = uvicorn.Server(uvicorn.Config(app(loop, Path(folder).resolve().name, cfg), **how))
+    signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))  # uvicorn raises it at its end
     with socket.create_server((cfg.host, cfg.port), family=kind) as listener:
-        read = sample_rows.Dream if family == "dream" else sample_rows.PythonCoder
-        model = read(folder, cfg.batch_size, bits=8 if cfg.int8 else 0, compile_cache=cfg.compile_cache)
-        loop = sample_rows.Loop(model, cfg.queue, cfg.warm)
-        loop.start()
-        sys.setswitchinterval(5e-4)  # a step that has ended waits for the interpreter no longer than this
-        how = {"log_level": "warning", "timeout_graceful_shutdown": cfg.grace, "lifespan": "off"}
-        server = uvicorn.Server(uvicorn.Config(app(loop, Path(folder).resolve().name, cfg), **how))
-        signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))  # uvicorn raises it at its end
         print(f"http://{host}:{listener.getsockname()[1]}", flush=True)
         server.run(sockets=[listener])
-        if not loop.close():  # it compiles, which nothing can end, and to leave as Python does would abort
-            os._exit(0)
+    if not loop.close():  # it compiles, which nothing can end, and to leave as Python does would abort
+        os._exit(0)
 
 
 MOST, TOP, SEEDS = (1, sample_rows.WIDTHS[-1]), (0, canvas.LIKELIEST), (-(1 << 63), (1 << 63) - 1)

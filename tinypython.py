@@ -1,9 +1,9 @@
 """Write TinyPython: small Python functions with docstrings, examples and hidden tests, drawn from tinypython.txt.
 
     python tinypython.py                                      # 100,000 functions and four splits: two minutes
-    python data_prep.py python --roots data/tinypython/train.jsonl --column=content --vocab_size=1024 --seq_len=512
+    python data_prep.py python --roots data/tinypython/train.jsonl --vocab_size=1024 --seq_len=512 --out=data/tiny
     python data_prep.py pairs data/tinypython/holes.jsonl --vocab_size=1024 --seq_len=256    # or pairs.jsonl
-    python benchmarks.py --task=humaneval --tasks_file=data/tinypython/composed.jsonl
+    python benchmarks.py --task=humaneval --tasks_file=data/tinypython/composed.jsonl --max_new=128
 
 What TinyStories is to English, this is to code: small enough for a CPU, and right or wrong when run. Level 1 is one
 operation, 2 two or three, 3 control flow with state, 4 functions that call one another, and classes. No docstring has

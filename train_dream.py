@@ -5,9 +5,9 @@
     python train_dream.py --objective=ar --out=out/ar   # the same layers as an autoregressive model
     python train_dream.py --init=out/ar --block_length=4 --block_warmup=200     # which then learns to fill blocks
     python train_dream.py --init=out/ar --block_length=16 --context=causal      # which verifies what it drafts
-    python train_dream.py --init=out/diffucoder --data=data/pairs               # fine-tunes a converted Dream
-    python train_dream.py --init=out/diffucoder --data=data/pairs --lora_rank=16 --base_bits=4 --remat=full
-    python train_dream.py --eval_only=out/diffucoder --data=data/mine           # held-out bits per byte, a bound
+    python train_dream.py --init=out/diffucoder --data=data/chat                # fine-tunes a converted Dream
+    python train_dream.py --init=out/diffucoder --data=data/chat --lora_rank=16 --base_bits=4 --remat=full
+    python train_dream.py --eval_only=out/diffucoder --data=data/chat           # held-out bits per byte, a bound
 
 Reads a folder of packed rows, or of pairs, from data_prep.py; without --data it first prepares the standard library of
 the running Python. Writes --out: config.json, tokenizer.json, log.jsonl, samples.txt, checkpoints/<step>/, and with

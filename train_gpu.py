@@ -516,7 +516,7 @@ def resolve(cfg, devices):
     if cfg.batch_size % world or micro < 1 or share % micro:
         raise ValueError(f"--batch_size={cfg.batch_size} is no multiple of {world} devices times --micro_batch={micro}")
     # Turing only emulates bfloat16, and Inductor cannot compile that; a CPU without units for it is slower
-    bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False) if cuda else torch.cpu._is_amx_tile_supported()
+    bfloat16 = torch.cuda.get_device_capability(devices.device) >= (8,) if cuda else torch.cpu._is_amx_tile_supported()
     dtype = "bfloat16" if bfloat16 else "float16" if cuda else "float32"
     eval_every = cfg.eval_every or max(1, cfg.steps // 10)
     resolved = {"micro_batch": micro, "eval_every": eval_every, "save_every": cfg.save_every or eval_every}

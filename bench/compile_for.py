@@ -615,6 +615,14 @@ class DreamSettings(train_dream.Config):
     device: tyro.conf.Suppress[str] = ""  # where it would train
 
 
+def micro_batches(settings, device, rows):
+    """The settings with micro-batches of `rows` on each device, and a batch that they divide."""
+    _, height, width = place(device)
+    step = rows * max(1, height * width // settings.tensor)
+    batch = -(-(settings.batch_size or 64) // step) * step
+    return dataclasses.replace(settings, micro_batch=rows, batch_size=batch)
+
+
 @dataclasses.dataclass(frozen=True)
 class Train:
     """A step of train_tpu.py, with its flags; their defaults are those of the device."""
@@ -623,7 +631,7 @@ class Train:
     settings: CoderSettings = dataclasses.field(default_factory=CoderSettings)
 
     def sized(self, rows):
-        return dataclasses.replace(self, settings=dataclasses.replace(self.settings, micro_batch=rows))
+        return dataclasses.replace(self, settings=micro_batches(self.settings, self.device, rows))
 
     def rows(self):
         return [train_step(train_tpu, pc, self.settings, self.device)]
@@ -637,7 +645,7 @@ class TrainDream:
     settings: DreamSettings = dataclasses.field(default_factory=DreamSettings)
 
     def sized(self, rows):
-        return dataclasses.replace(self, settings=dataclasses.replace(self.settings, micro_batch=rows))
+        return dataclasses.replace(self, settings=micro_batches(self.settings, self.device, rows))
 
     def rows(self):
         return [train_step(train_dream, md, self.settings, self.device)]

@@ -125,7 +125,8 @@ class Unmask(TemplateLM):
         self.ckpt, cfg = ckpt, self.model.cfg
         self.tokenizer, self.wrap = sample_dream.load_tokenizer(ckpt, cfg), canvas.chat_template(runs.as_path(ckpt))
         self.max_length, self.max_new = max_length or min(cfg.positions, 4096), max_new
-        ends = {cfg.eos_id, canvas.turn_end(self.tokenizer)} - {None}
+        ends = {cfg.eos_id, canvas.turn_end(self.tokenizer), self.tokenizer.token_to_id("<|endoftext|>")}
+        ends -= {None, cfg.expand_id}
         settings = {"vocab": self.tokenizer.get_vocab_size(), "eos_ids": tuple(sorted(ends))}
         self.rule, self.sampler = sample_dream.Sampling(**sampling, **settings), sample_dream
         if cfg.block_length:
@@ -170,7 +171,7 @@ class Unmask(TemplateLM):
     def apply_chat_template(self, chat_history, add_generation_prompt=True):
         """The model's own template, of turns that end with the user's, perhaps after a system turn."""
         turns = [turn["content"] for turn in chat_history]
-        system = turns.pop(0) if chat_history[0]["role"] == "system" else ""
+        system = turns.pop(0) if chat_history[0]["role"] == "system" else None
         if not self.wrap or len(turns) % 2 == 0:
             raise ValueError(f"{self.ckpt} has no chat template, or the last turn is not the user's")
         return self.wrap(turns[-1], system, list(zip(turns[:-1:2], turns[1::2], strict=True)))
@@ -245,6 +246,8 @@ class Unmask(TemplateLM):
     def generated(self, prompts, new, rule):
         """The new ids of each prompt, a batch at a time, in at most three canvas widths."""
         longest = self.max_length - new
+        if longest < 1:
+            raise ValueError(f"max_gen_toks={new} leaves no room for a prompt: raise max_length={self.max_length}")
         prompts = [ids[-longest:] or [self.prefix_token_id] for ids in prompts]
         lengths = sorted(len(ids) + new for ids in prompts)
         shape = {"widths": sample_dream.widths(lengths, self.batch_size, self.max_length), "rows": self.batch_size}

@@ -7,16 +7,17 @@
     python bench/speedrun.py functions --family=dream --ar_steps=0 --flags=--steps=2700 --change="masks from the start"
     python bench/speedrun.py code --change="AdamW" --flags="--optimizer=adamw --lr=1e-3"
 
-Beat the last row: change the code, or the trainer's flags, and run the same command with another --out. Processor
-seconds of the trainer and of what it compiles with count, so that a busy machine changes little; preparing the data and
-scoring do not. A run that took more is refused. Appends a row to results/speedrun.jsonl, and writes results/speedrun.md
-from it.
+Beat the last row: change the code, or the trainer's flags, and run the same command with another --out and a --change.
+Processor seconds of the trainer and of what it compiles with count, so that a busy machine changes little; preparing
+the data and scoring do not. A run that took more is refused. Appends a row to results/speedrun.jsonl, and writes
+results/speedrun.md from it.
 
-Stories are the 2.3 MB of TinyStories that two public repositories ship (the first 10,000 lines of the GPT-4 version's
-training split and the head of the first version's, interleaved), 56 of 2,653 held out; their figure is a bound, with
-two standard errors of its noise. Code is the standard library without its tests, 14 files held out; its figure is
-exact. Functions are 200,000 of tinypython.py; the score is greedy pass@1 on 1,000 tasks of its split "composed", with
-a 95 % interval (Wilson). What was tried and did not help stands in LOG.md.
+Stories are 2.3 MB of TinyStories that two repositories on GitHub ship: the first 10,000 lines of the GPT-4 version's
+training split (mines-opt-ml/decoding-gpt, data/tinystories_10k.txt) and the head of the first version's
+(s-ajaykumar/smallGPT, data/tiny_stories.txt), interleaved. 56 of 2,653 are held out; their figure is a bound, with two
+standard errors of its noise. Code is the standard library without its tests, 14 files held out; its figure is exact.
+Functions are 200,000 of tinypython.py; the score is greedy pass@1 on 1,000 tasks of its split "composed", with a 95 %
+interval (Wilson). What was tried and did not help stands in LOG.md.
 """
 
 import dataclasses

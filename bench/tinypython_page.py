@@ -152,10 +152,10 @@ def read_lines(path):
 HEAD = """# TinyPython, and what small models make of it
 
 `tinypython.py` draws typed operations from a grammar (`tinypython.txt` has its words), writes the function and a
-docstring that says what it does, half of them with an example; running it and up to ten mutants gives its tests. No
-docstring describes two functions that differ. The split *composed* has combinations of operations of which no training
-function is made (one of more operations may contain them). 200,000 functions are 14 M tokens of a vocabulary of 1,024,
-22 M with the EOS that a Dream's texts are filled with.
+docstring that says what it does, half of them with an example; its tests come from running it and three to ten mutants.
+No docstring describes two functions that differ. The split *composed* has combinations of operations of which no
+training function is made (one of more operations may contain them). 200,000 functions are 14 M tokens of a vocabulary
+of 1,024, 22 M with the EOS that a Dream's texts are filled with.
 
 | family | parameters | core minutes | steps | processor s | pass@1 on *composed* |
 |---|---|---|---|---|---|"""

@@ -505,7 +505,7 @@ def test_a_sample_has_four_times_the_time_of_a_slow_reference(tmp_path, monkeypa
 def test_a_protocol_sets_what_no_flag_does():
     cfg = benchmarks.resolve(benchmarks.Config(protocol="dream_instruct", model="dream"))
     assert (cfg.temperature, cfg.top_p, cfg.max_new, cfg.sandbox.timeout_s) == (0.1, 0.9, 768, 3)
-    flags = benchmarks.DreamFlags(chat=False)
+    flags = benchmarks.DreamFlags(chat="off")
     name, record = benchmarks.protocol_of(dataclasses.replace(cfg, max_new=64, dream=flags))
     assert name == "dream_instruct/humaneval_instruct"
     assert (record.max_new, record.system, record.temperature) == (64, None, 0.1)
@@ -893,7 +893,7 @@ def test_a_trained_model_writes_programs_and_resuming_equals_not_stopping(model,
     settings = {
         "pythoncoder": {"task": "humaneval", "max_new": 16},
         # one problem: the canvases of two would be two programs to compile
-        "dream": {"task": "humaneval", "max_new": 8, "threshold": 0.5, "chat": True, "int4": True, "top_k": 50}
+        "dream": {"task": "humaneval", "max_new": 8, "threshold": 0.5, "chat": "on", "int4": True, "top_k": 50}
         | {"problems": 1, "n": 6},
     }
     shared = {"model": model, "ckpt": str(request.getfixturevalue(model)), "batch_size": 2}
@@ -929,7 +929,7 @@ def test_a_trained_model_writes_programs_and_resuming_equals_not_stopping(model,
         refused(dataclasses.replace(cfg, out=str(tmp_path / "other")), "holds no chat template")
     else:
         refused(dataclasses.replace(cfg, step=99), "holds no checkpoint of step 99; it has [")
-        refused(dataclasses.replace(cfg, dream=benchmarks.DreamFlags(chat=True)), "--chat", "for --model=dream")
+        refused(dataclasses.replace(cfg, dream=benchmarks.DreamFlags(chat="on")), "--chat", "for --model=dream")
 
 
 @pytest.mark.slow
@@ -938,10 +938,10 @@ def test_a_dream_of_blocks_writes_programs_behind_its_exact_cache(dream, tmp_pat
     shutil.copytree(dream, tmp_path / "blocks")
     path = tmp_path / "blocks" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"bd_size": 4}))
-    settings = {"max_new": 8, "threshold": 0.5, "chat": False, "problems": 2, "batch_size": 2}
+    settings = {"max_new": 8, "threshold": 0.5, "chat": "off", "problems": 2, "batch_size": 2}
     cfg = config("humaneval", tmp_path, model="dream", ckpt=str(tmp_path / "blocks"), **settings)
     assert benchmarks.main(cfg)["samples"] == 2
-    cfg = dataclasses.replace(cfg, out=str(tmp_path / "a"), dream=benchmarks.DreamFlags(alg="origin", chat=False))
+    cfg = dataclasses.replace(cfg, out=str(tmp_path / "a"), dream=benchmarks.DreamFlags(alg="origin", chat="off"))
     refused(cfg, "a model of blocks is filled without order by origin")
 
 

@@ -661,11 +661,12 @@ def test_what_was_made_or_trained_here_names_the_code_of_its_kind(tmp_path):
 
 
 @pytest.mark.golden
-@pytest.mark.parametrize("area", ["llada", "sdar", "nemotron"])
+@pytest.mark.parametrize("area", ["llada", "sdar", "nemotron", "nemotron/stable_diffcoder"])
 def test_a_config_of_ours_names_the_classes_that_the_hub_names(golden_dir, area):
-    theirs = runs.read_json(golden_dir(area) / "config.json")
-    ours = convert.with_code(dream.config_to_hf(dream.config_from_hf(golden_dir(area))), {}, "out/my_run")["auto_map"]
-    assert len(ours) == 2
+    folder = golden_dir(area)
+    theirs = runs.read_json(folder / "config.json")
+    ours = convert.with_code(dream.config_to_hf(dream.config_from_hf(folder)), {}, "out/my_run")["auto_map"]
+    assert len(ours) == min(2, len(theirs["auto_map"]))
     for key, name in ours.items():
         assert name == f"{convert.CODE[theirs['model_type']][0]}--{theirs['auto_map'][key]}"
 
@@ -797,6 +798,7 @@ def test_an_upload_resumes_and_what_it_left_downloads_byte_for_byte(tmp_path, hu
     for part in ("was not uploaded", "/lfs/", "run again"):
         assert part in broken, done.stderr
     assert "me/other is no folder here and cannot be downloaded" in missing
+    assert "/me/other/" in missing  # the address, which the Hub's error names in a later line
     assert not list(tmp_path.glob("out*"))
     assert hub.began == [(0, 0), (3, 0)]  # three files had arrived, and none is in the repository before all are
     assert len(hub.sent) == len(set(hub.sent)) > 3  # nothing went twice

@@ -86,6 +86,7 @@ def index(tmp_path_factory):
         "broken": [("broken-1.tar.gz", archive("broken", "1", {"b.py": module(32)})[1][:200])],
         "up": [archive("up", "1", {"!up-1/../../out.py": module(33)})],
         "root": [archive("root", "1", {"!/tmp/out.py": module(34)})],
+        "twice": [archive("twice", "1", {"!twice-1//tmp/out.py": module(34)})],
         "clash": [archive("clash", "1", {"x.py/y.py": "y = 1", "x.py": "x = 1"})],
         "bomb": [archive("bomb", "1", {"b.py": "#" * 5_000_000})],
     }

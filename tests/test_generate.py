@@ -343,7 +343,7 @@ def test_without_a_run_the_models_in_weights_answer_and_say_so(weights, run_fold
     shutil.copytree(run_folder, "out/train_tpu")
     assert "weights" not in says_pythoncoder(capsys, "", **settings)[1]
     refused("holds no checkpoint of step 3; it has [7]", prompt="x", step=3)
-    refused("out/diffucoder holds no checkpoint", model="dream", prompt="x")
+    refused("out/train_dream holds no checkpoint", model="dream", prompt="x")
 
 
 def test_damaged_weights_and_those_of_another_version_are_one_line(weights):
@@ -729,7 +729,7 @@ def test_a_dream_of_blocks_streams_whole_characters_to_the_text_that_it_prints_a
     "settings",
     [
         {"top_p": None},  # the default
-        pytest.param({"sampler": "origin", "steps": 5, "top_k": 9, "temperature": 0.9}, marks=SLOW),
+        pytest.param({"alg": "origin", "steps": 5, "top_k": 9, "temperature": 0.9}, marks=SLOW),
         {"block_length": 4, "cache": "dual", "threshold": 0.5, "temperature": 0.0, "int8": True},
         pytest.param({"block_length": 4, "cache": "prefix", "int4": True}, marks=pytest.mark.slow),
     ],

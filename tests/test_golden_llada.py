@@ -269,6 +269,6 @@ def test_the_chat_template_renders_every_conversation(folder, tmp_path):
     assert cases
     for case in cases:
         turns = [turn["content"] for turn in case["messages"]]
-        system = turns.pop(0) if case["messages"][0]["role"] == "system" else ""
+        system = turns.pop(0) if case["messages"][0]["role"] == "system" else None
         pairs = list(zip(turns[:-1:2], turns[1::2], strict=True))
         assert wrap(turns[-1], system, pairs) == case["text"]

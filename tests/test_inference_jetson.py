@@ -261,6 +261,9 @@ def test_every_backend_has_the_fused_sampler_where_it_is_built(bundle, monkeypat
 
 def test_a_graph_that_cannot_be_captured_is_one_line_that_says_what_to_do(bundle, monkeypatch):
     class Fails(contextlib.nullcontext):
+        def __init__(self, graph, stream):
+            super().__init__()
+
         def __exit__(self, *error):
             raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
 
@@ -291,7 +294,7 @@ class Recorded:
                     take(denoiser)
 
         @contextlib.contextmanager
-        def capturing(graph):
+        def capturing(graph, stream):
             self.open = graph
             yield
             self.open = None
@@ -563,7 +566,13 @@ def test_tokens_are_coloured_by_their_probability(bundle, monkeypatch, capsys):
     shades = {p: jetson.SHADES[int(10 * value)] for _, prob, _ in seen for p, value in prob.items()}
     assert {int(shade) for shade in re.findall(r"\x1b\[38;5;(\d+)m", last)} == {*shades.values()}
     plain = re.sub(r"\x1b\[[\d;]*m", "", last)
-    assert plain == made.tokenizer.decode(jetson.text_ids(before))
+    assert plain == made.tokenizer.decode(jetson.text_ids(before, cfg.prompt))
+
+
+def test_an_eos_in_a_hole_leaves_the_text_after_it():
+    ids = [mdlm.BOS, 9, mdlm.EOS, 8, mdlm.EOS]
+    assert jetson.text_ids(ids, "once [MASK:1] dragon") == ids[1:]  # whose special tokens are not decoded
+    assert jetson.text_ids(ids, "once") == [9]
 
 
 @pytest.mark.parametrize(("max_new", "block"), [(100, 0), (30, 7), pytest.param(400, 0, marks=pytest.mark.slow)])

@@ -124,7 +124,7 @@ def test_llada_and_fast_dllm_of_it(says_like, model_of, golden_dir):
         flags = flags_of(
             max_new=new, block_length=given["block_length"], threshold=threshold or 0, cache=case.get("cache")
         )
-        flags += [] if threshold else flags_of(steps=given["steps"], sampler="maskgit_plus", schedule="even")
+        flags += [] if threshold else flags_of(steps=given["steps"], alg="maskgit_plus", schedule="even")
         flags += flags_of(guidance=given.get("cfg_scale"))
         late = [name for name in ("confidence_eos_eot", "logits_eos") if given.get(f"{name}_inf")]
         flags += flags_of(late_eos="both" if len(late) == 2 else "".join(late).partition("_")[0])
@@ -160,7 +160,7 @@ def test_dream_and_fast_dllm_of_it(says_like, model_of, golden_dir):
         if kind == "block":
             flags += flags_of(block_length=given["block_length"], cache="dual" if given["dual_cache"] else "prefix")
         flags += flags_of(threshold=given["threshold"] if by_threshold else 0)
-        flags += [] if by_threshold else flags_of(sampler=given["alg"])
+        flags += [] if by_threshold else flags_of(alg=given["alg"])
         flags += [] if kind == "block" and by_threshold else flags_of(steps=given["steps"])
         width = len(case["prompt_ids"][0])
         for i, row in enumerate(case["sequences"]):
@@ -255,7 +255,7 @@ def test_open_dcoder(says_like, model_of, golden_dir):
         given, prompt = case["settings"], case["prompt"]
         if {*prompt} & ends:
             continue
-        flags = flags_of(temperature=0, top_k=0, sampler=given["alg"], steps=given["steps"])
+        flags = flags_of(temperature=0, top_k=0, alg=given["alg"], steps=given["steps"])
         flags += flags_of(max_new=given["max_new_tokens"] or None)
         ((got, forwards),) = says_like("open_dcoder", [prompt], *flags)
         want = case["sequence"] if cfg.mask_id in prompt else until(case["sequence"][len(prompt) :], ends)
@@ -299,7 +299,7 @@ def test_dreamon(says_like, model_of, golden_dir):
         first, size = prompt.index(cfg.mask_id), prompt.count(cfg.mask_id)
         budget = given.get("expand_budget", given.get("max_gen_len"))
         most = longest - len(prompt) + size
-        flags = flags_of(temperature=0, top_k=0, top_p=1, sampler=given["alg"], max_new=most, hole=size)
+        flags = flags_of(temperature=0, top_k=0, top_p=1, alg=given["alg"], max_new=most, hole=size)
         flags += flags_of(regrow=2 * (longest - first) if budget is None else budget)
         text = words(prompt[1:-1], cfg.mask_id).replace(f"[MASK:{size}]", "[MASK]")  # BOS and EOS are --bos
         ((got, forwards),) = says_like("dreamon", [text], *flags)

@@ -797,7 +797,7 @@ def test_a_card_that_emulates_bfloat16_trains_in_float16(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "bench")
     import mdlm_speed
 
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert train_gpu.resolve(train_gpu.Config(), train_gpu.Devices(cuda))[1] == "float16"
