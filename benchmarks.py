@@ -194,8 +194,7 @@ def settings_of(cfg):
     settings = {"task": cfg.task, "split": cfg.split, "problems": cfg.problems, "timeout_s": cfg.sandbox.timeout_s}
     settings |= {"protocol": name, "tasks_sha256": sha256(*tasks.task_files(cfg))}
     settings |= {"threads": True} if cfg.sandbox.threads else {}
-    if cfg.task == "livecodebench":
-        settings |= {"since": cfg.since, "until": cfg.until}
+    settings |= {"since": cfg.since, "until": cfg.until} if cfg.task == "livecodebench" else {}
     if cfg.samples:
         return settings | {"samples_sha256": sha256(cfg.samples)}
     import writers

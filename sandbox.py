@@ -543,8 +543,7 @@ def code(completions, rows, **options):
     good = [i for i, form in enumerate(forms) if form == 1.0]
     results = run_tests([block(completions[i]) for i in good], [rows[i]["test_cases"] for i in good], **options)
     for i, result in zip(good, results, strict=True):
-        late = options.get("parity") and "timeout" in result.verdicts
-        rewards[i] = 0.0 if late else result.rate
+        rewards[i] = 0.0 if options.get("parity") and "timeout" in result.verdicts else result.rate
         rows[i]["verdicts"] = result.verdicts
     return rewards
 

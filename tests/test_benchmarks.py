@@ -183,10 +183,30 @@ FENCED = f'def add(a, b):\n    """\n    {F}python\n    add(1, 2)\n    """\n'
         ("mbpp", f"\n{BODY}1. It adds.\n- Twice, it adds twice.\n", f"\n{BODY[:-1]}"),
         ("humaneval", f"{BODY}x = y = 1\n", f"{BODY}x = y = 1\n"),
         ("humaneval", f"   {F}python\n   {FULL.replace(chr(10), chr(10) + '   ')}{F}\n", FULL),
+        ("humaneval", f"1. Code:\n   {F}python\n   {FULL.replace(chr(10), chr(10) + '   ')}", FULL),
+        ("humaneval", f" Here is the function:\n{F}python\n{FULL}{F}", FULL),
+        ("mbpp", f"import math\n\n@lru_cache(None)\n{FULL}[DONE]", f"import math\n\n@lru_cache(None)\n{FULL}"),
+        ("mbpp", f"The code:\n@cache\n{FULL}[DONE]", f"@cache\n{FULL}"),
     ],
 )  # fmt: skip
 def test_code_is_taken_out_of_what_a_model_wrote(task, text, code):
     assert protocols.extract(text, "add", protocols.PROTOCOLS[f"ours/{task}"].stops)[0] == code
+
+
+def test_an_example_may_be_followed_by_a_comma():
+    prompt = 'def f(a):\n    """f(1) returns 3, f(2) == (1, 2), and f(3) -> (1,)"""\n'
+    asserts = ["assert f(1) == 3", "assert f(2) == (1, 2)", "assert f(3) == (1,)"]
+    assert tasks.docstring_examples(prompt, "f")[0] == asserts
+
+
+def test_results_beside_a_model_are_no_part_of_it(tmp_path):
+    (tmp_path / "meta.json").write_text("{}")
+    before = benchmarks.fingerprint(tmp_path, tmp_path / "first")
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second" / "results.jsonl").write_text("{}\n")
+    assert benchmarks.fingerprint(tmp_path, tmp_path / "first") == before
+    (tmp_path / "second" / "results.jsonl").rename(tmp_path / "second" / "params")
+    assert benchmarks.fingerprint(tmp_path, tmp_path / "first") != before
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,7 @@ def test_a_file_of_prompts_is_checked_while_it_is_read(tmp_path):
         (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n' + line)
         refused("in.jsonl, line 2 is not", file=str(tmp_path / "in.jsonl"), ckpt=str(tmp_path / "none"))
     refused("--suffix follows --prompt", suffix="x", file=str(tmp_path / "in.jsonl"))
+    refused("--check and --repair need one of them", check=True)
     refused("between the lines of --json", prompt="x", json=True, show_steps=True)
     refused("--temperature=0 writes the same text 3 times", prompt="x", n=3, temperature=0.0, ckpt=str(tmp_path))
     given = {"prompt": "x", "html": str(tmp_path / "x.html"), "ckpt": str(tmp_path), "model": "dream"}
@@ -169,6 +170,7 @@ def test_a_file_that_is_no_text_is_named(tmp_path):
     path.write_bytes(b"\xef\xbb\xbf" + line.encode())  # a byte order mark
     assert canvas.read_requests(path.read_bytes(), path) == [("x", "")]
     assert canvas.read_requests(f"\n{line}\n".encode(), path) == [("x", "")]  # as of files that were joined
+    assert canvas.read_requests(b'{"prompt": "x", "suffix": null}', path) == [("x", "")]  # as pandas writes it
     refused("/dev/zero is no regular file", file="/dev/zero", ckpt=str(tmp_path / "none"))
 
 

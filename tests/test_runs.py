@@ -80,9 +80,14 @@ def test_scripts_take_nine_tenths_of_a_gpu_unless_told_otherwise(script):
     assert script(body, env=env | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}).stdout == "0.5\n"
 
 
-def test_an_error_of_ours_is_one_line_and_status_1(script):
+def test_an_error_of_ours_is_one_line_and_status_1(script, tmp_path):
     result = script("raise ValueError('--steps=0: at least 1')")
     assert (result.returncode, result.stderr) == (1, "--steps=0: at least 1\n")
+    (tmp_path / "below").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path)
+    for path in ("../script.py", "../link/script.py"):
+        result = subprocess.run([sys.executable, path], capture_output=True, text=True, cwd=tmp_path / "below")
+        assert (result.returncode, result.stderr) == (1, "--steps=0: at least 1\n")
     says(script("open('nowhere/file')"), "nowhere/file")
     says(script("sys.modules['torch'] = None\nimport torch"), "torch", "pip install -r requirements-gpu.txt")
 
@@ -177,6 +182,12 @@ def test_a_folder_is_complete_or_not_there(tmp_path):
     with pytest.raises(RuntimeError), runs.new_folder(tmp_path / "other"):
         raise RuntimeError
     assert os.listdir(tmp_path) == ["new"]
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "far")  # what a link names is replaced, on its own disk
+    for text in "ab":
+        with runs.new_folder(tmp_path / "link") as folder:
+            assert folder.parent == tmp_path / "disk"
+            (folder / "file").write_text(text)
+        assert (tmp_path / "link" / "file").read_text() == text
 
 
 @pytest.mark.parametrize("opened", [runs.new_folder, runs.writing])

@@ -2494,6 +2494,12 @@ def test_repetition_counts_distinct_ngrams():
     assert sandbox.repetition(["a a a"], [{}], ngram=1, max_penalty=-0.5) == pytest.approx([-1 / 3])
 
 
+def test_one_failure_of_101_is_a_failure_but_for_the_reference(monkeypatch):
+    monkeypatch.setattr(sandbox, "code", lambda completions, rows, **options: [100 / 101, 1.0, None])
+    assert sandbox.binary_code([], []) == [0, 1, None]
+    assert sandbox.binary_code([], [], parity=True) == [1, 1, None]
+
+
 def test_rewards_are_none_where_the_sandbox_failed(closed, monkeypatch):
     run, unlucky = sandbox.Template.run, "unlucky"
 

@@ -339,6 +339,10 @@ def test_a_conversation_takes_the_checkpoints_template(dream_server):
     settings = {"model": "tiny", "messages": messages, "max_tokens": 8, "seed": 2, "temperature": 0.5}
     answer = client.chat.completions.create(logprobs=True, top_logprobs=2, **settings)
     model = dream_server[1].model
+    begun = [{"role": "system", "content": ""}, {"role": "user", "content": "c"}]  # not the template's own system turn
+    ids = canvas.encode_messages(model.tokenizer, model.wrap, begun)
+    text = model.tokenizer.decode(ids, skip_special_tokens=False)
+    assert text.startswith("<|im_start|>system\n<|im_end|>\n<|im_start|>user")
     before = canvas.encode_chat(model.tokenizer, model.wrap, "c", "Be brief.", [("a", "b")])
     assert answer.usage.prompt_tokens == len(before)
     content = answer.choices[0].logprobs.content
