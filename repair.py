@@ -52,16 +52,16 @@ class Draft:
     passes: int = 0  # forward passes until it was filled, and those that looked for suspects
 
     def opened(self, start, end, first):
-        """The text before a hole, its old text, the text after. The hole begins with the text `first`."""
-        return self.prompt + self.body[:start] + first, self.body[start:end], self.body[end:] + self.suffix
+        """The text before a hole, its old text, the text after, and `first`: the token that its first one becomes."""
+        return self.prompt + self.body[:start] + first, self.body[start:end], self.body[end:] + self.suffix, first
 
 
 def repair(drafts, rounds, read, fill, judge, openings=None):
     """Repair drafts in place, in `rounds` rounds at most.
 
-    fill(holes) gives (new text, forward passes) of each hole (text before, old text, text after). judge(programs,
-    tests) runs a list of asserts for each program and gives for each assert (whether it passes, what the call returned
-    or raised, as text). openings(draft, suspects) yields what to open in turn.
+    fill(holes) gives (new text, forward passes) of each Draft.opened(). judge(programs, tests) runs a list of asserts
+    for each program and gives for each assert (whether it passes, what the call returned or raised, as text).
+    openings(draft, suspects) yields what to open in turn.
     """
     run_examples(drafts, judge)
     for _ in range(rounds):
@@ -126,7 +126,7 @@ def run_examples(drafts, judge):
 def set_line(draft, number):
     """Set draft.line by the number of a line of the program, from 1; None for a line that was not generated."""
     line = (number or 0) - 1 - draft.prompt.count("\n")
-    draft.line = line if 0 <= line < len(draft.body.splitlines()) else None
+    draft.line = line if 0 <= line < len(re.findall(r".*\n|.+", draft.body)) else None
 
 
 # ---- where a draft is opened -----------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def default_openings(draft, suspects):
 
 
 def filler(read, rule, key, size, ends, rows=1):
-    """A function that fills holes by a sampling rule: [(text before, old text, text after)] -> [(new text, passes)].
+    """A function that fills holes by a sampling rule: [Draft.opened()] -> [(new text, passes)].
 
     A Dream with cfg.expand_id finds the length of a hole, see infill.grow. Another fills `size` masks, and one of the
     ids `ends` ends the hole; with size 0 it fills as many masks as the old text has tokens.
@@ -188,11 +188,12 @@ def filler(read, rule, key, size, ends, rows=1):
 
     def fill(holes):
         key_of_call = jax.random.fold_in(key, next(calls))
-        parts = [[canvas.encode(read.tokenizer, text, "") for text in hole] for hole in holes]
+        coded = [[canvas.encode(read.tokenizer, text, "") for text in hole] for hole in holes]
+        parts = [(before, old[bool(first) :], behind) for before, old, behind, first in coded]
         if cfg.expand_id >= 0:
             filled = [grow(*part, jax.random.fold_in(key_of_call, i)) for i, part in enumerate(parts)]
         else:
-            blanks = [(before, size or len(old), behind) for before, old, behind in parts]
+            blanks = [(b, min(size or len(old), cfg.positions - len(b) - len(a)), a) for b, old, a in parts]
             filled = infill.fill_holes(read, blanks, rule, key_of_call, ends if size else (), rows)
         return [(read.tokenizer.decode(ids), passes) for ids, passes in filled]
 
@@ -217,7 +218,7 @@ def opened(model, prompt, text, number):
     run_examples([draft], judge)
     with model.context():
         found = [*dict.fromkeys(default_openings(draft, suspects([draft], read)[0]))]
-    before, _, behind = (canvas.encode(read.tokenizer, part, "") for part in draft.opened(*found[number % len(found)]))
+    before, _, behind, _ = (canvas.encode(read.tokenizer, x, "") for x in draft.opened(*found[number % len(found)]))
     return [*before, *[None] * (read.model.cfg.hole_masks or infill.START), *behind]
 
 
@@ -225,14 +226,14 @@ def repaired(dream, completions):
     """The completions (row, text) of generate.Dream; if none of a prompt passes its examples, the best is repaired."""
     cfg, read, drafts, green = dream.cfg, dream.read, [], canvas.SHADES[9] if sys.stdout.isatty() else 0
     for row, text in completions:
-        body = row["completion"]
-        if not row["suffix"] and infill.parses(text):
-            body = canvas.definitions(row["prompt"], text)[len(row["prompt"]) :] + "\n"
-        examples = [test for *_, test in canvas.examples(row["prompt"])]
+        body, examples = row["completion"], [test for *_, test in canvas.examples(row["prompt"])]
+        if not row["suffix"]:
+            cut = canvas.definitions(row["prompt"], text)  # what --check runs
+            if infill.parses(text) or all(passed for passed, _ in judge([cut], [examples])[0]):
+                body = cut[len(row["prompt"]) :] + "\n"
         drafts.append(Draft(row["prompt"], body, examples, row["suffix"]))
     run_examples(drafts if cfg.n > 1 else [], judge)
-    groups = [drafts[i : i + cfg.n] for i in range(0, len(drafts), cfg.n)]
-    best = [max(group, key=lambda draft: draft.passed) for group in groups]
+    best = [max(drafts[i : i + cfg.n], key=lambda draft: draft.passed) for i in range(0, len(drafts), cfg.n)]
     key, rows = jax.random.fold_in(dream.key, 2), min(cfg.dream.batch_size, len(best))
     fill = filler(read, dream.rule, key, 0 if dream.grows else dream.hole, tuple(dream.texts.ends), rows)
     with dream.context():

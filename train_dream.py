@@ -249,7 +249,7 @@ def find_data(cfg):
 
 
 def with_mask(model, meta, tokenizer_json):
-    """(model, tokenizer.json) of a Dream from scratch: a preset with the ids of the data, and one for MASK.
+    """(model, tokenizer.json) of a Dream from scratch: a preset with the ids of the data, of MASK and for with_expand.
 
     MASK is <|mask|> or <mask> of the data's tokenizer, else a token that is added to the run's copy of it.
     """
@@ -259,9 +259,8 @@ def with_mask(model, meta, tokenizer_json):
         tokenizer.add_special_tokens([MASKS[0]])
         mask_id, tokenizer_json = tokenizer.token_to_id(MASKS[0]), tokenizer.to_str().encode()
     used = max(meta["vocab_size"], mask_id + 1) + (1 if meta.get("settings", {}).get("edit_rate") else 0)
-    vocab = -(-used // 128) * 128  # with an id for with_expand
     ids = {name: meta.get(name, meta["eos_id"]) for name in ("pad_id", "bos_id", "eos_id")}
-    return dataclasses.replace(model, vocab=vocab, mask_id=mask_id, **ids), tokenizer_json
+    return dataclasses.replace(model, vocab=-(-used // 128) * 128, mask_id=mask_id, **ids), tokenizer_json
 
 
 def known_ids(folder, model, meta, tokenizer_json):
@@ -442,7 +441,8 @@ def sums_of(graph, schedule, rows, draws, params, batch, row_B, bytes_V):
     row, block = (segment_BL, batch["position_ABL"]), model.cfg.block_length
 
     def bound(draw):
-        noise = md.noise(jax.random.key(draw), rows, row_B, md.parts(*row, block or None))
+        order_R = jax.random.permutation(jax.random.key(draws + draw), rows)  # each draw gives a row another time
+        noise = md.noise(jax.random.key(draw), rows, order_R[row_B], md.parts(*row, block or None))
         return model.nelbo(token_BL, *row, *noise, fixed_BL, schedule=schedule)
 
     mask_BL, exact = md.counted(segment_BL, fixed_BL), 0 < block <= md.EXACT_BLOCK

@@ -99,8 +99,7 @@ STEP_GIB = {
     "tpu": {"small": {4: 1.0}, "300m": {8: 8.4}, "1b": {4: 22.6}},
     "gpu": {"small": {4: 1.0}, "300m": {8: 9.4}, "1b": {1: 17.8, 4: 19.1}},
 }
-# A preset is picked if its step fits a device and the run feeds it: with fewer tokens per parameter a larger model ends
-# worse than a smaller one.
+# A preset is picked if its step fits a device and the run feeds it: with fewer tokens a smaller model ends better.
 TOKENS_PER_PARAMETER = 4
 
 

@@ -1,7 +1,9 @@
 """Repair: where a draft is opened, by which examples it is judged, and that the best text stays. With weights/dream."""
 
+import contextlib
 import dataclasses
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -78,9 +80,12 @@ def test_a_draft_is_opened_behind_suspect_tokens_then_at_the_line_that_raises_an
     suspects = [(20, " -"), (6, "+=")]
     openings = [*repair.default_openings(draft, suspects)]
     assert openings == [(20, 27, " -"), (6, 9, "+="), (10, 27, ""), (0, 10, "")]
+    ended = dataclasses.replace(draft, body="    x = 0\r    return (x")  # Python's parser counts two lines
+    repair.set_line(ended, PROMPT.count("\n") + 2)
+    assert [*repair.default_openings(ended, [])] == []
     draft.line = 1
     assert [*repair.default_openings(draft, suspects[1:])] == [(6, 9, "+="), (10, 27, ""), (0, 10, "")]
-    assert draft.opened(6, 9, "+=") == (PROMPT + "    x +=", "= 0", "\n    return x + xs")
+    assert draft.opened(6, 9, "+=") == (PROMPT + "    x +=", "= 0", "\n    return x + xs", "+=")
 
 
 def test_the_best_text_stays_and_no_place_is_opened_twice(read):
@@ -128,14 +133,30 @@ def test_a_hole_ends_with_an_end_token_or_has_as_many_tokens_as_before(read):
     assert read.tokenizer.decode(ids).rstrip("\n") == " sum(xs)"
     assert 1 <= passes <= 64
     fill = repair.filler(read, rule, jax.random.key(0), 0, (end,))
-    ((text, _),) = fill([(PROMPT + "    return", " max(xs)", "\n")])
+    ((text, _),) = fill([(PROMPT + "    return", " max(xs)", "\n", "")])
     assert len(read.tokenizer.encode(text).ids) == len(read.tokenizer.encode(" max(xs)").ids)
+    # a first token that is given takes the place of one of them, or of all
+    sum_of = PROMPT + "    return sum", " max(xs)", "\n", " sum"
+    one = PROMPT + "    return 1", " 2", "\n", " 1"
+    assert [text for text, _ in fill([sum_of, one])] == ["(xs)", ""]
     blocks = dataclasses.replace(rule, block_length=32, cache="dual", fast_dllm=True, steps=64)
     fill = repair.filler(read, blocks, jax.random.key(0), 0, (end,))  # holes are no multiple of a block
-    assert fill([(PROMPT + "    return", " max(xs)", "\n")])[0][0] == text
+    assert fill([(PROMPT + "    return", " max(xs)", "\n", "")])[0][0] == text
 
 
 FLAGS = "--model=dream", f"--ckpt={DREAM}", "--temperature=0", "--threshold=0.9", "--compile_cache=", "--devices=1"
+
+
+def test_a_function_that_passes_before_the_text_was_cut_off_is_left_alone(read):
+    """As --check, which runs the definitions that are whole."""
+    prompt = 'def double(n):\n    """Return n times 2.\n\n    >>> double(2)\n    4\n    """\n'
+    row = {"prompt": prompt, "completion": "    return n * 2\n\n\ndef triple(n):\n    return (", "suffix": ""}
+    rule = sample_dream.Sampling(threshold=0.9, vocab=read.tokenizer.get_vocab_size())
+    cfg = generate.Config(model="dream", dream=generate.DreamFlags(repair=2))
+    about = {"grows": False, "hole": 64, "texts": types.SimpleNamespace(ends=()), "context": contextlib.nullcontext}
+    dream = types.SimpleNamespace(cfg=cfg, read=read, rule=rule, key=jax.random.key(0), **about)
+    completions = [(row, prompt + row["completion"])]
+    assert repair.repaired(dream, [*completions]) == completions
 
 
 def test_what_never_passes_is_shown_with_all_rounds(tmp_path, capsys):
@@ -176,7 +197,7 @@ def test_a_hole_that_grows_is_filled_token_by_token_whatever_the_rule(read):
     ids = {"vocab": read.tokenizer.get_vocab_size(), "eos_ids": (cfg.eos_id,)}
     rule = sample_dream.Sampling(entropy_bound=0.1, eos_penalty=3.0, late_eos="confidence", **ids)
     fill = repair.filler(grows, rule, jax.random.key(0), 0, (cfg.eos_id,))
-    ((text, passes),) = fill([(PROMPT + "    return", " max(xs)", "\n")])
+    ((text, passes),) = fill([(PROMPT + "    return", " max(xs)", "\n", "")])
     assert text
     assert passes >= 1
 
