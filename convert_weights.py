@@ -586,8 +586,7 @@ def fetch(repository, revision, out):
     try:
         return Path(huggingface_hub.snapshot_download(repository, revision=revision, **wanted))
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: of hf_xet, when the disk is full
-        problem = " ".join(str(error).split())
-        raise OSError(f"{repository} is no folder here and cannot be downloaded: {problem}") from None
+        raise OSError(f"{repository} is no folder and cannot be downloaded: {' '.join(str(error).split())}") from None
 
 
 def main(cfg):
