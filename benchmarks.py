@@ -1,4 +1,4 @@
-"""Let a model write programs for a benchmark, run them in the sandbox, and report pass@k.
+"""Generate programs for a benchmark with a model, run them in the sandbox, and report pass@k.
 
     python benchmarks.py --task=humaneval                       # pass@1: generates 164 programs and runs them
     python benchmarks.py --task=mbpp --n=10 --k 1 10            # pass@1, pass@10, and the best of 10
@@ -54,11 +54,11 @@ class DreamFlags:
 
     chat: typing.Literal["auto", "on", "off"] = "auto"  # chat template, for instruct models; auto: as the protocol does
     threshold: Share = 0.0  # unmask all positions of at least this confidence; 0 unmasks by --steps
-    entropy_bound: NonNegative = 0.0  # unmask positions of lowest entropy, up to this sum in nats; 0: off
+    entropy_bound: NonNegative = 0.0  # unmask by lowest entropy, while those before sum to at most this in nats; 0: off
     block_length: Natural = 0  # fill blocks of this length from left to right; 0: the whole canvas
     sub_block: Natural = 0  # fill a block in sub-blocks of this length, as Fast-dLLM v2
     cache: typing.Literal["", "prefix", "dual"] = ""  # with blocks: reuse keys and values within a block
-    alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin", "p2"] = "entropy"  # order of unmasking
+    alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin", "p2"] = "entropy"  # order of positions
     steps: Natural = 0  # denoising steps; 0: one per token, or as --threshold allows
     eos_penalty: NonNegative = 0.0  # makes an early end of the text less likely, see sample_dream.py
     late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # LLaDA: EOS is unmasked last | never
@@ -79,7 +79,7 @@ class SandboxFlags:
     runner: typing.Literal["local", "e2b"] = "local"  # this machine, or the service E2B
     e2b_router_url: str = ""  # host:port of an Open-R1 router that holds the E2B key; with --runner=e2b
     workers: typing.Annotated[int, (0, 1024)] = 0  # programs that run at a time; 0: one per CPU
-    timeout_s: Positive | None = None  # CPU s per sample; +, LiveCodeBench: per call; unset: protocol's
+    timeout_s: Positive | None = None  # CPU s of a sample (HumanEval+, MBPP+, LiveCodeBench: a call); unset: protocol's
     threads: bool = False  # let samples start threads
     allow_unsafe: bool = False  # run programs even where the machine offers no safe sandbox
 
@@ -109,7 +109,7 @@ class Config:
     max_new: Count | None = None  # new tokens at most; default: the protocol's, 512 for ours
     batch_size: Count = 16  # texts generated at a time
     seed: Natural = 0  # random seed of generation
-    compile_cache: str = "~/.cache/unmask"  # folder of compiled programs; "" compiles again
+    compile_cache: str = "~/.cache/unmask"  # folder of compiled programs, for later runs; "" keeps none
     json: bool = False  # print the report as one JSON line
     watch: bool = False  # show progress (pass@1, time left) even without a terminal
     dream: DreamFlags = DreamFlags()
@@ -181,7 +181,7 @@ def resolve(cfg):
     if not cfg.samples and max(cfg.k, default=1) > cfg.n:
         raise ValueError(f"pass@{max(cfg.k)} needs --n={max(cfg.k)} samples of each problem or more, not {cfg.n}")
     if not cfg.samples and cfg.n > 1 and cfg.temperature == 0:
-        raise ValueError(f"--temperature=0 writes the same text {cfg.n} times; raise it, or leave --n at 1")
+        raise ValueError(f"--temperature=0 generates the same text {cfg.n} times; raise it, or leave --n at 1")
     return cfg
 
 

@@ -6,8 +6,8 @@
     completion, text = texts.text_of(blank, ids)
     canvas.write_page("steps.html", [texts.tokens(blank, ids, when, probability)])    # or steps.svg
 
-generate.py, serve.py, benchmarks.py and coupled_grpo.py use it, data_prep.py for chat templates. Imports nothing of
-ours; a page is serve.html with the steps inside.
+For generate.py, serve.py, sample_rows.py, writers.py, repair.py, coupled_grpo.py, and data_prep.py's chat templates.
+Imports nothing of ours; a page is serve.html with the steps inside.
 """
 
 import ast
@@ -101,7 +101,7 @@ class Texts:
         return kept
 
     def text_of(self, canvas, ids, cut=lambda text: text):
-        """(what the model wrote, the whole text), one and the same where [MASK:n] said where to write.
+        """(the completion, the whole text), one and the same where [MASK:n] said where it goes.
 
         cut(text) is what is shown of a completion.
         """
@@ -363,7 +363,7 @@ def examples(prompt):
     except UNREADABLE as error:
         raise ValueError(f"cannot read the >>> examples of the prompt: {error}") from None
     if not found:
-        raise ValueError("the prompt has no >>> examples that can be run")
+        raise ValueError("the prompt has no >>> examples that can be run; write >>> f(1), and its result below")
     return found
 
 
@@ -527,7 +527,7 @@ def page(texts):
 
 
 def animation(texts, step_s=0.4, rest_s=3.0):
-    """A self-contained SVG of the same that writes the texts step by step, and again after a rest."""
+    """A self-contained SVG that shows the texts step by step, rests, and starts again."""
     steps = max((token.step for tokens in texts for token in tokens), default=0)
     total_s = steps * step_s + rest_s
     width, height = 8.43, 21  # of a letter, of a line

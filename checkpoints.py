@@ -176,7 +176,7 @@ class Checkpoints:
         saved, where = store.meta(), f"{folder}/checkpoints/{store.newest()}"
         runs.check_resumed(saved, meta, where, fixed=("lora_rank", "optimizer", "dtype"))
         if saved.get("base") != meta.get("base"):
-            raise ValueError(f"{meta['train']['init']} holds other weights than those that {folder} began with")
+            raise ValueError(f"{meta['train']['init']} holds other weights than {folder} began with; pass its --init")
         print(f"resuming {folder} after step {saved['step']}")
         state = store.restore(like)
         if store is not self:  # from here on this folder goes on alone
@@ -190,7 +190,7 @@ class Checkpoints:
 
 
 def absolute(folder):
-    """What Orbax asks for."""
+    """The folder as an absolute path, which Orbax asks for; a bucket's as it is."""
     path = runs.as_path(folder)
     return path.absolute() if isinstance(path, Path) else path
 
@@ -239,7 +239,7 @@ def companions(folder):
 
 
 def find_weights(folder, step=0):
-    """(path, meta, step) of the weights in a folder: a run's newest step, or what convert_weights.py made of one.
+    """(path, meta, step) of the weights in a folder: a run's step, 0 the newest, or what convert_weights.py wrote.
 
     Orbax, or safetensors of a PythonCoder. The step is that of the run, 0 for a model of the Hub.
     """
@@ -314,9 +314,9 @@ def read_orbax(path, like, sums, convert):
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
                 layer = flatten(checkpointer.restore(path / "params", args=ocp.args.PyTreeRestore(item, **how)))
         except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
-            raise ValueError(f"checkpoint {path} cannot be read: {runs.first_line(error)}") from None
+            raise ValueError(f"checkpoint {path} cannot be read: {runs.first_line(error)}; copy it again") from None
         if wrong := [k for k, v in bit_sums(layer).items() if v not in (sums.get(k), sums.get(f"params.{k}"))]:
-            raise ValueError(f"checkpoint {path} cannot be read: {', '.join(wrong)} differ from what was saved")
+            raise ValueError(f"{path} is damaged: {', '.join(wrong)} differ from what was saved; copy it again")
         params |= {name: convert(name, layer.pop(name)) for name in list(layer)}
     return params
 
@@ -393,7 +393,7 @@ def peak_flops(device):
 
 
 def device_memory_gib(device):
-    """What an accelerator can hold, in GiB; None for a CPU."""
+    """GiB that JAX may use on its first local accelerator, 15.75 if it does not say; None for a CPU."""
     stats = jax.local_devices()[0].memory_stats() or {}
     return None if device.platform == "cpu" else stats.get("bytes_limit", 15.75 * 2**30) / 2**30
 
@@ -421,7 +421,7 @@ def training_mesh(cfg, model, devices):
     """The devices as a mesh (data, fsdp, tensor). ValueError if they do not divide, or do not divide the model."""
     tensor, fsdp = cfg.tensor, cfg.fsdp or max(1, len(devices) // cfg.tensor)
     if len(devices) % (tensor * fsdp):
-        raise ValueError(f"{len(devices)} devices do not divide by --fsdp={fsdp} times --tensor={tensor}")
+        raise ValueError(f"{len(devices)} devices are no multiple of --fsdp={fsdp} times --tensor={tensor}; lower them")
     heads = model.kv_heads // getattr(model, "maps", 1)
     if heads % tensor or model.ffn % tensor or model.vocab % (tensor * fsdp) or model.width % fsdp:
         sizes = f"{heads} key/value heads, {model.ffn} feed-forward width, {model.vocab} ids, {model.width} width"

@@ -534,11 +534,11 @@ def verify(source, out):
         form = "Orbax" if source.params else "safetensors"
         raise ValueError(f"{source.folder} and {out.folder} are both {form}; --verify compares one form with the other")
     if source.cfg != out.cfg:
-        raise ValueError(f"the config.json of {source.folder} and {out.folder} describe different models")
+        raise ValueError(f"config.json of {source.folder} and {out.folder} describe different models; convert again")
     hub, orbax = (out, source) if source.params else (source, out)
     (theirs, hub_dtype), (ours, dtype) = open_safetensors(hub), open_orbax(orbax)
     if hub_dtype != dtype:
-        raise ValueError(f"{hub.folder} is in {hub_dtype}, {orbax.folder} in {dtype}")
+        raise ValueError(f"{hub.folder} is in {hub_dtype}, {orbax.folder} in {dtype}; convert again, without --dtype")
     wrong, done = set(), collections.Counter()
     for name, rows in checked_blocks(orbax, ours):
         want = as_integers(theirs[name])[done[name] : done[name] + rows.size]

@@ -145,7 +145,7 @@ def draw(*parts):
 
 
 def batched(items, limit, size_of=lambda item: item.size):
-    """Lists of consecutive items, each closed when the sum of their sizes, that is bytes, reaches `limit`."""
+    """Lists of consecutive items, each closed when the sum of their sizes, by default bytes, reaches `limit`."""
     batch, size = [], 0
     for item in items:
         batch.append(item)
@@ -489,7 +489,7 @@ def examine(items, copy, rules):
 
 
 def examine_all(jobs, workers):
-    """examine(*job) for all jobs, in as many processes as there are cores; raises the first ValueError or OSError.
+    """examine(*job) for all jobs, in `workers` processes, 0: one per core; raises the first ValueError or OSError.
 
     Process i of n does jobs i, i + n, ... Not by multiprocessing, whose processes outlive a parent that is killed.
     """

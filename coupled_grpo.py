@@ -61,7 +61,7 @@ class Config:
     prompts: str = ""  # tasks to train on: a folder of rl_tasks.py, or a JSONL file
     heldout: tuple[str, ...] = ()  # JSONL files to evaluate on; default: heldout.jsonl, humaneval.jsonl in --prompts
     out: str = "out/grpo"  # folder of the run
-    resume: str = ""  # folder of a run to go on with, with its settings; "" starts anew
+    resume: str = ""  # folder of a run to continue, with its settings; "" starts anew
     rounds: Natural | None = None  # rounds of the whole run; 0: one epoch
     tasks: Count | None = None  # tasks per round
     group: typing.Annotated[int, (2, 1_000_000)] | None = None  # completions per task (the group of GRPO)
@@ -93,7 +93,7 @@ class Config:
     eval_tasks: Count = 96  # held-out tasks at most, of each file
     runner: typing.Literal["local", "e2b"] = "local"  # where programs run: this machine, or E2B's cloud
     e2b_router_url: str = ""  # host:port of an Open-R1 router that holds the E2B key; with --runner=e2b
-    allow_unsafe: bool = False  # run programs where the machine offers no safe sandbox
+    allow_unsafe: bool = False  # run programs even where the machine offers no safe sandbox
     wandb: str = ""  # project name; "" logs to files alone
     hosts: str = ""  # "" one host; "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process
     seed: Natural = 0  # of tasks, completions and masks
@@ -212,7 +212,7 @@ def sandbox_options(cfg):
 
 
 def graphs_of(model_cfg, dtype, on_cpu=False, **how):
-    """The model without its parameters, for training, with rematerialisation off the CPU, and for generation."""
+    """(graph for training, graph for rollouts): the model without parameters. Training rematerialises, not on a CPU."""
     run = md.Run(dtype, 64 if on_cpu else 256, remat="none" if on_cpu else "full", **how)
     return md.graph_of(model_cfg, run), md.graph_of(model_cfg, dataclasses.replace(run, remat="none"))
 
@@ -257,7 +257,7 @@ class Batch(typing.NamedTuple):
 
 
 def micro_batches(row_R, size, devices=1):
-    """The rows in the fewest batches of at most `size`, nearly equal; each padded with -1 to a multiple of devices."""
+    """The rows in the fewest, nearly equal batches of at most `size`; -1 pads each to size, rounded up to `devices`."""
     width = math.ceil(size / devices) * devices
     batches = np.array_split(row_R, math.ceil(len(row_R) / size))
     return [np.pad(batch, (0, width - len(batch)), constant_values=-1) for batch in batches]
@@ -331,9 +331,9 @@ class Trainer:
         runs.check_resumed(saved, meta, where, ("lora_rank",), "round")
         before, now = (each["train"]["beta"] for each in (saved, meta))
         if (before > 0) != (now > 0):
-            raise ValueError(f"{where}: --beta {before} there, {now} here; only one of them has a reference model")
+            raise ValueError(f"{where}: --beta {before} there, {now} here: keep it 0 (no reference model), or above 0")
         if saved.get("base") != meta.get("base"):
-            raise ValueError(f"{self.cfg.ckpt} holds other weights than those that {store.folder} began with")
+            raise ValueError(f"{self.cfg.ckpt} holds other weights than {store.folder} began with; pass its own --ckpt")
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.arrays())
         names, self.trained, self.ref, self.opt = [*self.arrays()], None, None, None  # no memory for both
         arrays = store.restore(like)

@@ -97,7 +97,7 @@ class Python(Documents):
     column: str = ""  # text column of .parquet and .jsonl files or --hf; "" looks for content, text, code
     hf: str = ""  # data set on Hugging Face, read as it streams: NAME, NAME:FOLDER of it, or a folder on this machine
     licences: typing.Literal["permissive", "any"] = "permissive"  # of rows that name a licence; others stay
-    benchmarks: tuple[str, ...] = ()  # problems to decontaminate from; "" none; default, rows: HumanEval, MBPP
+    benchmarks: tuple[str, ...] = ()  # problems to decontaminate from; "" none; rows, packages: HumanEval, MBPP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -96,7 +96,7 @@ def _cosine(t):
     return xp.where(t < 0.5, 2 * xp.sin(math.pi / 4 * t) ** 2, 1 - xp.sin(math.pi / 2 * (1 - t)))
 
 
-# A new entry here is a schedule for the trainers of MDLM and Dream, all samplers and the Jetson. `cosine` is that of
+# A new entry here is a schedule for the trainers of MDLM and Dream and for the samplers of MDLM. `cosine` is that of
 # MDLM; MaskGIT's, sin(pi t / 2), is another function.
 SCHEDULES = {
     "linear": Schedule(rate=lambda t: t, slope=lambda t: 0 * t + 1, inverse=lambda rate: rate),
@@ -177,7 +177,7 @@ def nelbo_per_token(nll_BL, t_B, counted_BL, schedule):
     """Sum of w(t) sum_L nll over the batch / number of tokens that can be masked (not of those that are), in nats.
 
     w(t) sum_L nll is an unbiased estimate of a bound on -log p(x0). Ref: MDLM, eq. 10. For a micro-batch counted_BL,
-    like mask_BL below, may be the count of the whole batch: the losses then add up.
+    instead of the mask, may be the count of the whole batch: the losses then add up.
     """
     return (nelbo_weight(t_B, schedule) * nll_BL.sum(-1)).sum() / _at_least_one(counted_BL)
 
@@ -197,7 +197,7 @@ def _at_least_one(mask_BL):
 
 
 class Place(typing.NamedTuple):
-    """The position of tokens, whole numbers [B, L] each, from which `sees` makes an attention mask.
+    """Positions of tokens, arrays [B, L], whole numbers but for `noisy`, from which `sees` makes an attention mask.
 
     document is 0 for padding. block is the number of the token's block in its document; None: no blocks. noisy is True
     in the noised copy of a row, False in the clean one beside it; None: there is one copy. seen [1, L, M], of queries,
@@ -232,7 +232,7 @@ def sees(query, key):
 
 
 def annealed(u_LL, ratio):
-    """Attention mask [L, L] between causal (ratio 0) and bidirectional (1): later keys are unmasked where u < ratio.
+    """Attention mask [L, L] between causal (ratio 0) and bidirectional (1): later keys are visible where u < ratio.
 
     Ref: DiffuLLaMA, arXiv:2410.17891, section 3.
     """
@@ -252,7 +252,7 @@ def block_noise(u, low=1e-3, high=1.0, least=0.0):
 
 
 def highest_rate(step, steps, first=1e-3):
-    """The highest mask rate in a warm-up, linear from `first` to 1 over `steps` steps. Ref: as above, eq. 10."""
+    """The highest mask rate in a warm-up, linear from `first` to 1 over `steps`. Ref: Stable-DiffCoder, eq. 10."""
     share = step / max(steps, 1)
     return first + (1 - first) * _namespace(share).where(share < 1, share, 1.0)
 
@@ -359,7 +359,7 @@ def filter_logits(logits_BLV, temperature=1.0, top_k=0, top_p=1.0, rule="mdlm", 
     rule "mdlm": top-k, then top-p of the rest, which drops a token if those before it have probability p or more.
     "dream": top-p first, which drops a token if those before it have more than p; then top-k. Of equal probabilities
     the lower id comes first in top-p, and top-k keeps all that equal the k-th. temperature and p may be arrays, above
-    0; p above 1 is off. width is for speed alone: 1 on a CPU, 3 on a TPU or GPU.
+    0; p above 1 is off. width, the bits that a pass settles, changes the speed alone: 1 on a CPU, else 3.
     """
     assert rule in ("mdlm", "dream"), rule
     xp, logits_BLV = _namespace(logits_BLV), _float(logits_BLV)

@@ -239,7 +239,7 @@ def export(cfg):
     model = model.half()
     too_large = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
     if too_large:
-        raise ValueError(f"weights beyond FP16's 65,504 or not finite: {', '.join(too_large)}")
+        raise ValueError(f"weights beyond FP16's 65,504 or not finite: {', '.join(too_large)}; train with a lower --lr")
 
     with runs.new_folder(out) as folder:  # replaces an earlier bundle once all is written and verified
         mdlm.save(model, folder, (ckpt / "tokenizer.json").read_bytes(), int8_tensors)

@@ -1,4 +1,4 @@
-"""Write code with a trained model: prompts in, text out.
+"""Generate code with a trained model: prompts in, text out.
 
     python generate.py --prompt='def f(n):\\n    \"\"\"Double n.\"\"\"'    # by out/train_tpu, or weights/pythoncoder
     python generate.py                                 # reads prompts from the terminal
@@ -11,7 +11,7 @@
     python generate.py --like=llada --ckpt=out/llada --prompt="Sort a list in Python."    # as LLaDA's own demo does
     python generate.py --model=dream --ckpt=out/diffucoder --int8 --block_length=32 --cache=dual --threshold=0.9
 
-Reads the folder of a run, or one of convert_weights.py; where there is no run, the small PythonCoder of weights/.
+Reads the folder of a run, or one of convert_weights.py; where there is none, the small model in weights/.
 PythonCoder decodes with a static KV cache in one compiled loop, and its MTP head drafts every second token: the text is
 the same as without. Dream fills a canvas of masks; [MASK:n] in a prompt is n tokens to fill, and nothing is appended;
 [MASK] is a hole of unknown length, and --valid=python keeps the text valid Python, see infill.py.
@@ -71,7 +71,7 @@ class DreamFlags:
     schedule: typing.Literal["dream", "even"] = "dream"  # tokens of each step: Dream's | equally many, as LLaDA's
     alg_temp: NonNegative = 0.0  # temperature of the choice of positions; 0 fills those of highest confidence
     threshold: Share = 0.0  # fill every token of at least this probability in a step; 0 goes by --steps
-    entropy_bound: NonNegative = 0.0  # fill tokens of lowest entropy, up to this sum in nats a step; 0 goes by --steps
+    entropy_bound: NonNegative = 0.0  # fill by lowest entropy, while those before sum to at most this (nats); 0: off
     draft: Natural = 0  # causal context: tokens drafted at a time and verified in one pass; the text stays the same
     draft_steps: typing.Literal[1, 0] = 1  # passes that make drafts; 0: the verifying pass does, faster for one text
     cache: typing.Literal["", "prefix", "dual"] = ""  # with blocks: keep keys and values while a block is filled
@@ -195,7 +195,7 @@ def resolve(cfg):
     if cfg.html and (cfg.dream.valid or cfg.dream.repair):
         raise ValueError("--html shows the steps of the sampler, not what --valid or --repair changes after them")
     if cfg.n > 1 and not (cfg.temperature or cfg.dream.alg_temp or cfg.dream.alg == "origin"):
-        raise ValueError(f"--temperature=0 writes the same text {cfg.n} times; raise it, or leave --n at 1")
+        raise ValueError(f"--temperature=0 generates the same text {cfg.n} times; raise it, or leave --n at 1")
     if cfg.raw:
         return cfg
     texts = cfg.dream.system, cfg.prompt, cfg.suffix, *cfg.stop  # a shell passes \n as two characters
@@ -462,7 +462,7 @@ class Dream:
         return repair.repaired(self, completions) if cfg.dream.repair else completions
 
     def measure(self, before, following, sizes):
-        """[number of masks] for the only hole: to grow from, or to be ended by EOS, or that of the likeliest text."""
+        """[masks of the only hole]: --hole or the model's own, to grow or end with EOS; else the likeliest length."""
         import infill
 
         if self.model.cfg.block_length or sizes != [None] or following[-1:] in ([], [[]]):
@@ -524,7 +524,7 @@ class Dream:
         ids = [*itertools.takewhile(lambda token: token != self.texts.mask, rows[0])]
         begun = dataclasses.replace(self.watched, ids=self.watched.ids[: len(ids)])
         _, text = self.texts.text_of(begun, ids, functools.partial(canvas.printable, stops=self.cfg.stop))
-        text = canvas.printable(text, ())  # where [MASK:n] says where to write, no string stops the text
+        text = canvas.printable(text, ())  # a text with [MASK:n] has no stop strings
         print(text[len(self.printed) :], end="", flush=True)
         self.printed = text
 

@@ -85,7 +85,7 @@ def token_logps(logits_of, hidden_BLD, token_BL, chunk=1024):
     """
     (B, L, _), mesh = hidden_BLD.shape, jax.sharding.get_abstract_mesh()
     rows = B // n if B % (n := int(np.prod([mesh.shape.get(axis, 1) for axis in md.BATCH]))) == 0 else B
-    T = 1 << (max(1, min(L, chunk // rows)).bit_length() - 1)  # with 43, the TPU's compiler was not done in 100 s
+    T = 1 << (max(1, min(L, chunk // rows)).bit_length() - 1)  # a power of 2: for 43 a TPU's compiler took over 100 s
     chunks = -(-L // T)
 
     @jax.checkpoint

@@ -279,7 +279,7 @@ class Denoiser:
         step_1.add_(1)
 
     def capture(self, together):
-        """Record that many steps as a CUDA graph, or one if they do not fit. ValueError if that fails, too."""
+        """Record `together` steps as a CUDA graph, or one if they do not fit. ValueError if that fails, too."""
         # a few plain runs first, on a side stream: libraries allocate and choose kernels in them
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

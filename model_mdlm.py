@@ -200,9 +200,9 @@ class MDLM(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    sampler: str = "ancestral"  # which masks a step fills: random ones, or those of highest confidence (diffusion.py)
+    sampler: str = "ancestral"  # unmask at random; max_prob, margin, entropy: by highest confidence (diffusion.py)
     steps: int = 64  # forward passes at most
-    schedule: str = "cosine_sq"  # how many tokens each step unmasks, or "even"; need not be that of training
+    schedule: str = "cosine_sq"  # of the steps, see diffusion.py, or "even"; need not be that of training
     temperature: float = 1.0  # 0 takes the argmax
     top_k: int = 0  # sample from the k likeliest tokens; 0: from all
     top_p: float = 0.95  # sample from the smallest set of tokens with this probability
@@ -280,7 +280,7 @@ def sample(model, token_BL, rule, generator, on_step=None):
             score_BL = torch.full(token_BL.shape, -math.inf, device=device)
             score_BL[masked_BL] = diffusion.confidence(diffusion.softmax(logits_MV), rule.sampler)
             count_B = torch.from_numpy(counts_NB[i]).to(device)
-            chosen_BL = masked_BL & (diffusion.unmask_top(token_BL, PAD, score_BL, count_B, MASK) != MASK)
+            chosen_BL = diffusion.surest(score_BL, masked_BL, count_B)
             logits_MV = logits_MV[chosen_BL[masked_BL]]
         # Temperature and top-k here, top-p while drawing.
         logits_MV = diffusion.filter_logits(logits_MV, rule.temperature, rule.top_k)

@@ -737,7 +737,7 @@ def generate(model, prompts, max_new, rule, key, on_tokens=None, chunk=16):
     length_B = np.array([len(prompt) for prompt in prompts], np.int32)
     longest, reach = int(length_B.max()) + max_new, int(cfg.positions * cfg.yarn_factor)
     if longest > reach:
-        raise ValueError(f"{longest} tokens do not fit: the model reaches {reach} positions")
+        raise ValueError(f"{longest} tokens do not fit: the model reaches {reach} positions; lower max_new")
     if length_B.min() == 0:
         raise ValueError("an empty prompt: give at least one token")
 

@@ -113,7 +113,7 @@ def read_problems(cfg):
     try:
         return parse_problems(cfg.task, path.read_bytes(), cfg.split, cfg.problems, cfg.protocol)
     except ValueError as error:
-        raise ValueError(f"{path} is not the official file of {cfg.task}: {error}") from None
+        raise ValueError(f"{path} is not the official file of {cfg.task}: {error}; name another") from None
 
 
 def download(task, url, path):

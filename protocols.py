@@ -57,7 +57,7 @@ class Protocol(typing.NamedTuple):
     prompt_first: bool = False  # the prompt runs in front of the candidate
     frame: tuple = ("", "")  # text in front of the tests, and after them
     ours: bool = False  # our own record, not a harness'
-    limit_s: float = 3.0  # seconds for all tests of a candidate
+    limit_s: float = 3.0  # processor seconds for all tests of a candidate
     factor: float = 0.0  # the limit is at least this times the time of the reference solution; 0: no such rule
 
 

@@ -177,7 +177,7 @@ class Rows:
     def padded(self, count, size):
         """Row numbers [batches, 1, size] of `count` rows from all parts of the split; -1, an empty row, fills up."""
         ids = self.spread(count)
-        return np.append(ids, np.full(-len(ids) % size, -1)).astype(int).reshape(-1, 1, size)
+        return np.pad(ids, (0, -len(ids) % size), constant_values=-1).reshape(-1, 1, size)
 
     def batch(self, seed, step, size):
         """The rows of optimizer step 0, 1, ..., as read() gives them; a step may run over the end of an epoch."""

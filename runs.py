@@ -243,7 +243,7 @@ def read_tokenizer(folder, vocab=2**31):
     except Exception as error:  # tokenizers raises nothing narrower for a broken file
         raise ValueError(f"{path} cannot be read ({error}); put the tokenizer.json of the model there") from None
     if (largest := max(tokenizer.get_vocab().values(), default=0)) >= vocab:
-        raise ValueError(f"the tokenizer of {folder} does not fit: its ids reach {largest:,}, the model has {vocab:,}")
+        raise ValueError(f"{path} does not fit: its ids reach {largest:,}, the model has {vocab:,}; copy its own there")
     return tokenizer
 
 
@@ -263,7 +263,7 @@ class Run:
         if saved_steps(self.out) and not (self.cfg.resume and source.resolve() == self.out.resolve()):
             raise FileExistsError(f"{self.out} already holds a run: --resume={self.out}, or choose another --out")
         if gone := [folder for folder in (source, self.out) if (folder / SAVED).exists() and not saved_steps(folder)]:
-            raise FileNotFoundError(f"the checkpoints of {gone[0]} are gone; choose another --out")
+            raise FileNotFoundError(f"the checkpoints of {gone[0]} are gone; choose another --out, without --resume")
         if found := [path for x in ("meta.json", "bundle.json", "model*.safetensors*") for path in self.out.glob(x)]:
             raise FileExistsError(f"{self.out} is no folder of a run, it holds {found[0].name}; choose another --out")
         self.out.mkdir(parents=True, exist_ok=True)
@@ -378,7 +378,7 @@ def check_resumed(saved, ours, where, fixed=(), unit="step"):
     other = [f"{k} {there.get(k)} there, {here.get(k)} here" for k in there | here if there.get(k) != here.get(k)]
     other += [f"--{name} {then[name]} there, {now[name]} here" for name in changed if name in fixed]
     if other:
-        raise ValueError(f"{where} is of another model: {'; '.join(other)}")
+        raise ValueError(f"{where} is of another model: {'; '.join(other)}; leave that as it was, or start anew")
     if saved.get("data") != ours.get("data"):
         raise ValueError(f"{where} was trained on other data; pass its --data, or start anew with another --out")
     if Path(where).name.removeprefix("step_") != str(saved[unit]):

@@ -44,7 +44,7 @@ class Sampling:
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
     vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
     eos_ids: tuple[int, ...] = ()  # each ends a text if nothing before it is MASK; eos_ids[0] fills the rest
-    likeliest: int = 0  # keep so many of the likeliest tokens in the Record, too
+    likeliest: int = 0  # keep this many of the likeliest tokens in the Record, too
 
 
 def settings_of(rule):
@@ -232,7 +232,7 @@ def prepare(cfg, rule, prompts, rows=0, width=0, key=None, dtype=jnp.float32):
     begin_B = np.pad(given_B, without_text)  # the first block with a MASK; after a causal prompt blocks begin anywhere
     begin_B = begin_B if cfg.causal else begin_B // N * N
     if max(end_B) > cfg.positions:
-        raise ValueError(f"{max(end_B)} tokens do not fit: the model reaches {cfg.positions} positions")
+        raise ValueError(f"{max(end_B)} tokens do not fit: the model reaches {cfg.positions} positions; lower max_new")
 
     prefix = max(2 * N, int(begin_B.max()) + N)
     needed = max(prefix, int(end_B.max()) + N)
@@ -275,9 +275,9 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, wa
     A prompt may end in MASKs already. The batch has the first of the widths that holds its longest text: with the same
     widths and rows other prompts need no other program. on_block is called after each block with the rows so far: what
     stands before their first MASK stays as it is.
-    stats: "forwards", "steps", "begun" (steps before each block), "windows" (slots fed in each pass); and NumPy arrays
-    [B, L]: "record", a Record, "when", the step that wrote a token, from 1 on, and "probability", its probability then.
-    Raises ValueError for what does not fit.
+    stats: "forwards", "steps", "passes" (of each row), "begun" (steps before each block), "windows" (slots fed in each
+    pass); and NumPy arrays [B, L]: "record", a Record, "when", the step that wrote a token, from 1 on, and
+    "probability", its probability then. Raises ValueError for what does not fit.
     """
     cfg, rule = model.cfg, rule or Sampling()
     N = rule.block_length or cfg.block_length

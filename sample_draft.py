@@ -55,7 +55,7 @@ def settings_of(rule, flags, cfg):
     """A sample_dream.Sampling as one of drafts. ValueError for a model, or settings, of which there are none."""
     check(cfg)
     foreign = "steps alg_temp threshold entropy_bound cache fast_dllm eos_penalty late_eos guidance sub_block".split()
-    foreign = [name for name in foreign if getattr(rule, name)] + ["block_length"] * (rule.block_length > 1)
+    foreign = [x for x in foreign if getattr(rule, x)] + (["block_length"] if rule.block_length > 1 else [])
     if foreign or (rule.alg, rule.schedule) != ("entropy", "dream"):
         raise ValueError(f"drafts and single tokens go without {', '.join(foreign or ['sampler or schedule'])}")
     shared = "temperature", "top_p", "top_k", "vocab", "eos_ids"
@@ -136,7 +136,7 @@ class Sampler:
 
         # Set 0 is the last token and the drafts, read from left to right. In a single pass MASKs follow: those of set j
         # stand, and see each other, after the last token and j - 1 drafts; without the shift also for the next token.
-        counts = [N + 1] + [N + (not shift)] * (N + 1) * (N > 0 and not self.rule.draft_steps)
+        counts = [N + 1] + ([N if shift else N + 1] * (N + 1) if N and not self.rule.draft_steps else [])
         set_W = np.repeat(np.arange(len(counts)), counts)
         at_W = np.concatenate([j + np.arange(n) for j, n in enumerate(counts)])
         reach_BW, seen_BWL, single = slot_BN[:, :1] + np.where(set_W, len(set_W) - 1, at_W), None, len(counts) > 1
@@ -192,8 +192,8 @@ def begin(params, state, given, *, sampler, width):
 def advance(params, state, given, *, sampler):
     """(State after STEPS more steps, or fewer where all rows end; whether they have ended)."""
     model, end = nnx.merge(sampler.graph, params), state.step + STEPS
-    going = lambda state: (state.step < end) & ~sampler.ended(state, given).all()  # noqa: E731
-    state = jax.lax.while_loop(going, lambda state: sampler.step(model, state, given), state)
+    step = functools.partial(sampler.step, model, given=given)
+    state = jax.lax.while_loop(lambda s: (s.step < end) & ~sampler.ended(s, given).all(), step, state)
     state = state._replace(cache=sample_dream.split(state.cache))
     return state._replace(token_BL=md.shard(state.token_BL), last_B=md.shard(state.last_B)), sampler.ended(state, given)
 
@@ -213,7 +213,7 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, on
     if any(set(ids[n:]) - {cfg.mask_id} for ids, n in zip(prompts, begin_B, strict=True)) or not all(begin_B):
         raise ValueError("a text that is written from left to right needs a prompt, and has none after its masks")
     if max(end_B) > cfg.positions:
-        raise ValueError(f"{max(end_B)} tokens do not fit: the model reaches {cfg.positions} positions")
+        raise ValueError(f"{max(end_B)} tokens do not fit: the model reaches {cfg.positions} positions; lower max_new")
     pad = (0, max(rows - len(prompts), 0))  # rows without a text have one token, and are full
     begin_B, end_B = (np.pad(x_B, pad, constant_values=1) for x_B in (begin_B, end_B))
     B, longest = len(begin_B), next((width for width in widths if width >= max(end_B)), max(end_B))

@@ -61,13 +61,13 @@ class Sampling:
     eos_ids: tuple[int, ...] = ()  # each ends a text if nothing before it is MASK; eos_ids[0] fills the rest
     late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # eos_ids are unmasked last | EOS is never drawn
     history: bool = False  # keep when each token was written, and the model's probability of it then
-    likeliest: int = 0  # with history: keep so many of the likeliest tokens, too
+    likeliest: int = 0  # with history: keep this many of the likeliest tokens, too
 
     def __post_init__(self):
         alone = ("threshold", "entropy_bound"), ("guidance", "cache"), ("alg_temp", "threshold")
         for one, other in (*alone, ("alg_temp", "entropy_bound")):
             if getattr(self, one) and getattr(self, other):
-                raise ValueError(f"{one} and {other} do not go together")
+                raise ValueError(f"{one} and {other} do not go together: leave one out")
         if self.bound and self.alg == "topk_margin":
             raise ValueError("a threshold or an entropy bound has an order of its own: leave topk_margin out")
         if self.cache and not self.block_length:
@@ -401,7 +401,7 @@ def folded_in(key, row_B):
 def keys_of_rows(key, rows):
     """The data of a random key for each row, [rows, 2]: of one key, or of one for each row, as keys or their data."""
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if key.ndim == 0 + (not typed):
+    if key.ndim == (0 if typed else 1):
         return folded_in(key, np.arange(rows))
     return jax.random.key_data(key) if typed else key
 
@@ -484,7 +484,7 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, watch=None, rows=0):
     if rule.sub_block:
         raise ValueError("sub_block is for a model that was trained in blocks; leave it out")
     if L > cfg.positions:
-        raise ValueError(f"{L} tokens do not fit: the model reaches {cfg.positions} positions")
+        raise ValueError(f"{L} tokens do not fit: the model reaches {cfg.positions} positions; lower max_new")
     see_BL = np.broadcast_to(True if see_BL is None else np.asarray(see_BL) != 0, (B, L))
     state, given, blocks = prepare(cfg, rule, token_BL, see_BL, key)
     graph, params = nnx.split(model)
@@ -649,8 +649,8 @@ def load_adapters(folder, new):
     keys = runs.read_json(folder / "adapter_config.json", "r", "lora_alpha")
     other = [name for name in "use_dora use_rslora alpha_pattern rank_pattern".split() if keys.get(name)]
     changes = str(keys.get("init_lora_weights")).startswith(("pissa", "olora", "corda", "loftq"))  # the base, too
-    if other := other + ["init_lora_weights"] * changes:
-        raise ValueError(f"{folder}: adapters with {' and '.join(other)} are no plain LoRA")
+    if other := other + (["init_lora_weights"] if changes else []):
+        raise ValueError(f"{folder}: adapters with {' and '.join(other)} are no plain LoRA; merge them with peft")
     try:
         found = safetensors.flax.load_file(folder / "adapter_model.safetensors")
     except safetensors.SafetensorError as error:

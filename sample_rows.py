@@ -43,7 +43,7 @@ WIDTHS = 96, 192, 384, 768, 1536, 2048  # slots of a canvas or a cache, as far a
 class Row:
     """A text that is generated: what was asked, and what there is of it so far."""
 
-    ids: list  # tokens; None where the model writes
+    ids: list  # tokens; None where the model generates
     ask: dict  # temperature, top_p, seed, stop; of a Dream also steps, threshold, entropy_bound, block_length
     number: int = 0  # of this completion among those of one prompt and seed
     written: dict = dataclasses.field(default_factory=dict)  # slot: (id, log p, likeliest ids, their log p)

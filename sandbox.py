@@ -243,7 +243,7 @@ class Template:
         return row, given
 
     def complaint(self):
-        """Why it has ended."""
+        """The last line of the launcher's stderr, or the status that it ended with."""
         lines = self.process.stderr.read().decode(errors="replace").splitlines()
         return (lines or [f"the launcher ended with {self.process.wait()}"])[-1]
 
@@ -396,7 +396,7 @@ class E2B:
         raise SandboxError(complaint)
 
     def routed(self, script):
-        """The same from a router. It takes lists of scripts; we send each alone, when its turn comes."""
+        """Standard output of a script from a router. It takes lists of scripts; we send each alone, in its turn."""
         body = {"scripts": [script], "languages": ["python"], "timeout": self.seconds, "request_timeout": self.seconds}
         url = (self.url if "://" in self.url else f"http://{self.url}").rstrip("/") + "/execute_batch"
         request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})

@@ -463,7 +463,7 @@ def judge(request, test, read, ask, give):
 
 # ---- the template: two confined processes for each test -------------------------------------------------------------
 def receive(fd):
-    """The next message from a pipe: 16 hexadecimal digits of its size, and JSON; None at its end."""
+    """The next message from a pipe: 16 hexadecimal digits of its size, and JSON. At its end this process exits."""
 
     def read(size):
         text = b""
@@ -688,7 +688,7 @@ def launch():
     found = {name: job[name] for name in ("namespaces", "landlock", "seccomp")}
     write(report, json.dumps(found | {"size": 0}).encode() + b"\n")
     if not job["allow_unsafe"] and (exposed or not (job["seccomp"] and (job["namespaces"] or job["landlock"]))):
-        sys.exit("this Python lies in a home folder" if exposed else "less than the safe minimum")
+        sys.exit("this Python lies in a home folder: use another" if exposed else "less than the safe minimum")
 
     folder = f"{base or '/.sandbox'}/test"
     job |= {"folder": folder, "made": 0, "buffer": memory_of_ours(1 << 20)}

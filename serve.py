@@ -141,7 +141,7 @@ def checked(fields, path, model, name):
     stop = fields.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or len(stop) > 32 or not all(isinstance(x, str) and 0 < len(x) < 100 for x in stop):
-        raise Refusal(400, "stop has to be a short text, or a list of at most 32", "stop")
+        raise Refusal(400, "stop has to be a text of 1 to 99 characters, or a list of at most 32", "stop")
     if fields.get("model", name) != name:
         raise Refusal(404, f"there is no model {fields['model']!r}, but {name!r}", "model", "model_not_found")
     if "top_logprobs" in FORMS[path]:
@@ -161,7 +161,7 @@ def rows_of(ask, path, model, wake):
         canvases = [ids := ask["ids"]]
         right = (x is None or (type(x) is int and 0 <= x < model.vocab and x != mask) for x in ids)
         if None not in ids or not all(right):
-            raise Refusal(400, "ids has to hold token ids, and null where the model writes", "ids")
+            raise Refusal(400, "ids has to hold token ids, and null where the model generates", "ids")
     else:
         prompts = given if isinstance(given := ask.get("prompt", ""), list) else [given]
         if not 1 <= len(prompts) <= 16 or not all(isinstance(x, str) for x in prompts) or (page and prompts is given):

@@ -299,7 +299,7 @@ def mutants(text, rng):
 
 
 def tests_of(f, rng):
-    """[(call, value)] that tell the solution from constants and from ten mutants; None if there are none."""
+    """[(call, value)] that tell the solution from constants and from three to ten mutants; None if there are none."""
     calls = dict.fromkeys(call(f, rng, min(i, 3)) for i in range(50))
     scope = load(f.prompt() + f.solution)
     right = {text: out for text in calls if (out := result(scope, text))}

@@ -98,7 +98,7 @@ class Config:
     keep: Count = 2  # newest checkpoints to keep, besides the best
     prompt: str = "def read_lines(path):\n"  # prefix of the samples drawn in training
     wandb: str = ""  # project name at Weights & Biases; default: log to files only
-    compile_cache: str = "~/.cache/unmask"  # folder of compiled programs; "" compiles anew
+    compile_cache: str = "~/.cache/unmask"  # folder of compiled programs, for later runs; "" keeps none
     seed: Natural = 0  # initial weights, row order, noise
 
 
@@ -199,11 +199,11 @@ def resolve(cfg, devices, data=None, memory=None):
 
 
 def plan(cfg, model, rows):
-    """(cfg with the length of the run and its learning rate, steps of an epoch or, if more, --eval_every); printed."""
+    """(cfg with steps, lr, warmup, eval_every; the larger of an epoch's steps and eval_every). Prints the plan."""
     counts = md.count_params(model)
     per_epoch = rows.total // cfg.batch_size
     steps = cfg.steps or max(1, round(cfg.epochs * per_epoch))
-    # Small models bear larger steps; a trained model goes on with a tenth. New adapters take all: a guess.
+    # Small models bear larger steps; a trained model goes on with a tenth, new LoRA adapters with all: a guess.
     peak = float(np.clip(3e-4 * math.sqrt(1.5e9 / counts["total"]), 1e-4, 3e-3))
     lr = cfg.lr or (peak / 10 if cfg.init and not cfg.lora_rank else peak)
     warmup = cfg.warmup or min(2000, max(1, steps // 10))
@@ -283,7 +283,7 @@ def with_expand(cfg, model, tokenizer_json):
     tokens = tokenizers.Tokenizer.from_str(tokenizer_json.decode()).get_vocab(with_added_tokens=True)
     free = max(model.mask_id, *tokens.values()) + 1
     if free >= model.vocab:
-        raise ValueError(f"none of the model's {model.vocab:,} ids is free for masks that grow (--edit_rate)")
+        raise ValueError(f"masks that grow need a free id, and all {model.vocab:,} are taken: leave out --edit_rate")
     return dataclasses.replace(model, expand_id=free)
 
 
@@ -294,7 +294,7 @@ def wsd(step, peak, steps, warmup=2000, stable=0.9, start=0.01, final=0.1):
     """Warmup-stable-decay learning rate of update `step` (0, 1, ...), float32.
 
     peak (start + (1 - start) s / warmup) while s < warmup; peak while s < D = int(stable steps); then with x =
-    min(s - D, steps - D) / (steps - D): peak (final + (1 - final) (1 + cos(pi x)) / 2), so final peak after the end.
+    min(s - D, steps - D) / (steps - D): peak (final + (1 - final) (1 + cos(pi x)) / 2), so final * peak after the end.
     """
     step, decay = jnp.asarray(step, jnp.float32), int(stable * steps)
     rising = start + (1 - start) * step / max(warmup, 1)

@@ -14,7 +14,7 @@ The loss is the NELBO: w(t) * cross-entropy at the masked positions, over all to
 and noise are functions of (seed, step), so they do not depend on micro-batches, devices or interruptions.
 
 A GPU with flash attention (Ampere or newer, PyTorch 2.10) gets packed texts without PAD and attention mask; other
-devices get padded rows. The host waits for the device only to log.
+devices get padded rows. The host waits for the device only to log, to evaluate and to save.
 
 Letters: B rows of a step, L row length, R held-out rows, N masked positions, padded to a multiple of 64, V vocabulary,
 S tokens of a packed batch, T = 10 tenths of the mask rate.
@@ -75,7 +75,7 @@ class Config:
     eval_draws: Count = 8  # with --eval_only: noise draws, each a pass over the held-out rows
     save_every: Natural = 0  # steps between checkpoints; 0: eval_every
     keep: Count = 2  # newest checkpoints to keep
-    log_every: Count = 10  # steps between rows of the log; several processes check signals only then: keep below 30 s
+    log_every: Count = 10  # steps between rows of the log; several processes see signals only then: at most 30 s apart
     prompt: str = ""  # prefix of the samples drawn in training
     wandb: str = ""  # project name at Weights & Biases; default: log to files only
     seed: Natural = 0  # initial weights, row order, crops, noise
@@ -338,7 +338,7 @@ def gradients(state, micro_batches, dtype, devices):
 
 
 def update(state, step, cfg):
-    """Update the weights and their EMA; returns the gradient norm. If it is not finite, the device skips the update."""
+    """Update the weights, where the gradient norm is finite (the device decides), and their EMA; returns the norm."""
     for optimizer, peak in zip(state.optimizers, (cfg.lr, cfg.muon_lr), strict=False):
         for group in optimizer.param_groups:
             group["lr"] = peak * learning_rate(step, cfg)
@@ -363,7 +363,7 @@ def metrics(state, loss, norm, stop, step, cfg, devices):
     loss, stop, norm, skipped, in_a_row = torch.cat([sums_2, norm[None], state.skipped_2]).tolist()
     if in_a_row >= (20 if state.scaler.is_enabled() else 5):  # float16 overflows now and then; then its scale falls
         advice = f"--resume={cfg.out} with a lower --lr, from {[*runs.saved_steps(Path(cfg.out))] or 'the start'}"
-        raise ValueError(f"no finite loss in {in_a_row:.0f} steps, the last {step + 1}; {advice}")
+        raise ValueError(f"no finite gradient in {in_a_row:.0f} steps, the last {step + 1}; {advice}")
     return loss, norm, int(skipped), stop > 0
 
 

@@ -93,8 +93,8 @@ METRICS = "loss", "main", "mtp", "lr", "grad_norm", "ok"  # of a step, in the or
 
 # Rows per device at a time. Few: on a v6e four keep the activations in VMEM, on a CPU (tiny, small) in its caches.
 MICRO_BATCH = {"tiny": 2, "small": 4, "300m": 8, "1b": 4}
-# GiB of a step by rows per device at a time, the most of the devices that bench/compile_for.py compiled it for; see
-# bench/results/by_hardware.json. That of small is a TPU's on both.
+# GiB of a step by preset and rows per device at a time: the most of the devices that bench/compile_for.py compiled it
+# for, see bench/results/by_hardware.json. That of small on a GPU is a TPU's.
 STEP_GIB = {
     "tpu": {"small": {4: 1.0}, "300m": {8: 8.4}, "1b": {4: 22.6}},
     "gpu": {"small": {4: 1.0}, "300m": {8: 9.4}, "1b": {1: 17.8, 4: 19.1}},
@@ -210,7 +210,7 @@ def resolve(cfg, devices, data=None, memory=None):
 
 
 def plan(cfg, model, rows):
-    """(cfg with the length of the run and its learning rate, steps of an epoch or, if more, --eval_every); printed."""
+    """(cfg with steps, lr, warmup, eval_every; the larger of an epoch's steps and eval_every). Prints the plan."""
     counts = pc.count_params(model)
     # Length: whole epochs, unless --steps says otherwise.
     per_epoch = rows.total // cfg.batch_size
@@ -256,7 +256,7 @@ def wsd(step, peak, steps, warmup=2000, stable=0.9, start=0.01, final=0.1):
     """Warmup-stable-decay learning rate of update `step` (0, 1, ...), float32.
 
     peak (start + (1 - start) s / warmup) while s < warmup; peak while s < D = int(stable steps); then with x =
-    min(s - D, steps - D) / (steps - D): peak (final + (1 - final) (1 + cos(pi x)) / 2), so final peak after the end.
+    min(s - D, steps - D) / (steps - D): peak (final + (1 - final) (1 + cos(pi x)) / 2), so final * peak after the end.
     """
     step, decay = jnp.asarray(step, jnp.float32), int(stable * steps)
     rising = start + (1 - start) * step / max(warmup, 1)
@@ -266,7 +266,7 @@ def wsd(step, peak, steps, warmup=2000, stable=0.9, start=0.01, final=0.1):
 
 
 def decays(tree):
-    """Weight decay mask, by name, for stacked norms have two axes: matrices and embeddings, no norms, no lambdas."""
+    """Weight decay mask, by name, as stacked norms have two axes: matrices and embeddings, no norms, no lambda_*."""
     names = {*pc.SHARDING, "w_lambda"}
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in names, tree)
 
@@ -391,7 +391,7 @@ def score(graph, params, heldout, count, size, mesh, bytes_V):
     rows_at = NamedSharding(mesh, PS(None, pc.BATCH))
     with jax.set_mesh(mesh):
         batches = (checkpoints.on_mesh(heldout, ids, rows_at) for ids in heldout.padded(count, size))
-        sums = [sums_of(graph, params, *columns[:3], bytes_V) for columns in batches]  # of pairs there are four
+        sums = [sums_of(graph, params, *columns[:3], bytes_V) for columns in batches]  # pairs have a fourth column
     nats, tokens, text_bytes = sum(np.asarray(x, np.float64) for x in sums)
     return {"heldout_nats": nats / tokens, "bits_per_byte": nats / math.log(2) / text_bytes}
 

@@ -49,7 +49,7 @@ class Writer(typing.NamedTuple):
     hole: typing.Callable
     wrap: typing.Callable | None = None  # the model's chat template
     bos: int | None = None  # what a protocol with BOS begins with
-    repair: typing.Callable | None = None  # see repair.py; of rows of samples.jsonl, their problems, batch number
+    repair: typing.Callable | None = None  # (rows of samples.jsonl, their problems, batch number): see repair.py
 
 
 def key_of(cfg, number):
@@ -81,7 +81,7 @@ def dream_writer(cfg, record, run, step):
     tokenizer, positions = sample_dream.load_tokenizer(run, model.cfg), model.cfg.positions
     named, own = tokenizer.token_to_id("<|beginoftext|>"), model.cfg.bos_id
     bos = own if named is None and own != model.cfg.eos_id else named
-    # MASK is among the ends of "ours"; the sampler fills it.
+    # "ours" ends texts at MASK, too (protocols.NO_ANSWER), of which a canvas is full: here it ends none.
     ends = {tokenizer.token_to_id(name) for name in record.ends} | ({model.cfg.eos_id} if record.ends else set())
     ends = tuple(sorted(ends - {None, model.cfg.mask_id}))
     if (cfg.dream.eos_penalty or cfg.dream.late_eos) and not ends:
@@ -107,8 +107,8 @@ def dream_writer(cfg, record, run, step):
         raise ValueError("humaneval_infilling and --repair need a Dream without blocks; choose another --ckpt")
 
     def fill_hole(ids, key):
-        """What belongs in the place of the one MASK of a text: as many tokens as the Dream itself says, else as the
-        likeliest text has.
+        """The ids for the one MASK of a text: as many as a Dream that grows holes decides; else of --hole masks, or its
+        config's, up to an end token; else as many as the likeliest text has.
         """
         at = ids.index(model.cfg.mask_id)
         before, behind = ids[:at], ids[at + 1 :]
@@ -125,13 +125,13 @@ def dream_writer(cfg, record, run, step):
         results = sandbox.run_tests(programs, tests, **dataclasses.asdict(cfg.sandbox))
         if failed := [result.error for result in results if result.rate is None]:
             raise RuntimeError(f"the sandbox failed: {failed[0]}")
-        return [[*zip(map("pass".__eq__, result.verdicts), result.values, strict=True)] for result in results]
+        return [[*zip((x == "pass" for x in result.verdicts), result.values, strict=True)] for result in results]
 
     def repair_rows(rows, problems, number):
         """Repair completions in place that fail the examples of their prompts."""
         pairs = [(row, problem) for row, problem in zip(rows, problems, strict=True) if row["fits"]]
         drafts = [repair.Draft(problem.asked.prompt, row["completion"], problem.public) for row, problem in pairs]
-        key = jax.random.fold_in(key_of(cfg, number), 1 << 31)  # of no row
+        key = jax.random.fold_in(key_of(cfg, number), 1 << 31)  # a number that no row has
         fill = repair.filler(reader, rule, key, size, hole_ends, cfg.batch_size)
         with inference.mesh_context(mesh):
             repair.repair(drafts, cfg.dream.repair, reader, fill, judge)

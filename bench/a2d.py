@@ -45,6 +45,7 @@ class Config:
     lr: float = 1e-3  # peak rate of C's second half; the others have the trainer's own
     prompts: int = 16  # held-out rows whose first 32 tokens are continued
     out: str = "out/a2d"  # folder of data and runs
+    file: str = "a2d"  # bench/results/<file>.json, .png, .md
 
 
 def script(name, *flags):
@@ -139,7 +140,7 @@ def losses(cfg, folder, first):
     return float(np.mean(rows[:10] if first else rows[-50:]))
 
 
-def plot(found):
+def plot(found, file):
     import matplotlib
 
     matplotlib.use("Agg")
@@ -158,7 +159,7 @@ def plot(found):
     axis.grid(alpha=0.3)
     axis.legend()
     figure.tight_layout()
-    figure.savefig(RESULTS / "a2d.png", dpi=120)
+    figure.savefig(RESULTS / f"{file}.png", dpi=120)
 
 
 def main(cfg):
@@ -181,8 +182,8 @@ def main(cfg):
             if arm == "C":
                 row["loss_at_conversion"] = [losses(cfg, parts[0][0], False), losses(cfg, parts[1][0], True)]
             found.append(row)
-    (RESULTS / "a2d.json").write_text(json.dumps({"pace": pace, "runs": found}, indent=1) + "\n")
-    plot(found)
+    (RESULTS / f"{cfg.file}.json").write_text(json.dumps({"pace": pace, "runs": found}, indent=1) + "\n")
+    plot(found, cfg.file)
 
     lines = ["| arm | bits per held-out byte, each seed | score | tokens a pass | steps |", "|---" * 5 + "|"]
     for arm, name in ARMS.items():
@@ -201,7 +202,7 @@ def main(cfg):
         prompt, text = row["texts"][0]
         lines += [f"**{row['arm']}**", "", "```", f"{prompt}⟶{text}", "```", ""]
     lines.append(f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`")
-    (RESULTS / "a2d.md").write_text("\n".join(lines) + "\n")
+    (RESULTS / f"{cfg.file}.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines[: 2 + len(ARMS)]))
 
 

@@ -149,7 +149,8 @@ def main(cfg):
     tokenizer, began = runs.read_tokenizer(cfg.ckpt), time.process_time()
     prompts = [tokenizer.encode(line["prompt"], add_special_tokens=False).ids for line in lines[: cfg.prompts]]
     ways = [*itertools.product(WAYS, cfg.drafts, cfg.draft_steps, cfg.batches)]
-    each, given, rates = min(cfg.each, len(ways)), {way: [] for way in ways}, collections.defaultdict(list)
+    each, given = min(cfg.each, len(ways)), {way: [] for way in ways}
+    rates = collections.defaultdict(lambda: collections.defaultdict(list))  # (N, passes) -> prompt -> tokens a step
     for n, k in itertools.product(range(len(prompts)), range(each)):
         given[ways[(n * each + k) % len(ways)]].append(n)
     out = [f"{len(prompts):,} prompts, each through {each} of {len(ways)} combinations; near-tie: {cfg.tie:g}.", ""]
@@ -161,15 +162,16 @@ def main(cfg):
         for (_, draft, steps, size), numbers in mine.items():
             how = dataclasses.replace(rule, draft=draft, draft_steps=steps)
             for n, (row, _, took) in write(cfg, model, prompts, numbers, how, size).items():
-                rates[draft, steps].append((len(row) - 1) / max(took - 1, 1))  # the first comes with the prompt
+                rates[draft, steps][n].append((len(row) - 1) / max(took - 1, 1))  # the first comes with the prompt
                 first = next((m for a, b, m in zip(row, *want[n][:2], strict=False) if a != b), None)
                 unequal += [first] if row != want[n][0] else []
         margin_N = np.concatenate([margin_N for _, margin_N, _ in want.values()])
         out += [f"| {way} | {sum(map(len, mine.values())):,} | {len(unequal)} {unequal or ''} | {margin_N.size:,} "]
         out[-1] += f"| {(margin_N < cfg.tie).sum()} | {margin_N.min():.2g} |"
         print(out[-1], flush=True)
-    out += ["", "| N | passes for the drafts | tokens a step | tokens a pass | texts |", "|---" * 5 + "|"]
+    out += ["", "| N | passes for the drafts | tokens a step | tokens a pass | prompts |", "|---" * 5 + "|"]
     for (draft, steps), found in sorted(rates.items()):
+        found = [np.mean(of_prompt) for of_prompt in found.values()]  # batches of one prompt give one text
         mean, error = np.mean(found), 2 * np.std(found, ddof=1) / len(found) ** 0.5
         out.append(f"| {draft} | {steps} | {mean:.2f} ± {error:.2f} | {mean / (1 + steps):.2f} | {len(found)} |")
     out += ["", "Means and two standard errors over texts of all temperatures, after the first token.", ""]

@@ -300,7 +300,8 @@ def main(cfg):
         timed = cfg.kinds == Config.kinds  # the others may have shared the machine
         record(
             cfg.file,
-            f"coupled-grpo demo of weights/dream, {what}: held-out reward after {cfg.rounds} rounds",
+            f"coupled-grpo demo of weights/dream, {what}: held-out reward after {cfg.rounds} rounds, "
+            f"{cfg.eval_samples} samples a task",
             float(np.median(reward_SR[:, -1])),
             "share of tests passed",
             spread=[float(reward_SR[:, -1].min()), float(reward_SR[:, -1].max())],

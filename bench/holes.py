@@ -9,7 +9,7 @@ had tokens; 4, 16 or 64; the likeliest number; or, for a Dream of --edit_rate, 4
 filled as generate.py fills it, without and with --valid=python, at temperature 0. No EOS is written where the length is
 right or found; of 4, 16 and 64 masks it ends the hole. Counted are holes filled with what was there, functions that
 pass the task's tests, functions that parse, forward passes over a canvas, and seconds, compiling in none. Writes
-holes.md under bench/results/ after each row.
+holes.md under bench/results/ at the end.
 """
 
 import dataclasses
@@ -116,7 +116,7 @@ def main(cfg):
             work = f"{mean['masks']:.1f} | {mean['forwards']:.1f} | {spent}"
             lines.append(f"| {masks} | {'python' if valid else ''} | {shares} | {work} |")
             print(lines[-1], flush=True)
-            (RESULTS / f"{cfg.file}.md").write_text("\n".join(lines + about) + "\n")
+    (RESULTS / f"{cfg.file}.md").write_text("\n".join(lines + about) + "\n")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ PROMPTS = [
 @dataclasses.dataclass(frozen=True)
 class Config:
     ckpt: str = "out/stories"  # folder of the run
-    file: str = "cpu"  # bench/results/<file>.json
+    file: str = "cpu"  # bench/results/<file>.json; mdlm_run.md and the rest belong to "cpu", else <file>.md
     device: str = ""  # what the run ran on; "" is this CPU
     max_new: int = 100  # tokens to fill in each sample
 
@@ -59,13 +59,13 @@ def unigram(folder):
     return nats, nats * held_V.sum() / math.log(2) / rows.meta["splits"]["heldout"]["bytes"]
 
 
-def plot_noise(levels, title):
+def plot_noise(levels, title, path):
     _, axis = plt.subplots(figsize=(7, 4))
     axis.plot([level["mask_rate"] for level in levels], [level["masked_ce"] for level in levels], "o-")
     axis.set(xlabel="share of tokens masked", ylabel="nats per masked token", title=title)
     axis.grid(alpha=0.3)
     plt.tight_layout()
-    plt.savefig(RESULTS / "mdlm_noise.png", dpi=120)
+    plt.savefig(path, dpi=120)
 
 
 def main(cfg):
@@ -75,7 +75,8 @@ def main(cfg):
     settings = json.loads((run / "config.json").read_text())
     train, held = ([r for r in rows if key in r] for key in ("loss", "heldout_nats"))
     final = train_gpu.main(train_gpu.Config(eval_only=str(run), eval_rows=10**9, eval_draws=32))
-    plot_noise(final["by_noise"], f"{run.name}, step {final['step']}")
+    name, noise = ("mdlm_run", "mdlm_noise") if cfg.file == "cpu" else (cfg.file, f"{cfg.file}_noise")
+    plot_noise(final["by_noise"], f"{run.name}, step {final['step']}", RESULTS / f"{noise}.png")
     unigram_nats, unigram_bits = unigram(settings["data"])
 
     # figure: loss of each step, bound of the held-out stories, unigram
@@ -88,8 +89,8 @@ def main(cfg):
     axis.legend()
     axis.grid(alpha=0.3)
     plt.tight_layout()
-    plt.savefig(RESULTS / "mdlm_run.png", dpi=120)
-    shutil.copy(run / "log.jsonl", RESULTS / "mdlm_run.jsonl")
+    plt.savefig(RESULTS / f"{name}.png", dpi=120)
+    shutil.copy(run / "log.jsonl", RESULTS / f"{name}.jsonl")
 
     # page: samples with the commands that wrote them
     text = ["# Samples, unedited\n"]
@@ -99,7 +100,7 @@ def main(cfg):
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         shown = " ".join(f'{a.split("=", 1)[0]}="{a.split("=", 1)[1]}"' if " " in a else a for a in args)
         text.append(f"```\n$ python inference_jetson.py --bundle={run} {shown}\n{done.stdout}{done.stderr}```\n")
-    (RESULTS / "mdlm_run.md").write_text("\n".join(text))
+    (RESULTS / f"{name}.md").write_text("\n".join(text))
 
     speed = np.quantile([r["tok_per_s"] for r in train[2:]], [0.5, 0.1, 0.9]).tolist()
     record(

@@ -185,7 +185,6 @@ def bench_training(cfg, file, device):
     asked = {"data": cfg.data, "model": cfg.model, "batch_size": cfg.batch_size, "dtype": cfg.dtype}
     settings = train_gpu.Config(**asked, optimizer="adamw", steps=cfg.warmup + cfg.steps)
     rows, _, _ = train_gpu.find_data(settings)
-    tokens = cfg.batch_size * rows.meta["seq_len"]
     ours, losses = our_steps(cfg, data)
     plain = {}
     for fused in (False, True):
@@ -198,6 +197,8 @@ def bench_training(cfg, file, device):
     peak = next((flops_s for kind, flops_s in PEAK_FLOPS.items() if kind in file and half), 0)
     architecture = architecture_of(cfg, rows)
     steps = range(cfg.warmup, settings.steps)
+    batches = (train_gpu.training_batch(rows, settings, step).token_BL for step in steps)
+    tokens = float(np.mean([(token_BL != mdlm.PAD).sum() for token_BL in batches]))
     mean_flops = np.mean([flops(train_gpu.training_batch(rows, settings, step), architecture) for step in steps])
     median, low, high = np.quantile(ours + again, [0.5, 0.1, 0.9]).tolist()
     for fused in (False, True):

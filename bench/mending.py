@@ -181,7 +181,7 @@ class Coder:
             texts, _ = model_pythoncoder.generate(self.model, part, self.cfg.masks, rule, jax.random.key(number + i))
             new += texts
         new = new[: len(prompts)]
-        return self.tokenizer.decode_batch(new), [len(ids) + 1 for ids in new]  # and the end
+        return self.tokenizer.decode_batch(new), [len(ids) for ids in new]  # the end is one of them
 
 
 # ---- the attempts ----------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ PROMPTS = [
 @dataclasses.dataclass(frozen=True)
 class Config:
     ckpt: str = "out/train_tpu"  # run folder
-    file: str = "cpu"  # the figures go into bench/results/<file>.json
+    file: str = "cpu"  # bench/results/<file>.json; pythoncoder_run.md and the rest belong to "cpu", else <file>.md
     max_new: int = 120  # tokens of each completion
 
 
@@ -73,6 +73,7 @@ def main(cfg):
     final = train_tpu.main(train_tpu.Config(eval_only=str(run), eval_rows=10**9))
 
     # the curve
+    name = "pythoncoder_run" if cfg.file == "cpu" else cfg.file
     _, axis = plt.subplots(figsize=(8, 4.5))
     axis.plot([r["step"] for r in train], [r["main"] for r in train], lw=0.8, label="training")
     axis.plot([r["step"] for r in held], [r["heldout_nats"] for r in held], "o-", ms=4, label="held-out files")
@@ -81,8 +82,8 @@ def main(cfg):
     axis.legend()
     axis.grid(alpha=0.3)
     plt.tight_layout()
-    plt.savefig(RESULTS / "pythoncoder_run.png", dpi=120)
-    shutil.copy(run / "log.jsonl", RESULTS / "pythoncoder_run.jsonl")
+    plt.savefig(RESULTS / f"{name}.png", dpi=120)
+    shutil.copy(run / "log.jsonl", RESULTS / f"{name}.jsonl")
 
     # the page: each prompt as a user would type it, and what came
     text = ["# Completions, unedited\n"]
@@ -90,7 +91,7 @@ def main(cfg):
         out, err = script("generate.py", f"--ckpt={run}", f"--prompt={prompt}", f"--max_new={cfg.max_new}")
         shown = f'$ python generate.py --ckpt={run} --prompt="{prompt}" --max_new={cfg.max_new}\n{out}{err}'
         text.append(f"```\n{shown}```\n")
-    (RESULTS / "pythoncoder_run.md").write_text("\n".join(text))
+    (RESULTS / f"{name}.md").write_text("\n".join(text))
 
     # the figures; the first two rows of the log still warm up
     settings = json.loads((run / "config.json").read_text())

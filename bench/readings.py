@@ -187,7 +187,7 @@ def table(found, tasks):
     for arm, mine in by_arm.items():
         yield from ("", f"**{arm}**", "", "| rule | pass@1 | passes of a text | tokens a step |", "|---" * 4 + "|")
         for name in mine[0]["rules"]:
-            of_rule = [row["rules"][name] for row in mine]
+            of_rule = [row["rules"][name] for row in mine if name in row["rules"]]  # earlier rows have more of them
             rates = side_by_side((100 * x["passed"] / tasks for x in of_rule), ".1f")
             cells = [side_by_side((x[key] for x in of_rule), ".2f") for key in ("passes", "step")]
             yield f"| {name} | {rates} | {cells[0]} | {cells[1] if 'blocks' not in name else ''} |"
@@ -211,7 +211,7 @@ def plot(found, tasks, path):
     for number, arm in enumerate(dict.fromkeys(row["arm"] for row in found)):
         mine = [row["rules"] for row in found if row["arm"] == arm]
         for kind, mark in marks.items():
-            names = [name for name in mine[0] if name.startswith(kind)]
+            names = [name for name in mine[0] if name.startswith(kind) and all(name in rules for rules in mine)]
             x = [np.mean([rules[name]["passes"] for rules in mine]) for name in names]
             y_NS = np.array([[rules[name]["passed"] / tasks for rules in mine] for name in names])
             if names:

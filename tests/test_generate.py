@@ -155,7 +155,7 @@ def test_a_file_of_prompts_is_checked_while_it_is_read(tmp_path):
     refused("--suffix follows --prompt", suffix="x", file=str(tmp_path / "in.jsonl"))
     refused("--check and --repair need one of them", check=True)
     refused("between the lines of --json", prompt="x", json=True, show_steps=True)
-    refused("--temperature=0 writes the same text 3 times", prompt="x", n=3, temperature=0.0, ckpt=str(tmp_path))
+    refused("--temperature=0 generates the same text 3 times", prompt="x", n=3, temperature=0.0, ckpt=str(tmp_path))
     given = {"prompt": "x", "html": str(tmp_path / "x.html"), "ckpt": str(tmp_path), "model": "dream"}
     for flags in (generate.DreamFlags(valid="python"), generate.DreamFlags(repair=1)):
         refused("--html shows the steps of the sampler", dream=flags, **given)

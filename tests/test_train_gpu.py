@@ -806,6 +806,6 @@ def test_a_card_that_emulates_bfloat16_trains_in_float16(monkeypatch):
 
 
 def test_a_loss_that_is_not_finite_stops_after_five_steps(data, tmp_path):
-    refuses("no finite loss in 5 steps", data, tmp_path / "run", steps=40, lr=1e30, warmup=1, eval_every=100)
+    refuses("no finite gradient in 5 steps", data, tmp_path / "run", steps=40, lr=1e30, warmup=1, eval_every=100)
     rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert rows[-1]["skipped"] == 4
