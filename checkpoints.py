@@ -316,7 +316,7 @@ def read_orbax(path, like, sums, convert):
         except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
             raise ValueError(f"checkpoint {path} cannot be read: {runs.first_line(error)}; copy it again") from None
         if wrong := [k for k, v in bit_sums(layer).items() if v not in (sums.get(k), sums.get(f"params.{k}"))]:
-            raise ValueError(f"{path} is damaged: {', '.join(wrong)} differ from what was saved; copy it again")
+            raise ValueError(f"{path} cannot be read: {', '.join(wrong)} differ from what was saved; copy it again")
         params |= {name: convert(name, layer.pop(name)) for name in list(layer)}
     return params
 
