@@ -226,7 +226,20 @@ def as_on_the_hub(folder, copy):
         mask_id = json.loads((copy / "stable_diffcoder.json").read_text())["mask_token_id"]
         mask = {model_dream.FAMILIES["stable_diffcoder"].mask: mask_id}
         (copy / "added_tokens.json").write_text(json.dumps(mask))
+    keys = json.loads((copy / "config.json").read_text())
+    if "rope_parameters" in keys:  # Nemotron's loops go beyond what its config says
+        (copy / "config.json").write_text(json.dumps(keys | {"max_position_embeddings": 1 << 17}))
     return copy
+
+
+def counting_mask(prepare):
+    """sample_block.prepare without banned ids: MASK has its share of the softmax, as in the authors' code."""
+
+    def unbanned(*args):
+        state, given, width = prepare(*args)
+        return state, given._replace(banned_V=np.zeros_like(given.banned_V)), width
+
+    return unbanned
 
 
 def with_other_tokenizer(folder, copy):

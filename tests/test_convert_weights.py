@@ -662,8 +662,8 @@ def test_what_was_made_or_trained_here_names_the_code_of_its_kind(tmp_path):
 
 @pytest.mark.golden
 @pytest.mark.parametrize("area", ["llada", "sdar", "nemotron", "nemotron/stable_diffcoder"])
-def test_a_config_of_ours_names_the_classes_that_the_hub_names(golden_dir, area):
-    folder = golden_dir(area)
+def test_a_config_of_ours_names_the_classes_that_the_hub_names(golden_dir, area, tmp_path):
+    folder = as_on_the_hub(golden_dir(area), tmp_path / "hub")
     theirs = runs.read_json(folder / "config.json")
     ours = convert.with_code(dream.config_to_hf(dream.config_from_hf(folder)), {}, "out/my_run")["auto_map"]
     assert len(ours) == min(2, len(theirs["auto_map"]))
@@ -892,6 +892,6 @@ def test_a_key_that_llada_needs_and_a_tokenizer_of_another_family_are_named(gold
     with pytest.raises(ValueError, match="rope is missing"):
         convert.find(tmp_path)
     folder = as_on_the_hub(source, tmp_path / "hub")
-    (folder / "tokenizer.json").write_bytes(tokenizer_of({"<|mask|>": keys["mask_token_id"]}))
+    (folder / "tokenizer.json").write_bytes(tokenizer_of({"<|mask|>": keys["mask_token_id"]}, ("<|mask|>",)))
     with pytest.raises(ValueError, match=r"is of another model: <\|mdm_mask\|> is not its id"):
         convert.main(convert.Config(str(folder), str(tmp_path / "out")))

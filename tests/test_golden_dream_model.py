@@ -79,7 +79,9 @@ def test_logits_are_made_only_where_they_are_asked_for(model, forward):
 
 def test_hidden_states_after_every_layer(model, forward):
     apply_layer = jax.jit(lambda layer, *inputs: layer(*inputs, model.run)[0])  # one program for all layers
-    for case in {name.split(".hidden.")[0] for name in forward if ".hidden." in name}:
+    cases = {name.split(".hidden.")[0] for name in forward if ".hidden." in name}
+    assert cases
+    for case in cases:
         token_BL, position_BL, see_BL = inputs(forward, case)
         rope = md.rope_of(model.cfg, jnp.asarray(position_BL))
         x_BLD, states = model.lookup(token_BL), []

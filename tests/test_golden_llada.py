@@ -87,7 +87,9 @@ def test_hidden_states_after_every_layer(model, forward):
 
 def test_rope_frequencies_of_this_model_and_of_8b(model, forward):
     sizes = {"inv_freq": (model.cfg.head_size, model.cfg.theta), "inv_freq_8b": (128, 5e5)}
-    for name in [name for name in forward if name.startswith("inv_freq")]:
+    names = [name for name in forward if name.startswith("inv_freq")]
+    assert names
+    for name in names:
         size, theta = sizes[name]
         # Theirs are from float64, PyTorch's and ours from float32, where i / K is exact for powers of two alone.
         rtol = 2e-7 if size & (size - 1) == 0 else 5e-7
@@ -159,6 +161,11 @@ def test_a_text_with_guidance(model, golden):
     np.testing.assert_array_equal(fill(model, case, golden)[0], case["sequences"])
 
 
+def rank(step_BL):
+    """Steps numbered without those that write nothing: theirs go on when a block is full."""
+    return np.unique(step_BL, return_inverse=True)[1].reshape(np.shape(step_BL))
+
+
 @pytest.mark.slow
 def test_every_text_token_for_token_with_its_steps_and_passes(model, golden):
     cases = [case for case in golden["cases"] if is_ours(case) and not case.get("edge")]
@@ -168,7 +175,7 @@ def test_every_text_token_for_token_with_its_steps_and_passes(model, golden):
         got_BL, stats = fill(model, case, golden)
         np.testing.assert_array_equal(got_BL, case["sequences"], err_msg=name)
         if case["sampler"] == "llada":
-            np.testing.assert_array_equal(stats["when"] - 1, case["step"], err_msg=name)
+            np.testing.assert_array_equal(rank(stats["when"]), rank(case["step"]), err_msg=name)
             assert stats["forwards"] == min(case["num_forwards"], stats["when"].max()), name  # without idle passes
         else:
             assert stats["forwards"] == case["num_forwards"], name
@@ -180,7 +187,8 @@ def test_a_row_of_a_batch_is_what_it_is_alone(model, golden):
     cases = [case for case in golden["cases"] if is_ours(case) and len(case["prompt_ids"]) > 1]
     assert cases
     for case in cases:
-        new, mask_BL = case["settings"]["gen_length"], np.array(case["attention_mask"]) == 1
+        new, ones_BL = case["settings"]["gen_length"], np.ones_like(case["prompt_ids"])
+        mask_BL = np.array(case["attention_mask"] or ones_BL) == 1
         for prompt_L, mask_L, want_L in zip(case["prompt_ids"], mask_BL, case["sequences"], strict=True):
             prompt_L = np.array(prompt_L)[mask_L].tolist()
             (row,), _ = sd.generate(model, [prompt_L], new, rule_of(case, golden, model.cfg))

@@ -30,7 +30,9 @@ def pad_id(golden_dir):
 
 
 def schedules(arrays):
-    return sorted({name.split(".")[0] for name in arrays.files if name.split(".")[0] in diffusion.SCHEDULES})
+    found = sorted({name.split(".")[0] for name in arrays.files if name.split(".")[0] in diffusion.SCHEDULES})
+    assert found
+    return found
 
 
 def subs_log_probs(logits_BLV, xt_BL, mask_id):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import as_on_the_hub, from_hf
+from conftest import as_on_the_hub, counting_mask, from_hf
 from flax import nnx
 from safetensors.numpy import load_file
 from test_golden_block import built, prepare_behind_prompts
@@ -167,7 +167,9 @@ def texts(model, case, width, block, threshold=0.0):
     prompts, settings = case["prompts"], case["settings"]
     eos_ids = () if settings["eos_id"] is None else (settings["eos_id"],)
     rule = sample_block.Sampling(block, threshold=threshold, eos_ids=eos_ids)
-    rows, stats = sample_block.generate(model, prompts, settings["max_new"], rule, widths=(width,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_block, "prepare", counting_mask(sample_block.prepare))
+        rows, stats = sample_block.generate(model, prompts, settings["max_new"], rule, widths=(width,))
     found = [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
     return [text[: text.index(eos_ids[0]) + 1] if {*eos_ids} & {*text} else text for text in found], stats
 
@@ -242,7 +244,8 @@ def test_logits_of_stable_diffcoder(coder, folder):
 
 
 @pytest.mark.slow
-def test_every_text_of_stable_diffcoder_with_its_passes(coder):
+def test_every_text_of_stable_diffcoder_with_its_passes(coder, monkeypatch):
+    monkeypatch.setattr(sample_block, "prepare", counting_mask(sample_block.prepare))
     model, cases = coder
     assert cases
     for case in cases:
@@ -259,4 +262,4 @@ def test_every_text_of_stable_diffcoder_with_its_passes(coder):
             assert stats["forwards"] + blocks == case["nfe"], name  # ours commits in the first pass of the next block
         else:
             assert text[: len(want)] == want, name
-            assert stats["forwards"] < case["nfe"], name  # ours ends at EOS, theirs when its block is full
+            assert stats["forwards"] <= case["nfe"], name  # ours ends at EOS, theirs when its block is full

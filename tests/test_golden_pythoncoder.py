@@ -193,6 +193,8 @@ def test_whole_model_logits_losses_and_gradients(golden_dir, remat, monkeypatch)
 def test_greedy_text_with_and_without_the_draft_head(golden_dir, speculate, monkeypatch):
     settings, arrays = read(golden_dir("pythoncoder"), "tiny_model")
     monkeypatch.setattr(pc, "lambda_value", functools.partial(clamped, settings["base"]["clamp"]))
+    monkeypatch.setattr(pc, "attention", functools.partial(pc.attention, cap=settings["base"]["attn_cap"]))
+    assert settings["base"]["yarn_factor"] == 1
     cfg = dataclasses.replace(tiny_config(settings["base"], {}), positions=4096)  # the golden runs past yarn_original
     model = nnx.merge(pc.graph_of(cfg, pc.Run()), tiny_params(arrays, cfg))
     rule, n = pc.Sampling(speculate=speculate), len(settings["greedy"])  # always n rows: one compiled program

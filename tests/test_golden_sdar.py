@@ -6,7 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from conftest import from_hf
+from conftest import counting_mask, from_hf
 from safetensors.numpy import load_file
 
 import diffusion
@@ -105,6 +105,7 @@ def sample(model, settings, prompts, widths=(), eos_ids=()):
     lengths = [-(-(len(prompt) + settings["gen_length"]) // N) * N for prompt in prompts]
     canvases = [prompt + [model.cfg.mask_id] * (n - len(prompt)) for prompt, n in zip(prompts, lengths, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_block, "prepare", counting_mask(sample_block.prepare))
         if settings["remasking_strategy"] == "sequential":
             patch.setattr(sample_block, "Sampler", FromTheLeft)
         return sample_block.generate(model, canvases, 0, rule, widths=widths)
