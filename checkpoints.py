@@ -119,7 +119,7 @@ class Checkpoints:
         kept, self.args = ocp.checkpoint_managers, ocp.args
         lowest = kept.BestN(get_metric_fn=metric, reverse=True, n=1, keep_checkpoints_without_metrics=False)
         how = {"preservation_policy": kept.AnyPreservationPolicy([kept.LatestN(keep), lowest])}
-        how["best_fn"] = metric  # without it Orbax stores no metric, and a resumed run forgets the best step
+        how |= {"best_fn": metric, "single_host_load_and_broadcast": True}  # stores the metric; host 0 lists the steps
         how["cleanup_tmp_directories"] = own  # of a killed save; in the folder of another run one may be going on
         how["async_options"] = ocp.AsyncOptions(post_finalization_callback=(self.folder / runs.SAVED).touch)
         self.manager = ocp.CheckpointManager(self.folder / "checkpoints", options=ocp.CheckpointManagerOptions(**how))
@@ -169,7 +169,7 @@ class Checkpoints:
 
         ValueError if its model, rows, optimizer, dtype, LoRA rank or base weights are not those in meta.
         """
-        store = self if absolute(folder) == self.folder else Checkpoints(folder, own=False)
+        store = self if absolute(folder).resolve() == self.folder.resolve() else Checkpoints(folder, own=False)
         if store.newest() is None:
             print(f"{folder} stopped before its first checkpoint: starting at step 0 with its settings")
             return None
@@ -394,8 +394,8 @@ def peak_flops(device):
 
 def device_memory_gib(device):
     """GiB that JAX may use on its first local accelerator, 15.75 if it does not say; None for a CPU."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return None if device.platform == "cpu" else stats.get("bytes_limit", 15.75 * 2**30) / 2**30
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 15.75 * 2**30)
+    return None if device.platform == "cpu" else limit / 2**30
 
 
 def free_bytes(mesh):

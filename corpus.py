@@ -194,9 +194,8 @@ def gather_text(found, cfg, vocabulary):
 def text_ranges(item, limit, separator=SEPARATOR):
     """Items of the ranges of a file. ValueError if it is not UTF-8 or has NUL.
 
-    A range ends with the separator that follows its first `limit` bytes, or within a document of over LONG_BYTES: at a
-    line end, or between two characters if there is none. A line of pairs is never split. Ranges without a document are
-    left out.
+    A range ends with the separator after its first `limit` bytes, or within a document of over LONG_BYTES: at a line
+    end, else between two characters. A line of pairs is never split. Ranges without a document are left out.
     """
     ranges, start, data, decoder = [], 0, bytearray(), codecs.getincrementaldecoder("utf-8")()
     separator = separator.encode()
@@ -210,8 +209,9 @@ def text_ranges(item, limit, separator=SEPARATOR):
                 end = data.find(separator, max(0, limit - len(separator)))
                 if end >= 0:
                     end += len(separator)
-                elif separator != b"\n" and len(data) - max(0, data.rfind(separator)) >= LONG_BYTES:
-                    end = data.rfind(b"\n") + 1 or len(data) - len(decoder.getstate()[0])
+                elif separator != b"\n" and len(data) - (last := max(0, data.rfind(separator))) >= LONG_BYTES:
+                    end = data.find(separator[:1], len(data) - len(separator) + 1)  # perhaps another separator
+                    end = data.rfind(b"\n", last) + 1 or (end if end > 0 else len(data) - len(decoder.getstate()[0]))
                 elif block:  # no end in sight: read on
                     break
                 else:

@@ -474,9 +474,10 @@ def evaluate(cfg):
     folder = checkpoints.absolute(cfg.eval_only)
     heldout, tokenizer = held_out(folder, cfg.data)
     rows = min(cfg.eval_rows, heldout.total)
-    size = min(16, rows)  # at a time
-    mesh = checkpoints.inference_mesh(md.read_config(folder, checkpoints.find_weights(folder)[1]), jax.devices(), size)
+    mesh = checkpoints.inference_mesh(md.read_config(folder, checkpoints.find_weights(folder)[1]), jax.devices(), 0)
+    size = -(-16 // mesh.shape["data"]) * mesh.shape["data"]  # rows at a time
     dtype = cfg.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    jax.config.update("jax_default_matmul_precision", "highest" if dtype == "float32" else None)
     print(f"{mesh.size} x {jax.devices()[0].device_kind}, mesh {dict(mesh.shape)}, {dtype}", file=sys.stderr)
     model, step = checkpoints.load(md, folder, dtype=dtype, mesh=mesh)
     scores = {"step": step, "rows": rows} | score(cfg, *nnx.split(model), heldout, size, mesh, tokenizer, draws=8)
@@ -591,8 +592,7 @@ class Trainer:
         sampler = sample_block if self.model.block_length else sample_dream
         rule = sampler.Sampling(vocab=meta["vocab_size"], eos_ids=(meta["eos_id"],))
         (row,), stats = sampler.generate(lm, [prompt], new, rule, jax.random.key(0))
-        text = self.tokenizer.decode(row[len(prompt) :])
-        folder.append("samples.txt", f"---- step {step}\n{self.cfg.prompt}{text}\n")
+        folder.append("samples.txt", f"---- step {step}\n{self.cfg.prompt}{self.tokenizer.decode(row[-new:])}\n")
         return {"tokens_per_forward": new / stats["forwards"]}
 
 

@@ -401,8 +401,8 @@ def evaluate(cfg):
     folder = checkpoints.absolute(cfg.eval_only)
     heldout, tokenizer = held_out(folder, cfg.data)
     ids = heldout.spread(cfg.eval_rows)
-    size = min(16, len(ids))  # rows at a time
-    mesh = checkpoints.inference_mesh(pc.read_config(folder, checkpoints.find_weights(folder)[1]), jax.devices(), size)
+    mesh = checkpoints.inference_mesh(pc.read_config(folder, checkpoints.find_weights(folder)[1]), jax.devices(), 0)
+    size = -(-16 // mesh.shape["data"]) * mesh.shape["data"]  # rows at a time
     dtype = cfg.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     jax.config.update("jax_default_matmul_precision", "highest" if dtype == "float32" else None)
     print(f"{mesh.size} x {jax.devices()[0].device_kind}, mesh {dict(mesh.shape)}, {dtype}", file=sys.stderr)
@@ -414,9 +414,9 @@ def evaluate(cfg):
     token_RL, segment_RL = heldout.read(ids)[:2]
     text = tokenizer.decode(token_RL[segment_RL > 0].tolist()).encode()
     scores["xz_bits_per_byte"] = 8 * len(lzma.compress(text, preset=9)) / len(text)
-    if model.cfg.mtp:  # the share of greedy draft tokens that are accepted, on continuations of held-out rows
+    if model.cfg.mtp and jax.process_count() == 1:  # greedy draft tokens that are accepted, after halves of rows
         half = min(64, token_RL.shape[1] // 2)
-        prompts = token_RL[:size, :half].tolist()
+        prompts = np.resize(token_RL[:, :half], (size, half)).tolist()
         rule = pc.Sampling(vocab=tokenizer.get_vocab_size())
         with jax.set_mesh(mesh):
             _, stats = pc.generate(model, prompts, half, rule, jax.random.key(0), chunk=half)

@@ -987,6 +987,13 @@ def test_ranges_end_with_documents_and_long_documents_are_split_at_line_ends(tmp
     assert len(parts) > 1
     parts = ranges(b"a<|endoftext|>\n" + unbroken)
     assert "".join(part.decode() for part in parts) == "a<|endoftext|>\n" + unbroken.decode()
+    # nor is a short document before a long one cut, or a separator at the end of what was read
+    long = b"a" * (4 * 2**20 - 7)
+    for data in (b"one\ntwo<|endoftext|>" + long + long, long + b"<|endoftext|>next"):
+        parts = ranges(data)
+        assert b"".join(parts) == data
+        assert sum(part.count(b"<|endoftext|>") for part in parts) == 1
+        assert not any(part.endswith(b"one\n") for part in parts)
 
 
 @pytest.mark.slow  # test_killed_at_any_moment is the quick one
