@@ -201,7 +201,6 @@ def prepare(cfg, out):
     started = time.time()
     found = find(cfg)
     inputs = sha256(json.dumps([(item.name, item.sha256) for item in found]).encode())
-    implied = () if getattr(cfg, "benchmarks", ()) else ("benchmarks",)  # whether they can be fetched may change
     if isinstance(cfg, Python):  # what its flags leave open
         if cfg.hf or found[0].path.endswith(corpus.ROWS):
             cfg = dataclasses.replace(cfg, column=cfg.column or corpus.TEXT_COLUMNS)
@@ -210,7 +209,7 @@ def prepare(cfg, out):
     if cfg.chat:
         next(chat_turns([], cfg, vocabulary), None)  # fails here where it fails at all
     settings = settings_of(cfg, vocabulary)
-    if is_complete(out, settings, inputs, implied):
+    if is_complete(out, settings, inputs):
         shutil.rmtree(out / ".rows", ignore_errors=True)  # of a run that was killed in its last second
         print(f"{out} is complete, nothing to do")
         return
@@ -268,8 +267,8 @@ def settings_of(cfg, vocabulary):
     return settings
 
 
-def is_complete(out, settings, inputs, implied):
-    """Whether an earlier run has written everything. ValueError if it had other files or settings, but `implied`."""
+def is_complete(out, settings, inputs):
+    """Whether an earlier run has written everything. ValueError if it had other settings or files."""
     path = next((out / name for name in ("meta.json", "progress.json") if (out / name).exists()), None)
     if path is None:
         if any((out / name).exists() for name in ("tokenizer.json", "train", "heldout")):
@@ -277,7 +276,6 @@ def is_complete(out, settings, inputs, implied):
         return False
     earlier = runs.read_json(path, "settings", "inputs")
     before = earlier["settings"]
-    settings = settings | {key: before.get(key) for key in implied if path.name == "meta.json"}
     if other := [key for key in {**before, **settings} if before.get(key) != settings.get(key)]:
         listed = "; ".join(f"{key} {before.get(key, 'unset')}, now {settings.get(key, 'unset')}" for key in other)
         raise ValueError(f"{out} holds data of other settings ({listed}); choose another --out or delete it")

@@ -279,7 +279,7 @@ def docstring_examples(prompt, entry):
         line = prompt[arrow.end() :].split("\n")[0] if arrow else ""
         for length in range(len(line), 0, -1):  # the longest literal at the beginning of the line
             with contextlib.suppress(SyntaxError, ValueError):
-                value = ast.literal_eval(line[:length].strip().rstrip(","))
+                value = ast.literal_eval("" if line[:length].rstrip().endswith(",") else line[:length].strip())
                 if not re.match(r"\w|\s*[-+*/=]", line[length:]):  # not 19 of 19 - 5 - 6 = 8
                     asserts.append(f"assert {prompt[start:end]} == {value!r}")
                 break

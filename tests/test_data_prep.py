@@ -572,19 +572,6 @@ def test_a_second_run_compares_the_content_of_the_files_and_nothing_else(tmp_pat
         assert tree(cfg.out) == before
 
 
-def test_benchmarks_that_cannot_be_fetched_any_more_change_nothing_that_is_complete(tmp_path, capsys, monkeypatch):
-    corpus(tmp_path / "src", 20)
-    (tmp_path / "tasks.jsonl").write_text(json.dumps({"prompt": "def f():", "canonical_solution": " " * 9}) + "\n")
-    monkeypatch.setattr(dp.corpus, "benchmark_files", lambda cfg: (str(tmp_path / "tasks.jsonl"),))
-    dp.main(config(tmp_path))
-    monkeypatch.setattr(dp.corpus, "benchmark_files", lambda cfg: cfg.benchmarks)
-    capsys.readouterr()
-    dp.main(config(tmp_path))
-    assert capsys.readouterr().out == f"{tmp_path}/out is complete, nothing to do\n"
-    named = config(tmp_path, benchmarks=(str(tmp_path / "src" / "a" / "m0.py"),))
-    assert "holds data of other settings (benchmarks " in refused(named, capsys)
-
-
 def test_folder_of_other_settings_or_files_or_owners_is_refused_untouched(tmp_path, capsys):
     corpus(tmp_path / "src", 20)
     dp.main(config(tmp_path))
