@@ -119,7 +119,7 @@ class Checkpoints:
         kept, self.args = ocp.checkpoint_managers, ocp.args
         lowest = kept.BestN(get_metric_fn=metric, reverse=True, n=1, keep_checkpoints_without_metrics=False)
         how = {"preservation_policy": kept.AnyPreservationPolicy([kept.LatestN(keep), lowest])}
-        how |= {"best_fn": metric, "single_host_load_and_broadcast": True}  # stores the metric; host 0 lists the steps
+        how["best_fn"] = metric  # without it Orbax stores no metric, and a resumed run forgets the best step
         how["cleanup_tmp_directories"] = own  # of a killed save; in the folder of another run one may be going on
         how["async_options"] = ocp.AsyncOptions(post_finalization_callback=(self.folder / runs.SAVED).touch)
         self.manager = ocp.CheckpointManager(self.folder / "checkpoints", options=ocp.CheckpointManagerOptions(**how))

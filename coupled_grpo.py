@@ -257,7 +257,7 @@ class Batch(typing.NamedTuple):
 
 
 def micro_batches(row_R, size, devices=1):
-    """The rows in the fewest, nearly equal batches of at most `size`; -1 pads each to size, rounded up to `devices`."""
+    """The rows in the fewest, nearly equal batches of at most `size`; -1 pads each to a multiple of `devices`."""
     width = math.ceil(size / devices) * devices
     batches = np.array_split(row_R, math.ceil(len(row_R) / size))
     return [np.pad(batch, (0, width - len(batch)), constant_values=-1) for batch in batches]

@@ -291,7 +291,7 @@ class Denoiser:
         for steps in dict.fromkeys((together, 1)):
             graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(graph, stream=stream):  # its own: since 2.12 a reset frees its stream's workspace
+                with torch.cuda.graph(graph, stream=stream):  # since 2.12 a graph's reset frees its stream's workspace
                     for _ in range(steps):
                         self.step()
                 self.graph, self.together = graph, steps

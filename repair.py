@@ -52,7 +52,7 @@ class Draft:
     passes: int = 0  # forward passes until it was filled, and those that looked for suspects
 
     def opened(self, start, end, first):
-        """The text before a hole, its old text, the text after, and `first`: the token that its first one becomes."""
+        """The text before a hole, its old text, the text after, and `first`, for its first token; "" leaves it open."""
         return self.prompt + self.body[:start] + first, self.body[start:end], self.body[end:] + self.suffix, first
 
 
@@ -176,7 +176,7 @@ def filler(read, rule, key, size, ends, rows=1):
     """A function that fills holes by a sampling rule: [Draft.opened()] -> [(new text, passes)].
 
     A Dream with cfg.expand_id finds the length of a hole, see infill.grow. Another fills `size` masks, and one of the
-    ids `ends` ends the hole; with size 0 it fills as many masks as the old text has tokens.
+    ids `ends` ends the hole; with size 0 the hole has as many masks as the old text has tokens, less `first`.
     """
     cfg, calls = read.model.cfg, itertools.count()
     rule = dataclasses.replace(rule, **infill.ANY_SIZE, ban_ids=rule.ban_ids if size else tuple(ends))

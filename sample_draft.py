@@ -57,7 +57,7 @@ def settings_of(rule, flags, cfg):
     foreign = "steps alg_temp threshold entropy_bound cache fast_dllm eos_penalty late_eos guidance sub_block".split()
     foreign = [x for x in foreign if getattr(rule, x)] + (["block_length"] if rule.block_length > 1 else [])
     if foreign or (rule.alg, rule.schedule) != ("entropy", "dream"):
-        raise ValueError(f"drafts and single tokens go without {', '.join(foreign or ['sampler or schedule'])}")
+        raise ValueError(f"drafts and single tokens go without {', '.join(foreign or ['alg or schedule'])}")
     shared = "temperature", "top_p", "top_k", "vocab", "eos_ids"
     return Sampling(flags.draft, flags.draft_steps, **{name: getattr(rule, name) for name in shared})
 

@@ -441,7 +441,7 @@ def sums_of(graph, schedule, rows, draws, params, batch, row_B, bytes_V):
     row, block = (segment_BL, batch["position_ABL"]), model.cfg.block_length
 
     def bound(draw):
-        order_R = jax.random.permutation(jax.random.key(draws + draw), rows)  # each draw gives a row another time
+        order_R = jax.random.permutation(jax.random.key(draws + draw), rows)  # each draw moves rows to other levels
         noise = md.noise(jax.random.key(draw), rows, order_R[row_B], md.parts(*row, block or None))
         return model.nelbo(token_BL, *row, *noise, fixed_BL, schedule=schedule)
 
@@ -475,7 +475,7 @@ def evaluate(cfg):
     heldout, tokenizer = held_out(folder, cfg.data)
     rows = min(cfg.eval_rows, heldout.total)
     mesh = checkpoints.inference_mesh(md.read_config(folder, checkpoints.find_weights(folder)[1]), jax.devices(), 0)
-    size = -(-16 // mesh.shape["data"]) * mesh.shape["data"]  # rows at a time
+    size = -(-min(16, rows) // mesh.shape["data"]) * mesh.shape["data"]  # at a time
     dtype = cfg.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     jax.config.update("jax_default_matmul_precision", "highest" if dtype == "float32" else None)
     print(f"{mesh.size} x {jax.devices()[0].device_kind}, mesh {dict(mesh.shape)}, {dtype}", file=sys.stderr)

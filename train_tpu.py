@@ -402,7 +402,7 @@ def evaluate(cfg):
     heldout, tokenizer = held_out(folder, cfg.data)
     ids = heldout.spread(cfg.eval_rows)
     mesh = checkpoints.inference_mesh(pc.read_config(folder, checkpoints.find_weights(folder)[1]), jax.devices(), 0)
-    size = -(-16 // mesh.shape["data"]) * mesh.shape["data"]  # rows at a time
+    size = -(-min(16, len(ids)) // mesh.shape["data"]) * mesh.shape["data"]  # rows at a time
     dtype = cfg.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     jax.config.update("jax_default_matmul_precision", "highest" if dtype == "float32" else None)
     print(f"{mesh.size} x {jax.devices()[0].device_kind}, mesh {dict(mesh.shape)}, {dtype}", file=sys.stderr)
@@ -414,7 +414,7 @@ def evaluate(cfg):
     token_RL, segment_RL = heldout.read(ids)[:2]
     text = tokenizer.decode(token_RL[segment_RL > 0].tolist()).encode()
     scores["xz_bits_per_byte"] = 8 * len(lzma.compress(text, preset=9)) / len(text)
-    if model.cfg.mtp and jax.process_count() == 1:  # greedy draft tokens that are accepted, after halves of rows
+    if model.cfg.mtp and jax.process_count() == 1:  # greedy draft tokens that are accepted, after up to 64 tokens
         half = min(64, token_RL.shape[1] // 2)
         prompts = np.resize(token_RL[:, :half], (size, half)).tolist()
         rule = pc.Sampling(vocab=tokenizer.get_vocab_size())
