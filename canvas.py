@@ -257,7 +257,7 @@ def read_requests(data, name):
             continue
         try:
             row = json.loads(line)
-            requests.append((row["prompt"] + "", "" if row.get("suffix") is None else row["suffix"] + ""))  # or TypeError
+            requests.append((row["prompt"] + "", "" if row.get("suffix") is None else row["suffix"] + ""))  # TypeError
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(f'{name}, line {number} is not a JSON object with the text "prompt"') from None
     if not requests:

@@ -1097,8 +1097,8 @@ HEAD = """# Memory and times of compiled programs (PREDICTED, nothing ran)
 Each program was compiled for each device, which was not there. GiB: all that the program holds, of what is usable.
 Rows: those of a micro-batch. Times: train, a step of 131,072 tokens; generate, a pass over 768 tokens or over a cached
 block of 32; grpo, a micro-step; LoRA, a row of 512 tokens. Estimated: the TPU compiler's cycles, a lower bound, too. At
-least: arithmetic at the peak, or bytes at the bandwidth of the data sheet. **no**: it does not fit. Of earlier
-compiles: the v6e's cells beside int4 (today 0.28 s for LoRA, 1.39 s for grpo), train 1b of rtx3060, a100-40 and h200.
+least: arithmetic at the peak, or bytes at the bandwidth of the data sheet. **no**: it does not fit. Earlier
+compiles: the v6e's cells beside int4 (today 0.28 s for LoRA, 1.39 s for grpo); training on rtx3060, a100-40 and h200.
 `python bench/compile_for.py table`
 
 """

@@ -174,7 +174,7 @@ def main(cfg):
         found = [np.mean(of_prompt) for of_prompt in found.values()]  # batches of one prompt give one text
         mean, error = np.mean(found), 2 * np.std(found, ddof=1) / len(found) ** 0.5
         out.append(f"| {draft} | {steps} | {mean:.2f} ± {error:.2f} | {mean / (1 + steps):.2f} | {len(found)} |")
-    out += ["", "Means and two standard errors over texts of all temperatures, after the first token.", ""]
+    out += ["", "Means and two standard errors over prompts, all temperatures together, after the first token.", ""]
     out += [f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`", ""]
     out += [f"{cpu_name()}, one core, {time.process_time() - began:.0f} processor seconds, compiling included."]
     (RESULTS / f"{cfg.file}.md").write_text("\n".join(out) + "\n")

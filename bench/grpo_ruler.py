@@ -1,6 +1,6 @@
 """An exact ruler for reinforcement learning of diffusion models: what the estimators of a completion's score are worth.
 
-    python bench/grpo_ruler.py --batches=100    # after the demo, which writes the tasks; without it no gradients
+    python bench/grpo_ruler.py --batches=100    # after the demo, which writes the tasks; gradients need --batches
     python bench/grpo_ruler.py --drift      # how far a cached sampler is from the model that learns: printed, a minute
 
 The score of an answer of n tokens is a sum over the canvases that mask a set M of it, of weights times log p(x_i | M).

@@ -1,7 +1,7 @@
 """Does a small model's text read like held-out text? Numbers for both.
 
-    python bench/judge.py stories --ckpt=out/speedrun/stories/run --data=out/speedrun/stories/data --text=stories.txt
-    python bench/judge.py stories --ckpt=weights/mdlm --data=out/speedrun/stories/data --text=stories.txt
+    python bench/judge.py stories --ckpt=out/speedrun/stories/run --data=out/speedrun/stories/data
+    python bench/judge.py stories --ckpt=weights/mdlm --data=out/speedrun/stories/data
     python bench/judge.py code --ckpt=out/speedrun/code/run --data=out/speedrun/code/data
 
 stories: MDLM continues the beginnings of held-out stories, and a twin scores the texts: a PythonCoder with plain

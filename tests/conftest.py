@@ -233,7 +233,10 @@ def as_on_the_hub(folder, copy):
 
 
 def counting_mask(prepare):
-    """sample_block.prepare without banned ids: MASK has its share of the softmax, as in the authors' code."""
+    """sample_block.prepare without banned ids: MASK has its share of the softmax, as in the authors' code.
+
+    For prompts of reference values alone, where it is never the argmax: a block would never be full.
+    """
 
     def unbanned(*args):
         state, given, width = prepare(*args)

@@ -566,6 +566,7 @@ def test_a_second_run_compares_the_content_of_the_files_and_nothing_else(tmp_pat
             capsys.readouterr()
             dp.main(cfg)
             assert capsys.readouterr().out == f"{cfg.out} is complete, nothing to do\n"
+        assert not (Path(cfg.out) / ".rows").exists()
         data = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(data[: len(data) // 2])
         assert "holds data of other files, or these have changed" in refused(cfg, capsys)

@@ -101,7 +101,7 @@ def index(tmp_path_factory):
     server.server_close()
 
 
-EVERYTHING = "Alpha,bee.two,classic,viral,silent,wheel,broken,nowhere,up,root,clash,bomb"
+EVERYTHING = "Alpha,bee.two,classic,viral,silent,wheel,broken,nowhere,up,root,twice,clash,bomb"
 
 
 def config(tmp_path, index, packages=EVERYTHING, **changes):
@@ -124,10 +124,10 @@ def test_packages_are_kept_by_licence_and_a_manifest_says_what_became_of_each(tm
     damaged = "damaged or unsafe"
     assert {name: entry["left_out"] for name, entry in manifest.items() if "left_out" in entry} == {
         "viral": "no permissive licence", "silent": "no permissive licence", "wheel": "no source distribution",
-        "nowhere": "unknown to the index", "broken": damaged, "up": damaged, "root": damaged, "clash": damaged,
-        "bomb": damaged,
+        "nowhere": "unknown to the index", "broken": damaged, "up": damaged, "root": damaged, "twice": damaged,
+        "clash": damaged, "bomb": damaged,
     }  # fmt: skip
-    assert "5 files of 3 packages; 9 left out" in capsys.readouterr().out
+    assert "5 files of 3 packages; 10 left out" in capsys.readouterr().out
     assert not list(tmp_path.rglob("*.tmp"))
     assert not list(tmp_path.rglob("out.py"))
     fetch_pypi.main(config(tmp_path, index, "viral", licences="any"))

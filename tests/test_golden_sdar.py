@@ -95,7 +95,7 @@ class FromTheLeft(sample_block.Sampler):
         return super().choose(masked_BN, 0 * prob_BN, entropy_BN, given, masks_B, i)
 
 
-def sample(model, settings, prompts, widths=(), eos_ids=()):
+def sample(model, settings, prompts, widths=(), eos_ids=(), counting=False):
     """(texts up to whole blocks, statistics) of prompts under a case's settings."""
     N, dynamic = settings["block_length"], settings["remasking_strategy"] == "low_confidence_dynamic"
     threshold = settings["confidence_threshold"] if dynamic else 0.0
@@ -105,7 +105,8 @@ def sample(model, settings, prompts, widths=(), eos_ids=()):
     lengths = [-(-(len(prompt) + settings["gen_length"]) // N) * N for prompt in prompts]
     canvases = [prompt + [model.cfg.mask_id] * (n - len(prompt)) for prompt, n in zip(prompts, lengths, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sample_block, "prepare", counting_mask(sample_block.prepare))
+        if counting:
+            patch.setattr(sample_block, "prepare", counting_mask(sample_block.prepare))
         if settings["remasking_strategy"] == "sequential":
             patch.setattr(sample_block, "Sampler", FromTheLeft)
         return sample_block.generate(model, canvases, 0, rule, widths=widths)
@@ -119,7 +120,7 @@ def cut(text, stop):
 def compare(model, case, sequence, steps, width):
     name, settings, prompt = case["name"], case["settings"], case["prompt"]
     N, mask = settings["block_length"], model.cfg.mask_id
-    (row,), stats = sample(model, settings, [prompt], (width,))
+    (row,), stats = sample(model, settings, [prompt], (width,), counting=not settings["stop"])
     filled = sequence.index(mask) if mask in sequence else len(sequence)
     assert row[:filled] == sequence[:filled], name
     first = len(prompt) // N
