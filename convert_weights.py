@@ -38,7 +38,7 @@ import time
 import typing
 from pathlib import Path
 
-import huggingface_hub
+import huggingface_hub.constants  # which the package alone does not load
 import jax
 import ml_dtypes
 import numpy as np

@@ -774,6 +774,14 @@ def hub(tmp_path):
     thread.join()
 
 
+def test_a_repository_that_cannot_be_downloaded_is_one_line_in_a_fresh_process(tmp_path):
+    """Where no upload has loaded the parts of huggingface_hub."""
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    done = run_script("convert_weights.py", "--source=me/model", f"--out={tmp_path / 'out'}", env=env)
+    says(done, "me/model is no folder and cannot be downloaded: ")
+    assert f"into {tmp_path}/hf/hub (HF_HOME moves it)" in done.stdout
+
+
 # huggingface_hub reads where the Hub is when it is imported: one process converts all of these
 CONVERT_ALL = """
 import json, sys
