@@ -29,7 +29,7 @@ def test_the_colab_notebook_trains_writes_code_scores_and_learns(tmp_path, monke
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of_acecode(12)))
     small = "--rounds=2 --tasks=2 --group=2 --iterations=1 --micro_batch=2 --generation_batch=4 --max_new=16"
     settings = {
-        "OUT": tmp_path / "runs",
+        "OUT": tmp_path / "my runs",  # as Drive names folders
         "STEPS": 10,
         "TRAIN": "--batch_size=4 --compile_cache=",
         "DREAM": tmp_path / "DiffuCoder-7B-Instruct",
@@ -47,7 +47,7 @@ def test_the_colab_notebook_trains_writes_code_scores_and_learns(tmp_path, monke
         assert part in text, text
     for part in ("tensors,", "64 tokens in", "round 2 |"):
         assert part in text, text
-    assert (tmp_path / "runs" / "grpo_7b" / "merged").is_dir()
+    assert (tmp_path / "my runs" / "grpo_7b" / "merged").is_dir()
     kinds = {kind for output in outputs for kind in output.get("data", {})}
     assert {"image/png", "text/html"} <= kinds
 
