@@ -672,6 +672,33 @@ def wait_for_the_end(page):
 
 
 @pytest.mark.slow
+def test_on_a_touch_screen_a_tap_masks_a_token_and_a_swipe_scrolls(coder_server):
+    with browser_at(coder_server[0], viewport={"width": 400, "height": 400}, has_touch=True) as page:
+        page.wait_for_selector("#name:not(:empty)")
+        page.fill("#prompt", PROMPT)
+        page.fill("#temperature", "0")
+        page.click("#generate")
+        wait_for_the_end(page)
+        token = page.locator(f"#canvas span:nth-child({len(texts_of(page)) - 2})")
+        token.scroll_into_view_if_needed()
+        box, before = token.bounding_box(), page.evaluate("scrollY")
+        x, y = box["x"] + 3, box["y"] + 5
+        client, step = page.context.new_cdp_session(page), 30 if before == 0 else -30  # towards where there is more
+        client.send("Input.dispatchTouchEvent", {"type": "touchStart", "touchPoints": [{"x": x, "y": y}]})
+        for i in range(1, 6):
+            point = {"x": x, "y": y - i * step}
+            client.send("Input.dispatchTouchEvent", {"type": "touchMove", "touchPoints": [point]})
+        client.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+        page.wait_for_function(f"scrollY !== {before}")
+        assert None not in texts_of(page)
+        token.scroll_into_view_if_needed()
+        token.tap()
+        assert texts_of(page).count(None) == 1
+        token.tap()
+        assert None not in texts_of(page)
+
+
+@pytest.mark.slow
 def test_a_reader_of_the_page_watches_masks_fills_and_tests(coder_server):
     with browser_at(coder_server[0], viewport={"width": 900, "height": 860}) as page:
         page.wait_for_selector("#name:not(:empty)")
