@@ -409,8 +409,8 @@ def free_bytes(mesh):
     free = 1024 * int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1])
     for path in map(Path, ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         if path.exists() and path.read_text().strip().isdigit():  # a container may have less than the machine
-            used = re.search(r"^(?:anon|total_rss) (\d+)", path.with_name("memory.stat").read_text(), re.M)
-            free = min(free, int(path.read_text()) - int(used[1] if used else 0))
+            now = "".join(x.read_text() for x in path.parent.glob("memory.stat"))  # gVisor has none
+            free = min(free, int(path.read_text()) - sum(map(int, re.findall(r"^(?:anon|total_rss) (\d+)", now, re.M))))
     return 0.9 * free / len(mesh.local_devices)
 
 

@@ -499,7 +499,8 @@ def examine_all(jobs, workers):
         for i in order:
             examine(*jobs[i])
         return
-    code = f"import sys; sys.path[0] = {str(Path(__file__).parent)!r}; import corpus; corpus.work()"
+    path = f"[{str(Path(__file__).parent)!r}, *filter(None, sys.path)]"  # nothing of the current folder
+    code = f"import sys; sys.path[:] = {path}; import corpus; corpus.work()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}  # Ctrl-C is for us alone
     processes = [subprocess.Popen([sys.executable, "-c", code], **pipes) for _ in range(n)]
     try:

@@ -177,7 +177,8 @@ def main(cfg):
             scored, (tokens_per_pass, texts) = score(cfg, folder), write(cfg, folder)
             row = {"arm": arm, "seed": seed, "steps": [steps for _, steps, _ in parts], "curve": curve(cfg, parts)}
             row |= {name: scored[name] for name in ("bits_per_byte", "standard_error")}
-            row["score"] = "bound of 8 draws" if scored["standard_error"] else "exact"
+            exact = "exact likelihood" if arm == "A" else "exact bound"
+            row["score"] = "bound of 8 draws" if scored["standard_error"] else exact
             row |= {"tokens_per_pass": tokens_per_pass, "texts": texts}
             if arm == "C":
                 row["loss_at_conversion"] = [losses(cfg, parts[0][0], False), losses(cfg, parts[1][0], True)]

@@ -1,6 +1,7 @@
 """Self-speculation checked: --draft=N gives the text of token-by-token decoding, several tokens a step.
 
-    W=out/readings/world; python bench/drafts.py --ckpt=out/readings/ar_weight_3.332 --files $W/composed.jsonl --each=1
+    W=out/readings/world; python bench/drafts.py --ckpt=out/readings/ar_weight_3.332 --each=1 \\
+        --files $W/composed.jsonl $W/phrased.jsonl
     python bench/drafts.py --coder=weights/pythoncoder --files $W/composed.jsonl --prompts=100    # a minute
 
 Each prompt goes through --each of the combinations of temperature, top-p, N, passes for the drafts and batch, in turn.
@@ -143,6 +144,8 @@ def compare_rules(cfg, prompts):
 def main(cfg):
     jax.config.update("jax_default_matmul_precision", "highest")
     lines = [json.loads(line) for name in cfg.files for line in runs.as_path(name).read_text().splitlines()]
+    if not lines:
+        raise ValueError('--files: JSON lines with a "prompt", such as out/readings/world/composed.jsonl')
     if cfg.coder:
         return compare_rules(cfg, [line["prompt"] for line in lines[: cfg.prompts]])
     model, _ = checkpoints.load(model_dream, cfg.ckpt, dtype="float32")
@@ -153,10 +156,13 @@ def main(cfg):
     rates = collections.defaultdict(lambda: collections.defaultdict(list))  # (N, passes) -> prompt -> tokens a step
     for n, k in itertools.product(range(len(prompts)), range(each)):
         given[ways[(n * each + k) % len(ways)]].append(n)
-    out = [f"{len(prompts):,} prompts, each through {each} of {len(ways)} combinations; near-tie: {cfg.tie:g}.", ""]
+    out = ["# Drafts: one set of weights, the same text", ""]
+    out += [f"{len(prompts):,} prompts, each through {each} of {len(ways)} combinations; near-tie: {cfg.tie:g}.", ""]
     out += ["| temperature, top-p | texts | not equal | tokens | near-ties | smallest margin |", "|---" * 6 + "|"]
     for way in WAYS:
         mine, unequal = {how: numbers for how, numbers in given.items() if how[0] == way}, []
+        if not any(mine.values()):
+            continue
         rule = sample_draft.Sampling(0, 1, *way, vocab=tokenizer.get_vocab_size(), eos_ids=(model.cfg.eos_id,))
         want = write(cfg, model, prompts, sorted({n for some in mine.values() for n in some}), rule, 50)
         for (_, draft, steps, size), numbers in mine.items():
@@ -174,10 +180,14 @@ def main(cfg):
         found = [np.mean(of_prompt) for of_prompt in found.values()]  # batches of one prompt give one text
         mean, error = np.mean(found), 2 * np.std(found, ddof=1) / len(found) ** 0.5
         out.append(f"| {draft} | {steps} | {mean:.2f} ± {error:.2f} | {mean / (1 + steps):.2f} | {len(found)} |")
-    out += ["", "Means and two standard errors over prompts, all temperatures together, after the first token.", ""]
+    out += ["", "Means and two standard errors over prompts, all temperatures together, after the first token. A step"]
+    out += ["is the passes for the drafts and one that verifies them; with 0 that one also makes the next drafts."]
+    out += ["With shifted logits a draft pass begins with the model's own next token: two tokens a step at least.", ""]
     out += [f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`", ""]
     out += [f"{cpu_name()}, one core, {time.process_time() - began:.0f} processor seconds, compiling included."]
-    (RESULTS / f"{cfg.file}.md").write_text("\n".join(out) + "\n")
+    path = RESULTS / f"{cfg.file}.md"
+    below = "".join(path.read_text().partition("\n## ")[1:]) if path.exists() else ""  # by the compilers, by hand
+    path.write_text("\n".join(out) + "\n" + below)
 
 
 if __name__ == "__main__":

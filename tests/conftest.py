@@ -32,6 +32,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small, and pytest -n 2 keeps both cores busy
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
 FLAGS = ["--xla_force_host_platform_device_count=8"]
 if importlib.util.find_spec("jaxlib") and int(importlib.metadata.version("jaxlib").split(".")[1]) < 11:
     FLAGS += ["--xla_cpu_use_fusion_emitters=false"]  # from 0.11 on there is no such flag, which would end the process
@@ -133,9 +134,14 @@ def kill_and_resume(first, resume, kills=20, seed=0, lines=4):
     return first_steps
 
 
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
 def two_hosts(*lines):
     """Two processes of JAX that train together, with two devices each: of each its script and flags."""
-    address = f"localhost:{20_000 + (os.getpid() * 7 + int(time.time() * 10)) % 20_000}"
+    address = f"localhost:{free_port()}"
     env = os.environ | AS_A_USER | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     pipes = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return [subprocess.Popen(command(*line, f"--hosts={address},2,{i}"), **pipes) for i, line in enumerate(lines)]
@@ -150,10 +156,16 @@ def wait_for_step(process, step):
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_of_one_file():
-    """What a file has compiled is forgotten at its end: the programs of all files together take gigabytes."""
+    """What a file has compiled is forgotten at its end, and where it kept it: all files together take gigabytes."""
     yield
     if "jax" in sys.modules:
-        sys.modules["jax"].clear_caches()
+        import jax
+        from jax.experimental.compilation_cache import compilation_cache
+
+        jax.config.update("jax_compilation_cache_dir", None)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1)
+        compilation_cache.reset_cache()
+        jax.clear_caches()
         gc.collect()
 
 
@@ -389,13 +401,15 @@ def bucket():
     """The environment of a process that finds an emulated Google Cloud Storage with gs://bucket."""
     for package in ("gcsfs", "gcp_storage_emulator"):
         pytest.importorskip(package)
-    port = 30_000 + os.getpid() % 20_000
+    port = free_port()
     url = f"http://localhost:{port}"
     with subprocess.Popen([sys.executable, "-c", BUCKET, str(port)], stdout=-3, stderr=-3) as process:
-        for _ in range(100):
+        for _ in range(600):
             with contextlib.suppress(OSError), socket.create_connection(("localhost", port)):
                 break
             time.sleep(0.1)
+        else:
+            raise TimeoutError("the emulated storage did not begin to listen")
         yield {"STORAGE_EMULATOR_HOST": url, "TENSORSTORE_GCS_HTTP_URL": url, "NO_GCE_CHECK": "true"}
         process.kill()
 

@@ -329,7 +329,7 @@ def test_prompts_are_the_standard_ones():
 
 
 def test_a_prompt_ends_where_a_token_of_the_whole_program_ends():
-    tokenizer = tokenizers.Tokenizer.from_file("weights/pythoncoder/tokenizer.json")
+    tokenizer = tokenizers.Tokenizer.from_file(str(ROOT / "weights/pythoncoder/tokenizer.json"))
     row = {
         "task_id": "a/0",
         "prompt": 'def f(x):\n    """Double x."""\n',

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -20,7 +19,7 @@ import numpy as np
 import optax
 import pytest
 import tokenizers
-from conftest import AS_A_USER, ROOT, command, kill_and_resume, run, says
+from conftest import AS_A_USER, ROOT, command, free_port, kill_and_resume, run, says
 from flax import nnx
 from test_golden_grpo import round_plan
 from test_model_dream import dense, quantised
@@ -1340,7 +1339,7 @@ def test_the_command_goes_on_with_the_settings_of_a_run_and_says_in_a_line_what_
 
 def two_hosts(cfg, *more, second=()):
     """Two processes with two devices each; the second could run no program."""
-    port = 20_000 + (os.getpid() * 11 + int(time.time() * 10)) % 20_000
+    port = free_port()
     env = os.environ | AS_A_USER | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     env.pop("E2B_API_KEY", None)
     pipes = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

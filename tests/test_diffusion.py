@@ -189,7 +189,7 @@ def test_half_precision_is_computed_in_float32(dtype):
     ):
         got = diffusion.masked_nll(half, ids, where, MASK)
         assert "float32" in str(got.dtype)
-        full = np.asarray(half.float() if dtype and hasattr(half, "float") else half.astype(jnp.float32))
+        full = np.asarray(half.float() if hasattr(half, "float") else half.astype(jnp.float32))
         np.testing.assert_allclose(got, diffusion.masked_nll(full, x0, mask, MASK), rtol=1e-5)
 
 

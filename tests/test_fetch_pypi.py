@@ -68,6 +68,7 @@ def texts(folder):
 def index(tmp_path_factory):
     """(URL of an index, its folder, the .py files that it should give)."""
     a, b, c, d = (module(i) for i in range(4))
+    folder = tmp_path_factory.mktemp("index")
     noise = {"src/a/tests/data/case.py": module(10), "a/_vendor/six.py": module(11), "data.txt": "no Python"}
     first = {"setup.py": "import sys\nsys.exit('this must never run')\n", "a.py": a, "tests/test_a.py": b}
     projects = {
@@ -85,12 +86,11 @@ def index(tmp_path_factory):
         "wheel": [("wheel-1-py3-none-any.whl", b"PK")],
         "broken": [("broken-1.tar.gz", archive("broken", "1", {"b.py": module(32)})[1][:200])],
         "up": [archive("up", "1", {"!up-1/../../out.py": module(33)})],
-        "root": [archive("root", "1", {"!/tmp/out.py": module(34)})],
-        "twice": [archive("twice", "1", {"!twice-1//tmp/out.py": module(34)})],
+        "root": [archive("root", "1", {f"!{folder}/out.py": module(34)})],
+        "twice": [archive("twice", "1", {f"!twice-1/{folder}/out.py": module(34)})],
         "clash": [archive("clash", "1", {"x.py/y.py": "y = 1", "x.py": "x = 1"})],
         "bomb": [archive("bomb", "1", {"b.py": "#" * 5_000_000})],
     }
-    folder = tmp_path_factory.mktemp("index")
     write_index(folder, projects)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=folder))
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -129,7 +129,7 @@ def test_packages_are_kept_by_licence_and_a_manifest_says_what_became_of_each(tm
     }  # fmt: skip
     assert "5 files of 3 packages; 10 left out" in capsys.readouterr().out
     assert not list(tmp_path.rglob("*.tmp"))
-    assert not list(tmp_path.rglob("out.py"))
+    assert not [*tmp_path.rglob("out.py"), *index[1].rglob("out.py")]
     fetch_pypi.main(config(tmp_path, index, "viral", licences="any"))
     assert texts(cfg.out) == index[2] | {"viral-1/v.py": module(30)}
     with pytest.raises(ValueError, match="src holds packages of any licence; choose another --out"):

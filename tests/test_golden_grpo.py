@@ -399,8 +399,14 @@ def test_acecode_from_the_command(golden_dir, tmp_path, difficulty):
 @pytest.mark.parametrize("mode", ["parity", "hardened"])
 def test_rewards(golden_dir, mode):
     cases = json.loads((golden_dir("grpo") / "rewards.json").read_text(encoding="utf-8"))
-    completions, suffix = [case["completion"] for case in cases], "" if mode == "parity" else "_hardened"
+    assert cases
     for name in ("code_format", "code"):
-        rewards = sandbox.REWARDS[name](completions, cases, parity=mode == "parity", timeout_s=1.5)
-        for case, reward in zip(cases, rewards, strict=True):
-            assert reward == case[name + suffix], (case["name"], name, reward)
+        want, other = name + ("" if mode == "parity" else "_hardened"), [(case, None) for case in cases]
+        for timeout_s in (0.5, 10):  # the second for those that a busy machine held up
+            chosen = [case for case, _ in other]
+            completions = [case["completion"] for case in chosen]
+            rewards = sandbox.REWARDS[name](completions, chosen, parity=mode == "parity", timeout_s=timeout_s)
+            other = [(case, reward) for case, reward in zip(chosen, rewards, strict=True) if reward != case[want]]
+            if not other:
+                break
+        assert not other, [(case["name"], name, reward) for case, reward in other]

@@ -413,8 +413,10 @@ def test_power_is_read_from_tegrastats(bench_jetson, tmp_path, monkeypatch):
         assert bench_jetson.rail_mw(line) == dict(zip(("VDD_IN", "VDD_CPU_GPU_CV"), milliwatts, strict=True))
     agx = "GPU@-256C tj@42.593C SOC1@40.468C VDD_GPU_SOC 2399mW/2399mW VDD_CPU_CV 400mW/400mW VIN_SYS_5V0 4032mW/4032mW"
     assert bench_jetson.rail_mw(agx) == {}
-    with bench_jetson.mean_power() as none:  # there is no tegrastats here
-        pass
+    with monkeypatch.context() as bare:
+        bare.setenv("PATH", str(tmp_path))  # no tegrastats there
+        with bench_jetson.mean_power() as none:
+            pass
     assert none == {}
     # one that writes two lines and goes on for ever, as the real one
     lines = "\n".join(list(ORIN_NANO)[:2])

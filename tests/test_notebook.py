@@ -6,10 +6,8 @@ import pathlib
 import subprocess
 import venv
 
-import nbformat
 import pytest
 from conftest import ROOT
-from nbclient import NotebookClient
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from test_dream_path import write_hub
@@ -39,6 +37,9 @@ def test_the_colab_notebook_trains_writes_code_scores_and_learns(tmp_path, monke
     for name, value in settings.items():
         monkeypatch.setenv(f"UNMASK_{name}", str(value))
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
+    import nbformat  # both take most of a second
+    from nbclient import NotebookClient
+
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(ROOT)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
@@ -54,7 +55,8 @@ def test_the_colab_notebook_trains_writes_code_scores_and_learns(tmp_path, monke
 
 def chosen(device, folder):
     """The requirements that the notebook picks where /dev holds this device alone."""
-    (source,) = (cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if "%pip" in cell.source)
+    sources = ("".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text())["cells"])
+    (source,) = (source for source in sources if "%pip" in source)
     (folder / device).touch()
     scope = {"pathlib": pathlib}
     exec(source[source.index("requirements = ") : source.index("%pip")].replace("/dev", str(folder)), scope)

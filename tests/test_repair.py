@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, refused_by, run, says
+from conftest import ROOT, refused_by, run
 from flax import nnx
 
+import benchmarks
 import canvas
 import checkpoints
 import generate
@@ -203,7 +204,7 @@ def test_a_hole_that_grows_is_filled_token_by_token_whatever_the_rule(read):
 
 
 def test_pythoncoder_has_no_repair():
-    says(run("generate.py", "--repair=2", "--prompt=x"), "--repair is for --model=dream")
+    assert "--repair is for --model=dream" in refused_by(generate, "--repair=2", "--prompt=x")
 
 
 def test_benchmarks_repair_what_fails_the_examples_and_count_the_rounds(tmp_path):
@@ -221,8 +222,11 @@ def test_benchmarks_repair_what_fails_the_examples_and_count_the_rounds(tmp_path
     samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
     assert {row["task_id"]: row.get("rounds") for row in samples} == {"x/0": 3, "x/1": None}
     assert all(row["completion"] in row["solution"] for row in samples)
-    says(run("benchmarks.py", "--task=mbpp", "--repair=3", *models), "--repair runs the examples of a prompt")
-    says(run("benchmarks.py", "--task=humaneval", "--repair=3"), "are for --model=dream")
+    for flags, part in (
+        (["--task=mbpp", "--repair=3", *models], "--repair runs the examples of a prompt"),
+        (["--task=humaneval", "--repair=3"], "are for --model=dream"),
+    ):
+        assert part in refused_by(benchmarks, *flags)
 
 
 def test_the_examples_are_those_of_canvas():

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import socket
@@ -17,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import tracemalloc
 import types
 from pathlib import Path
 
@@ -1097,7 +1097,8 @@ def test_honest_programs_pass_by_judge(layers):
 
 
 def test_what_calls_return_comes_back_to_the_first_that_raises_or_is_late(closed):
-    spin = "import time\ndef f(x):\n    while x == 2 and time.process_time() < {}: pass\n    return {{x}}, iter([])\n"
+    spin = "import time\nstart = time.process_time()\ndef f(x):\n"
+    spin += "    while x == 2 and time.process_time() < start + {}: pass\n    return {{x}}, iter([])\n"
     programs = [
         spin.format(9),
         spin.format(0.1),
@@ -1325,7 +1326,7 @@ def test_all_tests_of_a_program_share_its_time(closed):
     started = time.perf_counter()
     (result,) = sandbox.run_tests([program], [["assert f(1) == 1"] * 20], timeout_s=0.5, program_s=1)
     assert result.verdicts == ["timeout"] * 20
-    assert time.perf_counter() - started < 3
+    assert time.perf_counter() - started < 10
 
 
 SPIN = "import time\ndef f(x):\n    while time.process_time() < {0}: pass\n    return x + 1\n"
@@ -2225,10 +2226,12 @@ def test_no_value_forges_a_verdict_or_holds_up_the_trainer(layers):
 
 def test_much_output_costs_the_trainer_no_memory(layers):
     program = "import sys\nsys.stdout.write('\\0' * (64 << 20))"
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    tracemalloc.start()
     (result,) = sandbox.run_tests([program], [[sandbox.Stdin("", check="def right(printed): return False")]])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
     assert result.verdicts == ["fail"]
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # kB
+    assert peak < 20_000_000
 
 
 # ---- what the processes of one template share: its memory as it was before any program -------------------------------

@@ -777,7 +777,8 @@ def test_eval_only_scores_a_checkpoint_as_the_trainer_did(unbroken, one_device, 
     logged = json.loads((unbroken / "log.jsonl").read_text().splitlines()[-1])
     assert (scores["step"], scores["rows"]) == (logged["step"], 8)
     assert 0 < scores["standard_error"] < 0.2 * scores["bits_per_byte"]
-    assert abs(scores["bits_per_byte"] - logged["bits_per_byte"]) < 3 * scores["standard_error"]  # of other draws
+    error = 3**0.5 * scores["standard_error"]  # of the difference from the mean of half as many other draws
+    assert abs(scores["bits_per_byte"] - logged["bits_per_byte"]) < 4 * error
 
 
 def test_a_model_that_knows_nothing_pays_log_vocab_for_every_masked_token(code_rows, one_device, tmp_path):
