@@ -124,8 +124,7 @@ def main(cfg):
     settings = settings_of(cfg)
     out.mkdir(parents=True, exist_ok=True)
     with runs.lock(out / "results.jsonl"):
-        check_settings(out, settings)
-        drop_verdicts_of_other_versions(out)
+        check_folder(out, settings)
         runs.write(out / "config.json", settings | {"version": VERSION})
         try:
             if samples is None:
@@ -206,19 +205,14 @@ def settings_of(cfg):
     return settings | (dataclasses.asdict(cfg.dream) | {"top_k": record.top_k} if cfg.model == "dream" else {})
 
 
-def check_settings(out, settings):
-    """Raises ValueError if a folder holds results of other settings."""
-    path = out / "config.json"
+def check_folder(out, settings):
+    """ValueError if a folder holds results of other settings; verdicts of another version of the scorer move aside."""
+    path, results = out / "config.json", out / "results.jsonl"
     saved = runs.read_json(path) if path.exists() else settings
     if names := [key for key in saved | settings if saved.get(key) != settings.get(key) and key != "version"]:
         changed = ", ".join(f"{name}={saved.get(name)!r}" for name in names)
         raise ValueError(f"{out} holds results with {changed}; choose another --out")
-
-
-def drop_verdicts_of_other_versions(out):
-    """Move the verdicts of another scorer aside: the texts that it has judged are judged anew."""
-    path, results = out / "config.json", out / "results.jsonl"
-    version = runs.read_json(path).get("version", VERSION) if path.exists() else VERSION
+    version = saved.get("version", VERSION)
     if version != VERSION and results.stat().st_size:
         aside = out / f"results_{version}.jsonl"
         said = f"moved to {aside.name}; --samples={out}/samples.jsonl with another --out cuts the texts anew, too"

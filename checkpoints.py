@@ -123,10 +123,7 @@ class Checkpoints:
         how["cleanup_tmp_directories"] = own  # of a killed save; in the folder of another run one may be going on
         how["async_options"] = ocp.AsyncOptions(post_finalization_callback=(self.folder / runs.SAVED).touch)
         self.manager = ocp.CheckpointManager(self.folder / "checkpoints", options=ocp.CheckpointManagerOptions(**how))
-
-    def newest(self):
-        """The newest step, None without any."""
-        return self.manager.latest_step()
+        self.newest = self.manager.latest_step  # newest() is the newest step, None without any
 
     @contextlib.contextmanager
     def writing(self):

@@ -386,7 +386,7 @@ def with_code(config, files, origin):
         is_here = "--" in name or f"{name.split('.')[0]}.py" in files
         return name if is_here else f"{repository}--{name}"
 
-    return config | {key: jax.tree.map(locate, config[key]) for key in {"auto_map"} & config.keys()}
+    return config | ({"auto_map": jax.tree.map(locate, config["auto_map"])} if "auto_map" in config else {})
 
 
 def config_to_write(source, dtype):

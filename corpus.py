@@ -19,6 +19,7 @@ import itertools
 import json
 import os
 import pickle
+import random
 import re
 import subprocess
 import sys
@@ -155,6 +156,25 @@ def batched(items, limit, size_of=lambda item: item.size):
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def text_bytes(texts):
+    return sum(len(text.encode()) for text in texts)
+
+
+def cut_for_fim(text, cfg):
+    """Cut a document at two random places for fill-in-the-middle, or leave it as (text,); its content draws which.
+
+    The order is prefix, suffix, middle ("PSM"), that of Qwen2.5-Coder (arXiv:2409.12186), or SPM in the form that asks
+    for the same tokens (arXiv:2207.14255, appendix D): no prefix, the suffix, then prefix and middle in one.
+    """
+    rng = random.Random(f"{cfg.seed} {sha256(text.encode())}")
+    if rng.random() >= cfg.fim_rate:
+        return (text,)
+    i, j = sorted((rng.randint(0, len(text)), rng.randint(0, len(text))))
+    if rng.random() < cfg.spm_rate:
+        return "", text[j:], text[:j]
+    return text[:i], text[j:], text[i:j]
 
 
 def download(name, otherwise, **options):
@@ -596,8 +616,8 @@ def signature(data):
     return (least_P >> np.uint64(20)).astype(np.uint16)
 
 
-def near_duplicates(signature_NP, threshold=0.85):
-    """bool_N: True where an earlier document has an estimated Jaccard index of at least `threshold`.
+def near_duplicates(signature_NP):
+    """bool_N: True where an earlier document has an estimated Jaccard index of at least 0.85.
 
     Compares each document with the first and with the previous one of its bucket in 16 bands of 8 entries: a pair with
     index .85 shares a bucket with probability .99, one with .5 with .06.
@@ -612,7 +632,7 @@ def near_duplicates(signature_NP, threshold=0.85):
         for later in np.array_split(np.flatnonzero(same_N), len(same_N) // 100_000 + 1):  # bounds the memory
             for earlier in (first_N[later], later - 1):
                 equal_NP = signature_NP[order_N[later]] == signature_NP[order_N[earlier]]
-                near_N[order_N[later[equal_NP.mean(axis=1) >= threshold]]] = True
+                near_N[order_N[later[equal_NP.mean(axis=1) >= 0.85]]] = True
     return near_N
 
 

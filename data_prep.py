@@ -37,7 +37,6 @@ import hashlib
 import itertools
 import json
 import os
-import random
 import shutil
 import sys
 import time
@@ -53,8 +52,7 @@ from tqdm import tqdm
 
 import corpus
 import runs
-from corpus import batched, sha256
-from rows import BLOCK_TOKENS, COLUMNS, packed_blocks, pad_rows, pair_rows, token_bytes
+from corpus import batched, sha256, text_bytes
 from runs import Count, Natural, Share
 
 VocabSize = typing.Annotated[int, (261, 1_000_000)]
@@ -150,6 +148,8 @@ CHAT_FILES = "tokenizer_config.json", "chat_template.jinja"  # one of them holds
 SPLIT = (  # Qwen2.5's: single digits, runs of indentation together, line ends with the punctuation before them
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+COLUMNS = ["input_ids", "segments", "positions", "fixed"]  # of a shard; the last of pairs only
+BLOCK_TOKENS = 1 << 21  # tokens packed at a time, one row group of a shard
 BATCH_BYTES = 4_000_000  # text tokenised at a time: the results take about 40 times its memory
 TRAIN_BYTES = 200_000_000  # text that a new tokenizer is trained on
 MOST_DELETED = 64  # masks at the end of a hole that stand for no token
@@ -324,10 +324,9 @@ def write_shard(path, items, cfg, vocabulary, fingerprint):
     _, _, ids = SOURCES[type(cfg)]
     progress = {"desc": f"{split} {path.stem}", "unit": " documents", "disable": None, "leave": False}
     documents = counted(tqdm(ids(items, split, cfg, vocabulary), **progress), counts, cfg)
-    columns = COLUMNS[:3]
+    columns = COLUMNS if isinstance(cfg, Pairs) else COLUMNS[:3]
     if isinstance(cfg, Pairs):
         counts["too_long"] = 0
-        columns = COLUMNS
         batches = batched(documents, BLOCK_TOKENS, lambda pair: len(pair[0]))
         blocks = (pair_rows(batch, cfg.seq_len, eos) for batch in batches)
     elif cfg.rows == "padded":
@@ -455,35 +454,16 @@ def encoded(documents, vocabulary):
             del ids  # frees the results of this batch, 40 times its text, before the next ones come
 
 
-def text_bytes(texts):
-    return sum(len(text.encode()) for text in texts)
-
-
 def text_ids(items, split, cfg, vocabulary):
     """(ids, bytes) of each document of this split."""
     _, texts, _ = SOURCES[type(cfg)]
     documents, fim = texts(items, split, cfg), vocabulary.fim
     if cfg.fim_rate and split == "train":
-        documents = (cut_for_fim(text, cfg) for (text,) in documents)
+        documents = (corpus.cut_for_fim(text, cfg) for (text,) in documents)
     for ids, size in encoded(documents, vocabulary):
         if len(ids) == 3:  # prefix, suffix, middle: each follows its token
             ids = [fim["prefix"]], ids[0], [fim["suffix"]], ids[1], [fim["middle"]], ids[2]
         yield np.fromiter(itertools.chain.from_iterable(ids), np.int32), size
-
-
-def cut_for_fim(text, cfg):
-    """Cut a document at two random places for fill-in-the-middle, or leave it as (text,); its content draws which.
-
-    The order is prefix, suffix, middle ("PSM"), that of Qwen2.5-Coder (arXiv:2409.12186), or SPM in the form that asks
-    for the same tokens (arXiv:2207.14255, appendix D): no prefix, the suffix, then prefix and middle in one.
-    """
-    rng = random.Random(f"{cfg.seed} {sha256(text.encode())}")
-    if rng.random() >= cfg.fim_rate:
-        return (text,)
-    i, j = sorted((rng.randint(0, len(text)), rng.randint(0, len(text))))
-    if rng.random() < cfg.spm_rate:
-        return "", text[j:], text[:j]
-    return text[:i], text[j:], text[i:j]
 
 
 def chat_files(cfg):
@@ -511,7 +491,7 @@ def chat_turns(documents, cfg, vocabulary):
 
 
 def pair_ids(items, split, cfg, vocabulary):
-    """((int32 ids, int32 fixed), bytes) of each pair of this split, without its last EOS; see rows.pair_rows."""
+    """((int32 ids, int32 fixed), bytes) of each pair of this split, without its last EOS; see pair_rows."""
     eos, numbers = vocabulary.special["eos"], itertools.count()
     documents = corpus.pair_documents(items, split, cfg)
     pairs = chat_turns(documents, cfg, vocabulary) if cfg.chat else encoded(documents, vocabulary)
@@ -551,6 +531,8 @@ def edit(before, hole, after, eos, number, cfg):
 
 def parquet_ids(items, split, cfg, vocabulary):
     """(ids, bytes) of each document of this split."""
+    from rows import token_bytes
+
     bytes_V = token_bytes(vocabulary.encoder, vocabulary.size)
     for item in items:
         for ids in corpus.eos_documents(item.path, vocabulary.special["eos"]):
@@ -568,6 +550,90 @@ SOURCES = {
     Pairs: (corpus.gather_pairs, corpus.pair_documents, pair_ids),
     Parquet: (corpus.gather_parquet, None, parquet_ids),
 }
+
+
+# ---- ids to rows ---------------------------------------------------------------------------------------------------
+
+
+def pack(documents, seq_len, eos, pad):
+    """Cut documents, each followed by `eos`, into rows of `seq_len`: int32 tokens_RL, segments_RL, positions_RL.
+
+    Segments count the documents of a row from 1, positions the tokens of a document from 0; both start anew in every
+    row. The last row is filled up with `pad`, segment 0, position 0. No documents give no rows.
+    """
+    end_N = np.cumsum([0] + [len(document) + 1 for document in documents])
+    total, end = end_N[-1], np.int32([eos])
+    tokens_RL = np.full((-(-total // seq_len), seq_len), pad, np.int32)
+    parts = [part for document in documents for part in (document, end)]
+    tokens_RL.reshape(-1)[:total] = np.concatenate([end[:0], *parts])
+    # A document starts where a row does, and after each EOS.
+    starts_RL = np.zeros(tokens_RL.shape, bool)
+    starts_RL[:, 0] = True
+    starts_RL.reshape(-1)[end_N[:-1]] = True
+    segments_RL = np.cumsum(starts_RL, axis=1, dtype=np.int32)
+    # A position counts from the last start before it: the largest start up to its column.
+    column_L = np.arange(seq_len, dtype=np.int32)
+    positions_RL = column_L - np.maximum.accumulate(np.where(starts_RL, column_L, 0), axis=1)
+    segments_RL.reshape(-1)[total:] = 0
+    positions_RL.reshape(-1)[total:] = 0
+    return tokens_RL, segments_RL, positions_RL
+
+
+def packed_blocks(documents, seq_len, eos):
+    """The rows that pack() gives for all documents, in blocks of about BLOCK_TOKENS tokens."""
+    block, waiting = [], 0  # documents, and how many tokens they have with EOS
+    for ids in documents:
+        block.append(ids)
+        waiting += len(ids) + 1
+        if waiting >= max(BLOCK_TOKENS, seq_len):
+            # Full rows go out now.
+            rows = pack(block, seq_len, eos, eos)
+            full, waiting = divmod(waiting, seq_len)
+            yield [array_RL[:full] for array_RL in rows]
+            # All in the unfinished row ends with EOS: packing that again gives the same.
+            token_L, segment_L, _ = (array_RL[-1] for array_RL in rows)
+            segments = range(1, segment_L.max() + 1) if waiting else ()
+            block = [token_L[segment_L == segment][:-1] for segment in segments]
+    if block:
+        yield pack(block, seq_len, eos, eos)
+
+
+def pad_rows(documents, seq_len, special):
+    """Each document in rows of its own, BOS first, then EOS, then PAD: int32 tokens_RL, segments_RL, positions_RL.
+
+    A document longer than a row goes on in the next. Segments are 1, positions count the tokens of a row from 0; both
+    are 0 at PAD.
+    """
+    bos, eos = [special["bos"]], [special["eos"]]
+    texts = [np.concatenate([bos, ids, eos]) for ids in documents]
+    rows = [text[start : start + seq_len] for text in texts for start in range(0, len(text), seq_len)]
+    tokens_RL = np.full((len(rows), seq_len), special["pad"], np.int32)
+    segments_RL = np.zeros(tokens_RL.shape, np.int32)
+    for r, row in enumerate(rows):
+        tokens_RL[r, : len(row)] = row
+        segments_RL[r, : len(row)] = 1
+    return tokens_RL, segments_RL, segments_RL * np.arange(seq_len, dtype=np.int32)
+
+
+def pair_rows(pairs, seq_len, eos):
+    """Whole pairs in rows, each where it still fits the last row: int32 tokens, segments, positions and fixed, all _RL.
+
+    A pair is (int32 ids, int32 fixed) of equal length; both without the EOS that ends it. Segments and positions are
+    those of pack(); fixed is 0 at EOS and at padding.
+    """
+    rows, room = [], 0
+    for pair in pairs:
+        size = len(pair[0]) + 1
+        if size > room:
+            rows.append([])
+            room = seq_len
+        rows[-1].append(pair)
+        room -= size
+    packed = []
+    for row in rows:
+        ids, fixed = zip(*row, strict=True)
+        packed.append([*pack(ids, seq_len, eos, eos), pack(fixed, seq_len, 0, 0)[0]])
+    return [np.concatenate(column) for column in zip(*packed, strict=True)]
 
 
 if __name__ == "__main__":

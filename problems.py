@@ -670,11 +670,8 @@ def hidden_verdict(problem, result):
 
 def options(task, tests, timeout_s):
     """Options of the sandbox: a program may take 5 s and three times its processor seconds by the wall clock."""
-    seconds = timeout_s
-    for each in tests:
-        limited = [test for test in each if not isinstance(test, str)]  # Calls and Stdin
-        limits = [test.timeout_s if isinstance(test, sandbox.Calls) else timeout_s for test in limited]
-        seconds = max(seconds, sum(limits))
+    of_calls = [[getattr(x, "timeout_s", timeout_s) for x in each if not isinstance(x, str)] for each in tests]
+    seconds = max([timeout_s, *map(sum, of_calls)])
     more = {} if task in ("humaneval", "humaneval_infilling", "mbpp") else {"memory_mb": 4096}
     more |= {"threads": True} if task == "livecodebench" else {}
     return {"timeout_s": timeout_s, "program_s": 5 + 3 * seconds, "main_block": False} | more

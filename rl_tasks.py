@@ -55,11 +55,12 @@ class Config:
 
 def main(cfg):
     out, paths = Path(cfg.out), files_below(cfg.roots)
-    written = {(out / f"{name}.jsonl").resolve() for name in ("train", "heldout", "humaneval")}
-    ours = any((out / name).exists() for name in (".lock", "meta.json"))
-    others = {Path(path).resolve() for path in (*paths, cfg.humaneval) if path} | (set() if ours else {*out.glob("*")})
-    if own := written & {path.resolve() for path in others}:
-        raise ValueError(f"{own.pop()} would be written over: choose another --out")
+    # Never written over: what is read, and what lies in a folder that this script has not made.
+    targets = {(out / f"{name}.jsonl").resolve() for name in ("train", "heldout", "humaneval")}
+    made_here = any((out / name).exists() for name in (".lock", "meta.json"))
+    kept = [*paths, *filter(None, [cfg.humaneval]), *([] if made_here else out.glob("*"))]
+    if lost := targets & {Path(path).resolve() for path in kept}:
+        raise ValueError(f"{lost.pop()} would be written over: choose another --out")
     out.mkdir(parents=True, exist_ok=True)
     with runs.lock(out / ".lock"):
         inputs = [cfg.tokenizer, cfg.humaneval, *paths]  # the same settings and files give the same bytes

@@ -1,6 +1,6 @@
-"""The format of token rows: how documents become rows, and how the trainers read them back.
+"""Token rows, as the trainers read them from a folder that data_prep.py wrote.
 
-    train, heldout, tokenizer_json = open_data("data/mine")    # a folder that data_prep.py wrote
+    train, heldout, tokenizer_json = open_data("data/mine")
     token_BL, segment_BL, position_BL = train.batch(seed=0, step=7, size=16)
 
 Packed rows (PythonCoder, Dream) hold documents one after the other, each ended by EOS. Padded rows (MDLM) hold one
@@ -10,7 +10,7 @@ fixed: 1 where a token belongs to no response, 2 where the input is always MASK 
 A folder holds train/00000.parquet, heldout/00000.parquet, ... (COLUMNS: int32 lists of seq_len), tokenizer.json, and
 meta.json, which lists the shards with their rows and SHA-256 and is written last.
 
-Axes: N documents, R rows, L row length, V vocabulary.
+Axes: R rows, L row length, V vocabulary.
 """
 
 import collections
@@ -26,93 +26,6 @@ import pyarrow.parquet as pq
 import runs
 
 COLUMNS = ["input_ids", "segments", "positions", "fixed"]  # of a shard; the last of pairs only
-BLOCK_TOKENS = 1 << 21  # tokens packed at a time, one row group of a shard
-
-# ---- documents to rows ---------------------------------------------------------------------------------------------
-
-
-def pack(documents, seq_len, eos, pad):
-    """Cut documents, each followed by `eos`, into rows of `seq_len`: int32 tokens_RL, segments_RL, positions_RL.
-
-    Segments count the documents of a row from 1, positions the tokens of a document from 0; both start anew in every
-    row. The last row is filled up with `pad`, segment 0, position 0. No documents give no rows.
-    """
-    end_N = np.cumsum([0] + [len(document) + 1 for document in documents])
-    total, end = end_N[-1], np.int32([eos])
-    tokens_RL = np.full((-(-total // seq_len), seq_len), pad, np.int32)
-    parts = [part for document in documents for part in (document, end)]
-    tokens_RL.reshape(-1)[:total] = np.concatenate([end[:0], *parts])
-    # A document starts where a row does, and after each EOS.
-    starts_RL = np.zeros(tokens_RL.shape, bool)
-    starts_RL[:, 0] = True
-    starts_RL.reshape(-1)[end_N[:-1]] = True
-    segments_RL = np.cumsum(starts_RL, axis=1, dtype=np.int32)
-    # A position counts from the last start before it: the largest start up to its column.
-    column_L = np.arange(seq_len, dtype=np.int32)
-    positions_RL = column_L - np.maximum.accumulate(np.where(starts_RL, column_L, 0), axis=1)
-    segments_RL.reshape(-1)[total:] = 0
-    positions_RL.reshape(-1)[total:] = 0
-    return tokens_RL, segments_RL, positions_RL
-
-
-def packed_blocks(documents, seq_len, eos):
-    """The rows that pack() gives for all documents, in blocks of about BLOCK_TOKENS tokens."""
-    block, waiting = [], 0  # documents, and how many tokens they have with EOS
-    for ids in documents:
-        block.append(ids)
-        waiting += len(ids) + 1
-        if waiting >= max(BLOCK_TOKENS, seq_len):
-            # Full rows go out now.
-            rows = pack(block, seq_len, eos, eos)
-            full, waiting = divmod(waiting, seq_len)
-            yield [array_RL[:full] for array_RL in rows]
-            # All in the unfinished row ends with EOS: packing that again gives the same.
-            token_L, segment_L, _ = (array_RL[-1] for array_RL in rows)
-            segments = range(1, segment_L.max() + 1) if waiting else ()
-            block = [token_L[segment_L == segment][:-1] for segment in segments]
-    if block:
-        yield pack(block, seq_len, eos, eos)
-
-
-def pad_rows(documents, seq_len, special):
-    """Each document in rows of its own, BOS first, then EOS, then PAD: int32 tokens_RL, segments_RL, positions_RL.
-
-    A document longer than a row goes on in the next. Segments are 1, positions count the tokens of a row from 0; both
-    are 0 at PAD.
-    """
-    bos, eos = [special["bos"]], [special["eos"]]
-    texts = [np.concatenate([bos, ids, eos]) for ids in documents]
-    rows = [text[start : start + seq_len] for text in texts for start in range(0, len(text), seq_len)]
-    tokens_RL = np.full((len(rows), seq_len), special["pad"], np.int32)
-    segments_RL = np.zeros(tokens_RL.shape, np.int32)
-    for r, row in enumerate(rows):
-        tokens_RL[r, : len(row)] = row
-        segments_RL[r, : len(row)] = 1
-    return tokens_RL, segments_RL, segments_RL * np.arange(seq_len, dtype=np.int32)
-
-
-def pair_rows(pairs, seq_len, eos):
-    """Whole pairs in rows, each where it still fits the last row: int32 tokens, segments, positions and fixed, all _RL.
-
-    A pair is (int32 ids, int32 fixed) of equal length; both without the EOS that ends it. Segments and positions are
-    those of pack(); fixed is 0 at EOS and at padding.
-    """
-    rows, room = [], 0
-    for pair in pairs:
-        size = len(pair[0]) + 1
-        if size > room:
-            rows.append([])
-            room = seq_len
-        rows[-1].append(pair)
-        room -= size
-    packed = []
-    for row in rows:
-        ids, fixed = zip(*row, strict=True)
-        packed.append([*pack(ids, seq_len, eos, eos), pack(fixed, seq_len, 0, 0)[0]])
-    return [np.concatenate(column) for column in zip(*packed, strict=True)]
-
-
-# ---- rows to batches ----------------------------------------------------------------------------------------------
 
 
 class Rows:
@@ -164,8 +77,8 @@ class Rows:
         flat = row_ids.ravel()
         shards = np.searchsorted(self.first, flat, side="right") - 1  # shard of each row
         out = np.zeros((len(self.columns), len(flat), self.meta["seq_len"]), np.int32)
-        for i in np.unique(shards[flat >= 0]):
-            here = (shards == i) & (flat >= 0)
+        for i in np.unique(shards[shards >= 0]):
+            here = shards == i
             out[:, here] = self.shard(int(i))[:, flat[here] - self.first[i]]
         return out.reshape(len(self.columns), *row_ids.shape, -1)
 

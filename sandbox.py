@@ -26,9 +26,9 @@ two apart, and through the pipes a program can call nothing but what the test ha
 apart and compares what comes back, within its limits of time and memory; this process reads its verdict, a few bytes,
 and builds values only for Probe, and for Calls and Stdin without a check: for programs that one trusts.
 What comes back is data: builtin types, some of the standard library's and NumPy's are built anew, by type. Any other
-object stays in the program's process: two such are compared there, and none equals data. What f changes in place is
-changed. A test that unpickles, imports, executes or formats what the program wrote gives the judge away; what satisfies
-a test in plain Python does so here (an empty array for numpy.allclose). No other test can be made to pass.
+object stays in the program's process: two such are compared there, and none equals data. A list that f changes in
+place is changed for the test, too. A wrong program can pass two kinds of tests alone: those that unpickle, import,
+execute or format what it wrote, and those that plain Python would pass as well (an empty array for numpy.allclose).
 A test cannot subclass a program's class, compare type() of its objects, look at their __dict__ or signature, copy or
 dump them (copy, dataclasses, json), redirect the program's output or input, seed its random numbers, set its globals or
 see them rebound, give it objects of the library such as io.StringIO, or get async generators, memoryviews, cyclic data.

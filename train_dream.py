@@ -508,7 +508,7 @@ class Trainer:
             model, tokenizer_json = with_mask(model, data, tokenizer_json)
         if data.get("settings", {}).get("edit_rate"):
             model = with_expand(cfg, model, tokenizer_json)
-        self.cfg, self.per_epoch = plan(cfg, model, self.train)
+        self.cfg, self.cycle = plan(cfg, model, self.train)
         self.model, self.tokenizer = model, tokenizers.Tokenizer.from_str(tokenizer_json.decode())
         # The chat template, its tokens and the model's own code: those of --init, else of the data.
         found = (checkpoints.companions(folder) for folder in (cfg.init, self.train.folder) if folder)
@@ -680,7 +680,7 @@ def train(folder, store, trainer, first, skipped):
             late = checkpoints.host_0_says(0 < 60 * cfg.save_minutes < time.monotonic() - saved)
 
         # Held-out rows and a sample, logged before the checkpoint: --resume cuts the log to the newest one.
-        evaluates = done % trainer.per_epoch % cfg.eval_every == 0 or done == cfg.steps
+        evaluates = done % trainer.cycle % cfg.eval_every == 0 or done == cfg.steps
         scores = trainer.score() if evaluates else {}
         if evaluates:
             folder.log({"step": done, **scores, **trainer.sample(folder, done)})

@@ -442,7 +442,7 @@ class Trainer:
             raise ValueError(f"{folder} has {total} training rows, a step takes {cfg.batch_size}; {advice}")
         if len(self.train.columns) > 3:
             raise ValueError(f"{folder} holds pairs, for train_dream.py: PythonCoder would learn prompts too")
-        self.cfg, self.per_epoch = plan(cfg, self.model, self.train)
+        self.cfg, self.cycle = plan(cfg, self.model, self.train)
         self.tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
         ends = {"generation_config.json": {"eos_token_id": self.train.meta["eos_id"]}}  # see canvas.end_of_text
         self.files = checkpoints.companions(self.train.folder) | {"tokenizer.json": tokenizer_json} | ends
@@ -479,15 +479,6 @@ class Trainer:
         ids = self.train.order(self.cfg.seed, epoch)[i * size : (i + 1) * size]
         columns = checkpoints.on_mesh(self.train, ids.reshape(-1, self.micro_rows), self.rows_at)
         return dict(zip(COLUMNS, columns, strict=True))
-
-    def compile(self):
-        """The program of a step."""
-        started = time.perf_counter()
-        print("compiling the train step", flush=True)
-        graph = pc.graph_of(self.model, self.run)
-        step = lower_step(self.cfg, graph, self.optimizer, self.shapes, self.mesh).compile()
-        print(f"compiled in {time.perf_counter() - started:.1f} s", flush=True)
-        return step
 
     def score(self):
         """Scores over --eval_rows held-out rows, from all parts of them."""
@@ -560,7 +551,10 @@ def main(cfg):
 
 def train(folder, store, trainer, first, skipped):
     """The steps after `first`."""
-    cfg, train_step = trainer.cfg, trainer.compile()
+    cfg, started, graph = trainer.cfg, time.perf_counter(), pc.graph_of(trainer.model, trainer.run)
+    print("compiling the train step", flush=True)
+    train_step = lower_step(cfg, graph, trainer.optimizer, trainer.shapes, trainer.mesh).compile()
+    print(f"compiled in {time.perf_counter() - started:.1f} s", flush=True)
     meter, saved = Meter(cfg, trainer.model, trainer.run, trainer.mesh, first, skipped), time.monotonic()
     for step, batch, waited_s in prefetch(trainer.batch, first, cfg.steps):
         # One program: gradients of all micro-batches, clipping, update. The new state takes the old one's memory.
@@ -579,7 +573,7 @@ def train(folder, store, trainer, first, skipped):
             late = checkpoints.host_0_says(0 < 60 * cfg.save_minutes < time.monotonic() - saved)
 
         # Held-out rows and a sample, logged before the checkpoint: --resume cuts the log to the newest one.
-        evaluates = done % trainer.per_epoch % cfg.eval_every == 0 or done == cfg.steps
+        evaluates = done % trainer.cycle % cfg.eval_every == 0 or done == cfg.steps
         scores = trainer.score() if evaluates else {}
         if evaluates:
             folder.log({"step": done, **scores, **trainer.sample(folder, done)})

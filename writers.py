@@ -61,7 +61,7 @@ def pythoncoder_writer(cfg, record, run, step):
     settings = {"rows": cfg.batch_size, "compile_cache": cfg.compile_cache}
     model, _, mesh = inference.load_for_inference(model_pythoncoder, run, step or 0, **settings)
     tokenizer = runs.read_tokenizer(run, model.cfg.vocab)
-    ids = {"vocab": tokenizer.get_vocab_size(), "eos": canvas.end_of_text(runs.as_path(run), tokenizer)}
+    ids = {"vocab": tokenizer.get_vocab_size(), "eos": canvas.end_of_text(run, tokenizer)}
     rule = model_pythoncoder.Sampling(cfg.temperature, top_p=cfg.top_p, **ids, speculate=model.cfg.mtp)
 
     def write(prompts, number, lengths, finished):
@@ -151,7 +151,7 @@ def dream_writer(cfg, record, run, step):
         new = [row[len(ids) :] for row, ids in zip(rows, prompts, strict=True)]
         return [[*itertools.takewhile(lambda token: token not in ends, ids)] for ids in new]
 
-    return Writer(tokenizer, positions, write, hole, canvas.chat_template(runs.as_path(run)), bos, repair_rows)
+    return Writer(tokenizer, positions, write, hole, canvas.chat_template(run), bos, repair_rows)
 
 
 WRITERS = {"pythoncoder": pythoncoder_writer, "dream": dream_writer}

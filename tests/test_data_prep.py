@@ -30,7 +30,8 @@ from tokenizers.normalizers import NFC
 import corpus as cp
 import data_prep as dp
 import runs
-from rows import Rows, open_data, pack, packed_blocks, pad_rows, token_bytes
+from data_prep import pack, packed_blocks, pad_rows
+from rows import Rows, open_data, token_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 QWEN = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data")) / "qwen2.5_tokenizer"
@@ -202,7 +203,7 @@ def test_packing_in_blocks_equals_packing_at_once(monkeypatch):
     rng = np.random.default_rng(1)
     documents = [rng.integers(2, 50, n).astype(np.int32) for n in rng.integers(0, 40, 200)]
     for block in (1, 10, 64, 65, 1000):
-        monkeypatch.setattr("rows.BLOCK_TOKENS", block)
+        monkeypatch.setattr("data_prep.BLOCK_TOKENS", block)
         blocks = list(packed_blocks(iter(documents), 16, 1))
         want = pack(documents, 16, 1, 1)
         for i in range(3):
@@ -439,12 +440,12 @@ def test_fim_cut_is_prefix_suffix_middle_or_the_suffix_first():
     first = 0
     for seed in range(200):
         cfg = dp.Python(fim_rate=1.0, seed=seed)
-        prefix, suffix, middle = dp.cut_for_fim(SPECIAL, dataclasses.replace(cfg, spm_rate=0.0))
+        prefix, suffix, middle = cp.cut_for_fim(SPECIAL, dataclasses.replace(cfg, spm_rate=0.0))
         assert prefix + middle + suffix == SPECIAL
-        assert dp.cut_for_fim(SPECIAL, dataclasses.replace(cfg, spm_rate=1.0)) == ("", suffix, prefix + middle)
-        first += dp.cut_for_fim(SPECIAL, cfg) == ("", suffix, prefix + middle)
+        assert cp.cut_for_fim(SPECIAL, dataclasses.replace(cfg, spm_rate=1.0)) == ("", suffix, prefix + middle)
+        first += cp.cut_for_fim(SPECIAL, cfg) == ("", suffix, prefix + middle)
     assert 70 < first < 130
-    assert dp.cut_for_fim(SPECIAL, dp.Python()) == (SPECIAL,)
+    assert cp.cut_for_fim(SPECIAL, dp.Python()) == (SPECIAL,)
 
 
 @needs_qwen
