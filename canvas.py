@@ -101,10 +101,7 @@ class Texts:
         return kept
 
     def text_of(self, canvas, ids, cut=lambda text: text):
-        """(the completion, the whole text), one and the same where [MASK:n] said where it goes.
-
-        cut(text) is what is shown of a completion.
-        """
+        """(the completion, cut by cut(text); the whole text): one and the same where [MASK:n] said where it goes."""
         kept = self.kept(canvas, ids)
         if not canvas.around:
             text = self.tokenizer.decode([ids[p] for p in kept])
@@ -135,21 +132,6 @@ class Texts:
             for p, piece in zip(group, pieces(self.tokenizer, [ids[p] for p in group]), strict=True):
                 text += shaded(piece, prob[p]) if prob and canvas.ids[p] == self.mask else piece
         return text
-
-
-class Viewer:
-    """Prints a canvas after each step that changed it; in a terminal over the one before, coloured by probability."""
-
-    def __init__(self, texts, canvas):
-        self.texts, self.canvas, self.shown = texts, canvas, texts.picture(canvas, canvas.ids)
-
-    def show(self, step, ids, prob):
-        text = self.texts.picture(self.canvas, ids)
-        if text != self.shown and sys.stdout.isatty():
-            print(f"\x1b[2J\x1b[Hstep {step}: {self.texts.picture(self.canvas, ids, prob)}", flush=True)
-        elif text != self.shown:
-            print(f"step {step}: {text}", flush=True)
-        self.shown = text
 
 
 UNREADABLE = SyntaxError, ValueError, TypeError, RecursionError, MemoryError  # what `ast` raises of a text
@@ -488,12 +470,9 @@ def drafts_of(lengths, ids, rule, max_new):
     return drafts
 
 
-def draft_tokens(tokenizer, ids, drafts, prob, cut, likely=()):
-    """The Tokens of a text that PythonCoder wrote, as far as cut(text) keeps it.
-
-    drafts are those of drafts_of().
-    """
-    written = zip(pieces(tokenizer, ids), drafts, prob, likely or [()] * len(ids), strict=True)
+def draft_tokens(tokenizer, ids, drafts, prob, cut, likely):
+    """The Tokens of a text of PythonCoder, as far as cut(text) keeps it; drafts are those of drafts_of()."""
+    written = zip(pieces(tokenizer, ids), drafts, prob, likely, strict=True)
     tokens = [Token(text, step, p, f"draft {kind}" if kind else "", top) for text, (step, kind), p, top in written]
     left = len(cut("".join(token.text for token in tokens)))
     for i, token in enumerate(tokens):

@@ -34,13 +34,11 @@ def _float(x):
     """x in float32 if it is narrower than that."""
     if x.dtype.itemsize >= 4:
         return x
-    xp = _namespace(x)
-    return x.to(xp.float32) if hasattr(x, "to") else x.astype(xp.float32)
+    return x.float() if hasattr(x, "float") else x.astype("float32")
 
 
 def _take(x, index):
-    xp = _namespace(x)
-    return xp.take_along_axis(x, index, -1) if hasattr(xp, "take_along_axis") else xp.gather(x, -1, index.long())
+    return x.gather(-1, index.long()) if hasattr(x, "gather") else _namespace(x).take_along_axis(x, index, -1)
 
 
 def _ids(x_BLV):
@@ -156,10 +154,8 @@ def mask_exactly(counted_BL, u_B, u_BL):
     n / m sum_L nll estimates the same bound as w(t) sum_L nll, with less variance: the number of masks is not random.
     Ref: LLaDA, arXiv:2502.09992, eq. 6.
     """
-    xp, n_B = _namespace(u_B), counted_BL.sum(-1)
-    n_B = xp.where(n_B > 0, n_B, 1)
-    m_B = xp.ceil(u_B * n_B)
-    m_B = xp.where(m_B > 1, m_B, 1.0 + 0 * u_B)
+    xp, n_B = _namespace(u_B), counted_BL.sum(-1).clip(1)
+    m_B = xp.ceil(u_B * n_B).clip(1)
     return counted_BL & (_rank(xp.where(counted_BL, u_BL, -1.0)) < _column(m_B, u_BL)), n_B / m_B
 
 
@@ -179,29 +175,24 @@ def nelbo_per_token(nll_BL, t_B, counted_BL, schedule):
     w(t) sum_L nll is an unbiased estimate of a bound on -log p(x0). Ref: MDLM, eq. 10. For a micro-batch counted_BL,
     instead of the mask, may be the count of the whole batch: the losses then add up.
     """
-    return (nelbo_weight(t_B, schedule) * nll_BL.sum(-1)).sum() / _at_least_one(counted_BL)
+    return (nelbo_weight(t_B, schedule) * nll_BL.sum(-1)).sum() / counted_BL.sum().clip(1)
 
 
 def masked_accuracy(logits_BLV, x0_BL, mask_BL, mask_id):
     """Share of masked tokens whose likeliest id, MASK excluded, is right."""
     best_BL = _namespace(logits_BLV).argmax(ban(logits_BLV, [mask_id]), -1)
-    return (mask_BL & (best_BL == x0_BL)).sum() / _at_least_one(mask_BL)
-
-
-def _at_least_one(mask_BL):
-    xp, count = _namespace(mask_BL), mask_BL.sum()
-    return xp.where(count > 0, count, 1)
+    return (mask_BL & (best_BL == x0_BL)).sum() / mask_BL.sum().clip(1)
 
 
 # ---- blocks --------------------------------------------------------------------------------------------------------
 
 
 class Place(typing.NamedTuple):
-    """Positions of tokens, arrays [B, L], whole numbers but for `noisy`, from which `sees` makes an attention mask.
+    """Positions of tokens, arrays [B, L], from which `sees` makes an attention mask.
 
-    document is 0 for padding. block is the number of the token's block in its document; None: no blocks. noisy is True
-    in the noised copy of a row, False in the clean one beside it; None: there is one copy. seen [1, L, M], of queries,
-    is False where a key is masked besides; None: nowhere.
+    document: its number, 0 for padding. block: number of the token's block in its document; None: no blocks. noisy:
+    True in the noised copy of a row, False in the clean one; None: a single copy. seen [B or 1, L, M], of queries only:
+    False masks a key in addition; None: masks nothing.
     """
 
     document: typing.Any

@@ -488,7 +488,7 @@ class Dream:
 
         prompts, rule, flags, viewer = [blank.ids for blank in canvases], self.rule, self.cfg.dream, {}
         if self.cfg.show_steps:
-            self.viewer = canvas.Viewer(self.texts, self.watched)
+            self.shown = self.texts.picture(self.watched, self.watched.ids)
             viewer["watch"] = self.watch
         if self.streams and self.model.cfg.block_length:
             viewer["on_block"] = self.on_block
@@ -533,11 +533,17 @@ class Dream:
         return slice(len(ids)) if self.model.cfg.block_length else slice(-len(ids), None)
 
     def watch(self, state):
-        """Traced into the compiled loop of the sampler: shows the first canvas of the batch after each step."""
+        """Traced into the compiled loop of the sampler: shows the first canvas after each step that changed it."""
 
         def show(step, id_L, logp_L):  # on the host
-            columns = self.columns(self.watched.ids)
-            self.viewer.show(step + 1, id_L[columns].tolist(), np.exp(logp_L[columns]).tolist())
+            columns, clear, prob = self.columns(self.watched.ids), "", None
+            ids = id_L[columns].tolist()
+            text = self.texts.picture(self.watched, ids)
+            if sys.stdout.isatty():  # over the step before, coloured by probability
+                clear, prob = "\x1b[2J\x1b[H", np.exp(logp_L[columns]).tolist()
+            if text != self.shown:
+                print(f"{clear}step {step + 1}: {self.texts.picture(self.watched, ids, prob)}", flush=True)
+            self.shown = text
 
         ordered = not self.mesh  # JAX orders the callbacks of one device alone
         jax.debug.callback(show, state.step, state.token_BL[0], state.record.logp_BL[0], ordered=ordered)

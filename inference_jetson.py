@@ -342,15 +342,6 @@ def why_no_kernels(config, vocab, device):
     return why_no_sampler(vocab, device)
 
 
-def load_torchscript(data, device, wrote):
-    """run(token, noise, see) -> logits of a TorchScript graph, written by torch of the version `wrote`."""
-    try:
-        return torch.jit.load(io.BytesIO(data), map_location=device)
-    except RuntimeError as error:
-        why = f"written by torch {wrote}; export it on this machine ({str(error).splitlines()[0]})"
-        raise ValueError(f"torch {torch.__version__} cannot load model_jetson.pt, {why}") from None
-
-
 def run_onnx(data):
     """run(token, noise, see) -> logits of an ONNX graph."""
     try:
@@ -419,7 +410,12 @@ class Writer:
         # a graph that replaces the model; the longest canvas; the fixed length of an engine
         self.run, self.longest, self.length = None, self.model.cfg.positions, 0
         if self.backend == "torchscript":
-            self.run = load_torchscript(read_file(self.folder, about, "model_jetson.pt"), self.device, about["torch"])
+            graph = io.BytesIO(read_file(self.folder, about, "model_jetson.pt"))
+            try:
+                self.run = torch.jit.load(graph, map_location=self.device)
+            except RuntimeError as error:
+                why = f"written by torch {about['torch']}; export it on this machine ({str(error).splitlines()[0]})"
+                raise ValueError(f"torch {torch.__version__} cannot load model_jetson.pt, {why}") from None
         elif self.backend == "onnx":
             self.run = run_onnx(read_file(self.folder, about, "model.onnx"))
         elif self.backend == "tensorrt":

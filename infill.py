@@ -91,10 +91,7 @@ def can_go_on(text):
 
 
 def swallows(before, hole, behind):
-    """Whether the text after a hole is now part of a comment or a string that begins in the hole.
-
-    There alone Python allows a $.
-    """
+    """Whether the text after a hole is now in a comment or string that begins in it: only there Python allows a $."""
     dollar = "\n$" if behind.startswith(("\n", "\r")) else "$"  # a comment ends with its line
 
     def allows(text):

@@ -55,7 +55,6 @@ class Config:
 
 def main(cfg):
     out, paths = Path(cfg.out), files_below(cfg.roots)
-    # Never written over: what is read, and what lies in a folder that this script has not made.
     targets = {(out / f"{name}.jsonl").resolve() for name in ("train", "heldout", "humaneval")}
     made_here = any((out / name).exists() for name in (".lock", "meta.json"))
     kept = [*paths, *filter(None, [cfg.humaneval]), *([] if made_here else out.glob("*"))]

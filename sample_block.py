@@ -24,7 +24,6 @@ import numpy as np
 from flax import nnx
 
 import diffusion
-import model_dream as md
 import sample_dream
 
 
@@ -36,7 +35,7 @@ class Sampling:
     sub_block: int = 0  # fill a block in sub-blocks of this length, left to right, its first token first: Fast-dLLM v2
     steps: int = 0  # denoising steps of a block; 0: one for each token
     schedule: typing.Literal["block", "even", "sdar"] = "block"  # see diffusion.step_counts; sdar: even of whole blocks
-    threshold: float = 0.0  # fill all positions of more than this probability, as many as the schedule says at least
+    threshold: float = 0.0  # fill all positions above this probability, but at least as many as the schedule says
     score: typing.Literal["drawn", "distribution"] = "drawn"  # the probability that counts: the drawn token's | the max
     entropy_bound: float = 0.0  # fill positions of lowest entropy, while those before add up to at most this; 0: steps
     temperature: float = 0.0  # 0 takes the argmax
@@ -197,8 +196,7 @@ def fill_block(params, state, given, *, sampler, width):
 
     state, _ = jax.lax.while_loop(unfinished, step, (state, jnp.int32(not seeds)))
     # The texts of all rows go to every host, which could not read those of another one's devices.
-    state = state._replace(cache=sample_dream.split(state.cache))
-    return state._replace(token_BL=md.shard(state.token_BL), record=jax.tree.map(md.shard, state.record))
+    return sample_dream.split(state)
 
 
 def counts(rule):
@@ -220,12 +218,10 @@ def prepare(cfg, rule, prompts, rows=0, width=0, key=None, dtype=jnp.float32):
     The first pass is over the prompts and a block. With a width it is over all slots, and these are as many for all
     texts up to that width.
     """
-    N, given_B = rule.block_length, []
-    for ids in prompts:
-        given_B.append(ids.index(cfg.mask_id) if cfg.mask_id in ids else len(ids))
-        if set(ids[given_B[-1] :]) - {cfg.mask_id}:
-            advice = "put the text before the hole, or use a Dream without blocks"
-            raise ValueError(f"a model of blocks does not see the text after a hole; {advice}")
+    N, given_B = rule.block_length, [[*ids, cfg.mask_id].index(cfg.mask_id) for ids in prompts]
+    if any(set(ids[start:]) - {cfg.mask_id} for ids, start in zip(prompts, given_B, strict=True)):
+        advice = "put the text before the hole, or use a Dream without blocks"
+        raise ValueError(f"a model of blocks does not see the text after a hole; {advice}")
     B = max(rows, len(prompts))
     without_text = (0, B - len(prompts))
     end_B = np.pad([len(ids) for ids in prompts], without_text)

@@ -27,7 +27,6 @@ import numpy as np
 from flax import nnx
 
 import diffusion
-import model_dream as md
 import sample_dream
 
 STEPS = 16  # between two looks at the texts
@@ -134,8 +133,9 @@ class Sampler:
         if N and self.rule.draft_steps:
             draft_BN, cache = self.drafted(model, read_BW, slot_BN, given, cache)
 
-        # Set 0 is the last token and the drafts, read from left to right. In a single pass MASKs follow: those of set j
-        # stand, and see each other, after the last token and j - 1 drafts; without the shift also for the next token.
+        # Set 0 is the last token and the drafts, attended causally. A single pass adds a set for each outcome: set j
+        # holds the MASKs that follow if j - 1 drafts are accepted, and attends to itself, the last token and those
+        # drafts. Without the shift it has one MASK more, for the token after the drafts.
         counts = [N + 1] + ([N if shift else N + 1] * (N + 1) if N and not self.rule.draft_steps else [])
         set_W = np.repeat(np.arange(len(counts)), counts)
         at_W = np.concatenate([j + np.arange(n) for j, n in enumerate(counts)])
@@ -194,8 +194,7 @@ def advance(params, state, given, *, sampler):
     model, end = nnx.merge(sampler.graph, params), state.step + STEPS
     step = functools.partial(sampler.step, model, given=given)
     state = jax.lax.while_loop(lambda s: (s.step < end) & ~sampler.ended(s, given).all(), step, state)
-    state = state._replace(cache=sample_dream.split(state.cache))
-    return state._replace(token_BL=md.shard(state.token_BL), last_B=md.shard(state.last_B)), sampler.ended(state, given)
+    return sample_dream.split(state), sampler.ended(state, given)  # to every host, which cannot read other devices
 
 
 def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, on_block=None):

@@ -364,9 +364,9 @@ def layout(rule, masked_BL):
     """(blocks, slots of each, steps of each). Blocks cover the columns that hold a MASK.
 
     A block is (its first slot, first slot of the window that its cached steps feed, width of this window). The slot
-    before a block gives the logits of its first token. With cache="prefix" every window reaches from the prompt to the
-    end, and not from its block: then all have one width, and one program fills all blocks. Its keys are fresher than
-    those of Fast-dLLM's windows, which shrink from block to block.
+    before a block gives the logits of its first token. With cache="prefix" all windows have one width, from before the
+    first block to the end, so that one program fills all blocks. Fast-dLLM's windows shrink from block to block; its
+    keys are less fresh.
     """
     L, size = masked_BL.shape[1], rule.block_length
     if not size:  # the canvas is one block

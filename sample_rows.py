@@ -162,9 +162,6 @@ class Canvases:
         steps = -(-ask["steps"] // len(row.blocks)) if ask.get("steps") else min(size, row.ids.count(None))
         row.shares, row.at = diffusion.dream_shares(steps), 0
 
-    def warm(self):
-        self.step()
-
     def step(self):
         """A denoising step: each row fills what its own schedule or bound says, of its own block."""
         old, cfg, B = self.state, self.family.model.cfg, len(self.rows)
@@ -233,11 +230,6 @@ class Blocks:
         given.first_B[i] = row.ids.index(None) // (size := 1 if cfg.causal else cfg.block_length) * size
         inputs = state.token_BL[i], given.see_BL[i], given.block_BL[i]
         self.state = state._replace(cache=prefill_blocks(self.params, state.cache, i, *inputs, graph=self.graph))
-
-    def warm(self):
-        self.join(0, Row([None], {"seed": 0}))
-        self.given.see_BL[0] = False
-        self.step()
 
     def step(self):
         """Fill a block of each row."""
@@ -315,16 +307,9 @@ class Caches:
         prompt = self.family.in_order(row.ids)
         self.length_B[i], self.key_B[i] = len(prompt), key_of(row.ask["seed"] % (1 << 31), row.number)
         self.token_BM[i] = [*prompt, *[0] * (self.width - len(prompt))]
-        self.prefill(i)
-
-    def prefill(self, i):
         model = self.family.model
         cache = self.cache or sample_dream.beside(model, model.new_cache(len(self.rows), self.width))
         self.cache = prefill(model, cache, i, self.token_BM[i])
-
-    def warm(self):
-        self.prefill(0)
-        self.step()
 
     def step(self):
         """The next token of each row."""
@@ -406,7 +391,9 @@ class Loop(threading.Thread):
         print("compiling" if warm else "programs are compiled when they are asked for", file=sys.stderr)
         with model.context():
             for width, order in itertools.product(model.widths, model.ORDERS if warm else ()):
-                model.batch(width, order).warm()
+                batch = model.batch(width, order)
+                batch.join(0, Row([None], {"seed": 0}))  # a text that nobody waits for
+                batch.step()
                 model.batches.clear()
 
     def submit(self, rows):

@@ -23,7 +23,6 @@ import typing
 from pathlib import Path
 
 import canvas
-import inference
 import runs
 import sample_rows
 from runs import Count
@@ -61,8 +60,9 @@ class Config:
 def main(cfg):
     if cfg.api_key not in ("", Config.api_key) and not os.environ.get(cfg.api_key):
         raise ValueError("--api_key names an environment variable that holds the key, and that one is not set")
-    family = cfg.model or ("dream" if (inference.WEIGHTS / "dream").is_dir() else "pythoncoder")
-    folder = cfg.ckpt or str(inference.WEIGHTS / family)
+    weights = Path(__file__).with_name("weights")  # small trained models, a folder for each family
+    family = cfg.model or ("dream" if (weights / "dream").is_dir() else "pythoncoder")
+    folder = cfg.ckpt or str(weights / family)
     host, kind = (f"[{cfg.host}]", socket.AF_INET6) if ":" in cfg.host else (cfg.host, socket.AF_INET)
     socket.create_server((cfg.host, cfg.port), family=kind).close()  # a port in use is told before the model is read
     read = sample_rows.Dream if family == "dream" else sample_rows.PythonCoder

@@ -26,8 +26,6 @@ import warnings
 import zlib
 from pathlib import Path
 
-import runs
-
 Split = typing.Literal["constants", "composed", "phrased", "level4"]
 Format = typing.Literal["rows", "pairs", "holes"]
 SPLITS, FORMATS = typing.get_args(Split), typing.get_args(Format)
@@ -36,12 +34,12 @@ SPLITS, FORMATS = typing.get_args(Split), typing.get_args(Format)
 @dataclasses.dataclass(frozen=True)
 class Config:
     out: str = "data/tinypython"  # folder to write
-    n: runs.Count = 100_000  # functions to train on
-    tasks: runs.Count = 1000  # tasks of each split
+    n: typing.Annotated[int, (1, 2**31 - 1)] = 100_000  # functions to train on
+    tasks: typing.Annotated[int, (1, 2**31 - 1)] = 1000  # tasks of each split
     levels: tuple[typing.Literal[1, 2, 3, 4], ...] = (1, 2, 3, 4)  # levels to train on
     splits: tuple[Split, ...] = SPLITS  # splits to write
     formats: tuple[Format, ...] = FORMATS  # train is written as rows for PythonCoder, pairs and holes for Dream
-    seed: runs.Natural = 0  # random seed of all that is drawn
+    seed: typing.Annotated[int, (0, 2**31 - 1)] = 0  # random seed of all that is drawn
 
 
 UNSEEN = "\u00a4"  # ends a phrasing that train never has, until the sentence is complete
@@ -172,11 +170,10 @@ class Function:
         names, codes, says = self.draw(entries, LISTS.get(f"{kind} {self.element}", entries))
         kind = kind.upper()
         if kind == "P":
-            (code, opposite), (say, *short) = codes, says
+            (code, other), (say, *short) = codes, says
             verb = say()
             one, many = (re.sub(r"\((.*?)\|(.*?)\)", form, verb) for form in (r"\1", r"\2"))
-            values |= {f"P{i}": partial(applied, code), f"U{i}": partial(applied, opposite)}
-            values |= {f"Q{i}": one, f"R{i}": many}
+            values |= {f"P{i}": partial(applied, code), f"U{i}": partial(applied, other), f"Q{i}": one, f"R{i}": many}
             is_short = short and self.rng.random() < 0.5
             values["MANY"] = short[0](values["N"]) if is_short else f"{values['N']} that {many}"
         elif kind == "M":
@@ -383,6 +380,8 @@ def hole(text, rng):
 
 
 def main(cfg):
+    import runs
+
     out = Path(cfg.out)
     if not cfg.levels:
         raise ValueError("--levels needs one of 1 to 4, or several")
@@ -393,9 +392,8 @@ def main(cfg):
     with runs.lock(out / ".lock"):
         if (out / "meta.json").exists():
             saved = runs.read_json(out / "meta.json", "settings")["settings"]
-            if saved != settings:
-                other = ", ".join(f"{name}={saved.get(name)}" for name in settings if saved.get(name) != settings[name])
-                raise ValueError(f"{out} holds another world ({other}); choose another --out or delete it")
+            if other := [f"{name}={saved.get(name)}" for name in settings if saved.get(name) != settings[name]]:
+                raise ValueError(f"{out} holds another world ({', '.join(other)}); choose another --out or delete it")
             if all((out / f"{name.replace('rows', 'train')}.jsonl").exists() for name in (*cfg.formats, *cfg.splits)):
                 print(f"{out} is complete, nothing to do")
                 return
@@ -417,4 +415,6 @@ def main(cfg):
 
 
 if __name__ == "__main__":
+    import runs
+
     runs.command(main, Config, __doc__)
