@@ -82,7 +82,7 @@ def test_rope_and_yarn_tables_and_rotation(golden_dir):
         np.testing.assert_allclose(sin[0, :, half:], arrays[f"{i}/sin"], atol=2e-3)
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 8, 1000])
+@pytest.mark.parametrize("chunk", [5, 1000, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 8))])
 def test_cross_entropy_and_its_gradients_in_any_chunking(golden_dir, chunk):
     settings, arrays = read(golden_dir("pythoncoder"), "cross_entropy")
     for case in settings["cases"]:
