@@ -28,7 +28,6 @@ CEILINGS = {  # script: files that it carries, with itself, and lines of all of 
     "rl_tasks": (2, 653),
     "runs": (1, 391),
     "sandbox": (2, 1185),
-    "tinypython": (1, 420),
     "train_dream": (8, 4076),
     "train_gpu": (5, 2022),
     "train_tpu": (7, 3529),
