@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 import numpy as np
@@ -462,6 +463,25 @@ def test_a_tree_is_flattened_and_back():
     assert list(flat) == ["a", "layers.0.w"]
     assert checkpoints.unflatten(flat)["layers"]["0"]["w"] is tree["layers"]["0"]["w"]
     assert checkpoints.bit_sums(tree) == {"a": 2 * 0x3F800000, "layers.0.w": 0x3C00 + 0x4000 + 0x4200}
+
+
+@pytest.mark.parametrize(
+    ("limit", "stat", "free"),
+    [
+        ("memory.max", "anon 400000000\nfile 99\nanon_thp 5\n", 6e8),
+        ("memory.limit_in_bytes", "cache 9\ntotal_rss 300000000\ntotal_rss_huge 7\n", 7e8),
+        ("memory.limit_in_bytes", None, 1e9),  # gVisor
+    ],
+)
+def test_a_container_leaves_what_its_limit_says_less_what_is_in_use(tmp_path, monkeypatch, limit, stat, free):
+    jax = pytest.importorskip("jax")
+    (tmp_path / limit).write_text("1000000000\n")
+    (tmp_path / "meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable: 8000000 kB\n")
+    if stat:
+        (tmp_path / "memory.stat").write_text(stat)
+    monkeypatch.setattr(checkpoints, "Path", lambda name: tmp_path / Path(name).name)
+    two = types.SimpleNamespace(local_devices=jax.local_devices(backend="cpu")[:1] * 2)
+    assert checkpoints.free_bytes(two) == 0.9 * free / 2
 
 
 @pytest.mark.parametrize(
