@@ -13,8 +13,8 @@ config.json, log.jsonl, rounds.jsonl (each completion with its rewards), checkpo
 at the end also the adapters in peft's form, and merged/, a whole model. Several hosts train all weights, one also LoRA.
 
 A round: --group completions of each of --tasks tasks, their rewards (sandbox.py), and --iterations updates, each
-over all of them under fresh masks (see grpo.py). Everything random is a function of (seed, round), so a run that was
-killed and resumed equals one that was not.
+over all of them under fresh masks (see grpo.py). Everything random is a function of (seed, round, place in a batch of
+the rollout): a run that was killed, and resumed on as many devices, equals one that was not.
 
 A rollout fills the positions whose most probable token reaches --threshold, whichever token is drawn. Choosing by the
 drawn token's probability, as Fast-dLLM does, sharpens the policy: at a low temperature all completions of a group
@@ -568,7 +568,11 @@ def train(run, store, meta, trainer, first, draw):
 
         # A completion that does better than the others of its task becomes likelier, one that does worse less likely.
         advantages = grpo.group_advantages(reward_BF, cfg.reward_weights, cfg.group, cfg.scale_rewards)
-        metrics = trainer.learn(batch, scored, advantages)
+        try:
+            metrics = trainer.learn(batch, scored, advantages)
+        except RuntimeError:
+            store.close()  # with a checkpoint that is being written
+            raise
         clock.append(time.perf_counter())
 
         # log.jsonl has a row per round, rounds.jsonl a row per completion.

@@ -554,7 +554,7 @@ def train(cfg, devices):
         began, tokens = time.perf_counter(), []  # tokens of each step since then, PAD not counted
         for step, (noised, micro_batches), _ in batches:
             # All randomness is a function of (seed, step): a resumed run gets the same rows, noise and dropout.
-            torch.manual_seed(cfg.seed + step)
+            torch.manual_seed((cfg.seed + step) * devices.world + devices.rank)
             loss = gradients(state, micro_batches, dtype, devices)
             norm = update(state, step, cfg)
             tokens.append(int((noised.token_BL != mdlm.PAD).sum()))
