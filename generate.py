@@ -197,7 +197,7 @@ def resolve(cfg):
     if cfg.n > 1 and not (cfg.temperature or cfg.dream.alg_temp or cfg.dream.alg == "origin"):
         raise ValueError(f"--temperature=0 generates the same text {cfg.n} times; raise it, or leave --n at 1")
     if cfg.raw:
-        return cfg
+        return dataclasses.replace(cfg, stop=tuple(filter(None, cfg.stop)))
     texts = cfg.dream.system, cfg.prompt, cfg.suffix, *cfg.stop  # a shell passes \n as two characters
     system, prompt, suffix, *stop = (text.replace("\\n", "\n") for text in texts)
     dream = dataclasses.replace(cfg.dream, system=system)
@@ -471,7 +471,7 @@ class Dream:
         if self.grows and (self.watching or self.cfg.dream.steps or self.cfg.dream.schedule == "even"):
             raise ValueError("[MASK] that grows has no --steps, --schedule, --show_steps or --html; say [MASK:12]")
         if self.hole:
-            return [self.hole]
+            return [min(self.hole, self.model.cfg.positions - sum(map(len, (before, *following))))]
         rule = dataclasses.replace(self.rule, ban_ids=self.never_in_a_hole)
         how = rule, jax.random.fold_in(self.key, 2), self.cfg.dream.batch_size, bool(self.cfg.dream.valid)
         spent, self.compile_s, started = self.read.passes, 0.0, time.perf_counter()

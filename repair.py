@@ -189,7 +189,7 @@ def filler(read, rule, key, size, ends, rows=1):
     def fill(holes):
         key_of_call = jax.random.fold_in(key, next(calls))
         coded = [[canvas.encode(read.tokenizer, text, "") for text in hole] for hole in holes]
-        parts = [(before, old[bool(first) :], behind) for before, old, behind, first in coded]
+        parts = [(b[-max(1, cfg.positions - len(a) - len(old)) :], old[bool(first) :], a) for b, old, a, first in coded]
         if cfg.expand_id >= 0:
             filled = [grow(*part, jax.random.fold_in(key_of_call, i)) for i, part in enumerate(parts)]
         else:

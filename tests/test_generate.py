@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import types
 from xml.etree import ElementTree
 
 import jax
@@ -97,7 +98,8 @@ def test_the_command_line_streams_a_prompt_and_its_continuation(run_folder, caps
     stop = greedy[len("def f(x):\n") :].strip()[3:5]
     cut, _ = says_pythoncoder(capsys, run_folder, stop=(stop,), **settings)
     assert cut.rstrip("\n") == greedy[: greedy.index(stop, 10)]
-    raw = generate.resolve(generate.Config(ckpt=str(run_folder), prompt="print('a\\n')", raw=True))
+    raw = generate.resolve(generate.Config(ckpt=str(run_folder), prompt="print('a\\n')", stop=("",), raw=True))
+    assert raw.stop == ()
     assert raw.prompt == "print('a\\n')"  # Python's own backslash
 
 
@@ -149,7 +151,8 @@ def refused(part, config=None, **settings):
 
 
 def test_a_file_of_prompts_is_checked_while_it_is_read(tmp_path):
-    for line in ('{"prompt": \n', '{"prompt": null}', '{"prompt": "x", "suffix": 3}', '["x"]', '{"prompt": ["x"]}'):
+    half = '{"prompt": "\\ud800"}'  # of a surrogate pair
+    for line in ('{"prompt": \n', '{"prompt": null}', '{"prompt": "x", "suffix": 3}', '["x"]', '{"prompt": ["x"]}', half):
         (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n' + line)
         refused("in.jsonl, line 2 is not", file=str(tmp_path / "in.jsonl"), ckpt=str(tmp_path / "none"))
     refused("--suffix follows --prompt", suffix="x", file=str(tmp_path / "in.jsonl"))
@@ -158,6 +161,13 @@ def test_a_file_of_prompts_is_checked_while_it_is_read(tmp_path):
     given = {"prompt": "x", "html": str(tmp_path / "x.html"), "ckpt": str(tmp_path), "model": "dream"}
     for flags in (generate.DreamFlags(valid="python"), generate.DreamFlags(repair=1)):
         refused("--html shows the steps of the sampler", dream=flags, **given)
+
+
+def test_a_hole_takes_no_more_masks_than_there_is_room_for():
+    model = types.SimpleNamespace(cfg=types.SimpleNamespace(block_length=0, positions=100))
+    dream = types.SimpleNamespace(model=model, grows=False, hole=64)
+    assert generate.Dream.measure(dream, [0] * 30, [[0] * 6], [None]) == [64]
+    assert generate.Dream.measure(dream, [0] * 30, [[0] * 62], [None]) == [8]
 
 
 def test_a_file_that_is_no_text_is_named(tmp_path):

@@ -203,6 +203,15 @@ def test_a_hole_that_grows_is_filled_token_by_token_whatever_the_rule(read):
     assert passes >= 1
 
 
+def test_a_hole_in_a_text_that_fills_all_positions_is_filled(read):
+    cfg = dataclasses.replace(read.model.cfg, positions=64)
+    short = infill.Reader(nnx.merge(model_dream.graph_of(cfg, read.model.run), nnx.state(read.model)), read.tokenizer)
+    rule = sample_dream.Sampling(threshold=0.9, vocab=read.tokenizer.get_vocab_size(), eos_ids=(cfg.eos_id,))
+    fill = repair.filler(short, rule, jax.random.key(0), 64, (cfg.eos_id,))
+    ((_, passes),) = fill([("def f(n):\n" + "    n += 1\n" * 40 + "    return", " n", "\n", " n + 2")])
+    assert passes >= 1
+
+
 def test_pythoncoder_has_no_repair():
     assert "--repair is for --model=dream" in refused_by(generate, "--repair=2", "--prompt=x")
 

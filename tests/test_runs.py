@@ -470,7 +470,7 @@ def test_a_tree_is_flattened_and_back():
     [
         ("memory.max", "anon 400000000\nfile 99\nanon_thp 5\n", 6e8),
         ("memory.limit_in_bytes", "cache 9\ntotal_rss 300000000\ntotal_rss_huge 7\n", 7e8),
-        ("memory.limit_in_bytes", None, 1e9),  # gVisor
+        ("memory.limit_in_bytes", None, 1e9),  # gVisor has no memory.stat
     ],
 )
 def test_a_container_leaves_what_its_limit_says_less_what_is_in_use(tmp_path, monkeypatch, limit, stat, free):
