@@ -151,8 +151,8 @@ def refused(part, config=None, **settings):
 
 
 def test_a_file_of_prompts_is_checked_while_it_is_read(tmp_path):
-    half = '{"prompt": "\\ud800"}'  # of a surrogate pair
-    for line in ('{"prompt": \n', '{"prompt": null}', '{"prompt": "x", "suffix": 3}', '["x"]', '{"prompt": ["x"]}', half):
+    lines = '{"prompt": \n', '{"prompt": null}', '{"prompt": "x", "suffix": 3}', '["x"]', '{"prompt": ["x"]}'
+    for line in (*lines, '{"prompt": "\\ud800"}'):  # half of a surrogate pair
         (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n' + line)
         refused("in.jsonl, line 2 is not", file=str(tmp_path / "in.jsonl"), ckpt=str(tmp_path / "none"))
     refused("--suffix follows --prompt", suffix="x", file=str(tmp_path / "in.jsonl"))
