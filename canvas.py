@@ -530,6 +530,6 @@ def animation(texts, step_s=0.4, rest_s=3.0):
                     column += len(part)
                     longest = max(longest, column)
         line, column = line + 2, 0
-    style = "<style>text{font:14px monospace}</style><rect width='100%' height='100%' fill='#fff'/>"
+    style = "<style>text{font:14px monospace;white-space:pre}</style><rect width='100%' height='100%' fill='#fff'/>"
     size = f'width="{24 + longest * width:.0f}" height="{line * height}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" {size}>{style}{"".join(shapes)}</svg>\n'
