@@ -238,7 +238,7 @@ def read_requests(data, name):
         if not line.strip():
             continue
         try:
-            json.dumps(row := json.loads(line), ensure_ascii=False).encode()  # half a surrogate pair is no text
+            f"{(row := json.loads(line)).get('prompt')}{row.get('suffix')}".encode()  # half a surrogate pair is no text
             requests.append((row["prompt"] + "", "" if row.get("suffix") is None else row["suffix"] + ""))  # TypeError
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(f'{name}, line {number} is not a JSON object with the text "prompt"') from None

@@ -194,7 +194,7 @@ def advance(params, state, given, *, sampler):
     model, end = nnx.merge(sampler.graph, params), state.step + STEPS
     step = functools.partial(sampler.step, model, given=given)
     state = jax.lax.while_loop(lambda s: (s.step < end) & ~sampler.ended(s, given).all(), step, state)
-    return sample_dream.split((state, sampler.ended(state, given)))  # to every host, which cannot read other devices
+    return sample_dream.split((state, sampler.ended(state, given)))  # every host gets all but the cache
 
 
 def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, on_block=None):

@@ -531,8 +531,8 @@ def cache_spec(x):
     return {4: PS(BATCH, "tensor"), 5: PS(BATCH, None, "tensor")}.get(np.ndim(x), PS())
 
 
-def split(cache):
-    return jax.tree.map(lambda x: shard(x, *cache_spec(x)), cache)
+def split(state):  # keys and values over the mesh, all else whole to every device
+    return jax.tree.map(lambda x: shard(x, *cache_spec(x)), state)
 
 
 # ---- texts ---------------------------------------------------------------------------------------------------------

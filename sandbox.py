@@ -27,7 +27,7 @@ apart and compares what comes back, within its limits of time and memory; this p
 and builds values only for Probe, and for Calls and Stdin without a check: for programs that one trusts.
 What comes back is data: builtin types, some of the standard library's and NumPy's are built anew, by type. Any other
 object stays in the program's process: two such are compared there, and none equals data. A list that f changes in
-place is changed for the test, too. A wrong program can pass two kinds of tests alone: those that unpickle, import,
+place is changed for the test, too. A wrong program can pass only two kinds of tests: those that unpickle, import,
 execute or format what it wrote, and those that plain Python would pass as well (an empty array for numpy.allclose).
 A test cannot subclass a program's class, compare type() of its objects, look at their __dict__ or signature, copy or
 dump them (copy, dataclasses, json), redirect the program's output or input, seed its random numbers, set its globals or

@@ -553,7 +553,7 @@ def train(cfg, devices):
         batches = prefetch(lambda step: step_batches(rows, cfg, devices, packed, step), first, cfg.steps)
         began, tokens = time.perf_counter(), []  # tokens of each step since then, PAD not counted
         for step, (noised, micro_batches), _ in batches:
-            # All randomness is a function of (seed, step): a resumed run gets the same rows, noise and dropout.
+            # Rows and noise are functions of (seed, step), dropout also of the process: a resumed run has the same.
             torch.manual_seed((cfg.seed + step) * devices.world + devices.rank)
             loss = gradients(state, micro_batches, dtype, devices)
             norm = update(state, step, cfg)

@@ -1,6 +1,6 @@
 """Holes of unknown length in TinyPython's functions: what infill.py makes of them, and whether the tests pass.
 
-    python bench/holes.py                                       # two hours of a core; goes on where it stopped
+    python bench/holes.py                                       # 42 minutes of a core; goes on where it stopped
     python bench/holes.py --holes=8 --out=out/try_holes --file=try_holes    # a first look
 
 The model is weights/dream, the tasks are those of the split `composed`: combinations of operations of which no training

@@ -2,7 +2,7 @@
 
     python bench/readings.py                       # two hours of an idle machine; goes on where it stopped
     python bench/readings.py --seeds 0 --start=40 --steps=20 --tasks=8 --out=out/try_readings --file=try_readings
-    python bench/readings.py --arms=               # a page of what is there, where some of it is missing
+    python bench/readings.py --arms=               # measures nothing: the page of what is on file
 
 Each seed trains a Dream from left to right on TinyPython, then goes on from there in several ways of the same processor
 time: from left to right, or in blocks with a causal context, whose masked loss comes with --ar_weight times the
