@@ -25,6 +25,7 @@ import dataclasses
 import hashlib
 import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -597,6 +598,10 @@ def main(cfg):
         sys.stdout = open(os.devnull, "w")
     try:
         return eval_only(cfg, devices) if cfg.eval_only else train(cfg, devices)
+    except RuntimeError as error:
+        if found := re.search(r"ImportError: (\S+)/\w+/\w+\.main\.so: (?:file too short|invalid ELF)", str(error)):
+            raise RuntimeError(f"a run that was killed while it compiled damaged a file; delete {found[1]}") from None
+        raise
     finally:
         if world > 1:
             dist.destroy_process_group()

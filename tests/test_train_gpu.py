@@ -567,6 +567,15 @@ def test_the_shell_gets_one_line_and_a_resumed_run_its_own_settings(data, tmp_pa
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
+def test_a_compile_cache_that_a_killed_run_damaged_is_named(monkeypatch):
+    def train(cfg, devices):
+        raise RuntimeError("ImportError: /tmp/torchinductor_me/ab/cd.main.so: file too short\n\nSet TORCHDYNAMO...")
+
+    monkeypatch.setattr(train_gpu, "train", train)
+    with pytest.raises(RuntimeError, match=r"^a run that was killed .* delete /tmp/torchinductor_me$"):
+        train_gpu.main(train_gpu.Config(data="x"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", ["--no-compile", "--compile"])
 def test_two_processes_train_as_one(script, data, unbroken, tmp_path, compiled):
@@ -574,7 +583,7 @@ def test_two_processes_train_as_one(script, data, unbroken, tmp_path, compiled):
     out = tmp_path / "together"
     together = [*LAUNCH, script, *flags(data, out, *more)]
     result = subprocess.run(together, capture_output=True, text=True, env=ENV, timeout=300)
-    assert result.returncode == 0, result.stdout[-1000:] + result.stderr[:3000]
+    assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-3000:]
     for step, want in losses(unbroken).items():
         np.testing.assert_allclose(losses(out)[step], want, rtol=1e-3)
     assert (out / "samples.txt").read_text().count("---- step") == 1
@@ -597,7 +606,7 @@ def test_two_processes_leave_together_when_one_is_asked_to_stop(script, data, un
     assert errors.count(f"saved step {saved}; go on with --resume=") == 2
     again = [*LAUNCH, script, "--resume", out]
     result = subprocess.run(again, capture_output=True, text=True, env=ENV, timeout=300)
-    assert result.returncode == 0, result.stdout[-1000:] + result.stderr[:3000]
+    assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-3000:]
     for step, want in losses(unbroken).items():
         np.testing.assert_allclose(losses(out)[step], want, rtol=1e-3)
 
