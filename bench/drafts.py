@@ -182,11 +182,12 @@ def main(cfg):
         out.append(f"| {draft} | {steps} | {mean:.2f} ± {error:.2f} | {mean / (1 + steps):.2f} | {len(found)} |")
     out += ["", "Means and two standard errors over prompts, all temperatures together, after the first token. A step"]
     out += ["is the passes for the drafts and one that verifies them; with 0 that one also makes the next drafts."]
-    out += ["With shifted logits a draft pass begins with the model's own next token: two tokens a step at least.", ""]
+    out += ["With shifted logits a draft pass begins with the model's own next token: at least two tokens a step, but"]
+    out += ["for the last step of a text.", ""]
     out += [f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`", ""]
     out += [f"{cpu_name()}, one core, {time.process_time() - began:.0f} processor seconds, compiling included."]
     path = RESULTS / f"{cfg.file}.md"
-    below = "".join(path.read_text().partition("\n## ")[1:]) if path.exists() else ""  # by the compilers, by hand
+    below = "".join(path.read_text().partition("\n## ")[1:]) if path.exists() else ""  # the compilers' table, by hand
     path.write_text("\n".join(out) + "\n" + below)
 
 
