@@ -1,13 +1,16 @@
-"""The mathematics of masked diffusion: noise schedules, masking, losses, reverse steps, confidences, unmasking.
+"""The mathematics of masked diffusion: noise schedules, masking, losses, reverse steps,
+confidences, unmasking.
 
-Every function takes NumPy, JAX or PyTorch arrays and gives back the same kind; all trace under jax.jit and compile
-under torch.compile(fullgraph=True). Random numbers are arguments (u: uniform in [0, 1)), token ids too: nothing here
-draws, configures or knows a model. Half precision is computed in float32; float64 stays float64.
+Every function takes NumPy, JAX or PyTorch arrays and gives back the same kind; all trace under
+jax.jit and compile under torch.compile(fullgraph=True). Random numbers are arguments (u: uniform in
+[0, 1)), token ids too: nothing here draws, configures or knows a model. Half precision is computed
+in float32; float64 stays float64.
 
 Time t runs from 0 (text) to 1 (all MASK). rate(t) = P(a token is MASK at t) = 1 - alpha(t).
 
 Letters: B batch, L length, V vocabulary, N denoising steps.
-Refs: MDLM, arXiv:2406.07524; LLaDA, arXiv:2502.09992; Dream, arXiv:2508.15487; DiffuCoder, arXiv:2506.20639.
+Refs: MDLM, arXiv:2406.07524; LLaDA, arXiv:2502.09992; Dream, arXiv:2508.15487; DiffuCoder,
+arXiv:2506.20639.
 """
 
 import math
@@ -38,7 +41,11 @@ def _float(x):
 
 
 def _take(x, index):
-    return x.gather(-1, index.long()) if hasattr(x, "gather") else _namespace(x).take_along_axis(x, index, -1)
+    return (
+        x.gather(-1, index.long())
+        if hasattr(x, "gather")
+        else _namespace(x).take_along_axis(x, index, -1)
+    )
 
 
 def _ids(x_BLV):
@@ -53,14 +60,18 @@ def _column(t_B, x_BL):
 
 
 def _rank(score_BL):
-    """Rank of each element in its row, 0 for the largest; among equals the lower index comes first."""
+    """Rank of each element in its row, 0 for the largest; among equals the lower index comes
+    first.
+    """
     xp = _namespace(score_BL)
     stable = {"kind": "stable"} if xp is np else {"stable": True}  # NumPy 1 has only the first
     return xp.argsort(xp.argsort(-score_BL, axis=-1, **stable), axis=-1, **stable)
 
 
 def log_softmax(logits_BLV):
-    """x - max(x) - log sum exp(x - max(x)) over the last axis, in float32 at least; -inf logits stay -inf."""
+    """x - max(x) - log sum exp(x - max(x)) over the last axis, in float32 at least; -inf logits
+    stay -inf.
+    """
     xp, logits_BLV = _namespace(logits_BLV), _float(logits_BLV)
     if hasattr(xp, "log_softmax"):  # torch: one pass instead of five
         return xp.log_softmax(logits_BLV, -1)
@@ -71,16 +82,22 @@ def log_softmax(logits_BLV):
 def softmax(logits_BLV):
     """exp(log_softmax)."""
     xp = _namespace(logits_BLV)
-    return xp.softmax(_float(logits_BLV), -1) if hasattr(xp, "softmax") else xp.exp(log_softmax(logits_BLV))
+    return (
+        xp.softmax(_float(logits_BLV), -1)
+        if hasattr(xp, "softmax")
+        else xp.exp(log_softmax(logits_BLV))
+    )
 
 
 # ---- schedules -----------------------------------------------------------------------------------------------------
 
 
 class Schedule(typing.NamedTuple):
-    """A noise schedule: rate(t) = P(masked at time t), its derivative slope(t), and inverse(rate) = t.
+    """A noise schedule: rate(t) = P(masked at time t), its derivative slope(t), and inverse(rate) =
+    t.
 
-    rate rises from 0 at 0 to exactly 1 at 1. The functions take arrays of any of the three libraries, or numbers.
+    rate rises from 0 at 0 to exactly 1 at 1. The functions take arrays of any of the three
+    libraries, or numbers.
     """
 
     rate: typing.Callable
@@ -94,8 +111,8 @@ def _cosine(t):
     return xp.where(t < 0.5, 2 * xp.sin(math.pi / 4 * t) ** 2, 1 - xp.sin(math.pi / 2 * (1 - t)))
 
 
-# A new entry here is a schedule for the trainers of MDLM and Dream and for the samplers of MDLM. `cosine` is that of
-# MDLM; MaskGIT's, sin(pi t / 2), is another function.
+# A new entry here is a schedule for the trainers of MDLM and Dream and for the samplers of MDLM.
+# `cosine` is that of MDLM; MaskGIT's, sin(pi t / 2), is another function.
 SCHEDULES = {
     "linear": Schedule(rate=lambda t: t, slope=lambda t: 0 * t + 1, inverse=lambda rate: rate),
     "cosine": Schedule(
@@ -112,12 +129,16 @@ SCHEDULES = {
 
 
 def mask_rate(t, schedule):
-    """P(masked) at time t in [0, 1]: linear t; cosine 1 - cos(pi t / 2); cosine_sq sin(pi t / 2)^2. Exactly 1 at 1."""
+    """P(masked) at time t in [0, 1]: linear t; cosine 1 - cos(pi t / 2); cosine_sq sin(pi t / 2)^2.
+    Exactly 1 at 1.
+    """
     return SCHEDULES[schedule].rate(t)
 
 
 def nelbo_weight(t, schedule):
-    """slope / rate, for t > 0: linear 1 / t; cosine (pi / 2) cot(pi t / 4); cosine_sq pi cot(pi t / 2)."""
+    """slope / rate, for t > 0: linear 1 / t; cosine (pi / 2) cot(pi t / 4); cosine_sq pi cot(pi t /
+    2).
+    """
     return SCHEDULES[schedule].slope(t) / mask_rate(t, schedule)
 
 
@@ -127,9 +148,11 @@ def time_of_rate(rate, schedule):
 
 
 def antithetic_times(u_B, eps=1e-3):
-    """One time in each of B equal strata, scaled to [eps, 1]: t_i = (1 - eps) ((u_i + i) / B mod 1) + eps.
+    """One time in each of B equal strata, scaled to [eps, 1]: t_i = (1 - eps) ((u_i + i) / B mod 1)
+    + eps.
 
-    The mean of w(t) over such a batch varies far less than over B independent times. Ref: MDLM, section 3.4 and code.
+    The mean of w(t) over such a batch varies far less than over B independent times. Ref: MDLM,
+    section 3.4 and code.
     """
     B = u_B.shape[0]
     stratum_B = _ids(u_B) + 0 * u_B  # in u's precision: torch divides integers in float32
@@ -149,10 +172,11 @@ def q_sample(x0_BL, t_B, u_BL, schedule, mask_id, pad_id, frozen_BL=None):
 
 
 def mask_exactly(counted_BL, u_B, u_BL):
-    """Mask m of each row's n counted tokens, m uniform in 1 .. n, chosen by u_B: (mask_BL, n / m [B]).
+    """Mask m of each row's n counted tokens, m uniform in 1 .. n, chosen by u_B: (mask_BL, n / m
+    [B]).
 
-    n / m sum_L nll estimates the same bound as w(t) sum_L nll, with less variance: the number of masks is not random.
-    Ref: LLaDA, arXiv:2502.09992, eq. 6.
+    n / m sum_L nll estimates the same bound as w(t) sum_L nll, with less variance: the number of
+    masks is not random. Ref: LLaDA, arXiv:2502.09992, eq. 6.
     """
     xp, n_B = _namespace(u_B), counted_BL.sum(-1).clip(1)
     m_B = xp.ceil(u_B * n_B).clip(1)
@@ -162,7 +186,8 @@ def mask_exactly(counted_BL, u_B, u_BL):
 def masked_nll(logits_BLV, x0_BL, mask_BL, mask_id):
     """-log p(x0 | xt) [B, L] in nats where mask_BL, 0 elsewhere; all losses are sums of it.
 
-    MASK has probability 0, as it is no token, and unmasked tokens cost nothing. Ref: MDLM, section 3.2.3.
+    MASK has probability 0, as it is no token, and unmasked tokens cost nothing. Ref: MDLM, section
+    3.2.3.
     """
     xp, logp_BLV = _namespace(logits_BLV), log_softmax(ban(logits_BLV, [mask_id]))
     index_BL = xp.where(mask_BL, x0_BL, 0)  # elsewhere x0 may be MASK: -inf, and a NaN gradient
@@ -170,10 +195,12 @@ def masked_nll(logits_BLV, x0_BL, mask_BL, mask_id):
 
 
 def nelbo_per_token(nll_BL, t_B, counted_BL, schedule):
-    """Sum of w(t) sum_L nll over the batch / number of tokens that can be masked (not of those that are), in nats.
+    """Sum of w(t) sum_L nll over the batch / number of tokens that can be masked (not of those that
+    are), in nats.
 
-    w(t) sum_L nll is an unbiased estimate of a bound on -log p(x0). Ref: MDLM, eq. 10. For a micro-batch counted_BL,
-    instead of the mask, may be the count of the whole batch: the losses then add up.
+    w(t) sum_L nll is an unbiased estimate of a bound on -log p(x0). Ref: MDLM, eq. 10. For a
+    micro-batch counted_BL, instead of the mask, may be the count of the whole batch: the losses
+    then add up.
     """
     return (nelbo_weight(t_B, schedule) * nll_BL.sum(-1)).sum() / counted_BL.sum().clip(1)
 
@@ -190,9 +217,9 @@ def masked_accuracy(logits_BLV, x0_BL, mask_BL, mask_id):
 class Place(typing.NamedTuple):
     """Positions of tokens, arrays [B, L], from which `sees` makes an attention mask.
 
-    document: its number, 0 for padding. block: number of the token's block in its document; None: no blocks. noisy:
-    True in the noised copy of a row, False in the clean one; None: a single copy. seen [B or 1, L, M], of queries only:
-    False masks a key in addition; None: masks nothing.
+    document: its number, 0 for padding. block: number of the token's block in its document; None:
+    no blocks. noisy: True in the noised copy of a row, False in the clean one; None: a single copy.
+    seen [B or 1, L, M], of queries only: False masks a key in addition; None: masks nothing.
     """
 
     document: typing.Any
@@ -202,13 +229,18 @@ class Place(typing.NamedTuple):
 
 
 def sees(query, key):
-    """The attention mask [B, L, M] of queries and keys, given as Places: True where a query attends to a key.
+    """The attention mask [B, L, M] of queries and keys, given as Places: True where a query attends
+    to a key.
 
-    A query attends to its own document; with blocks, to its own and earlier blocks of it. With a noised copy, a noised
-    query attends to its own block noised and to earlier blocks clean, a clean query to clean keys alone. With blocks
-    padding attends to nothing. Ref: BD3-LM, arXiv:2503.09573, M_BD, M_OBC and M_BC.
+    A query attends to its own document; with blocks, to its own and earlier blocks of it. With a
+    noised copy, a noised query attends to its own block noised and to earlier blocks clean, a clean
+    query to clean keys alone. With blocks padding attends to nothing. Ref: BD3-LM,
+    arXiv:2503.09573, M_BD, M_OBC and M_BC.
     """
-    seen_BLM, query = query.seen, Place(*(None if x is None else x[..., :, None] for x in query[:3]))
+    seen_BLM, query = (
+        query.seen,
+        Place(*(None if x is None else x[..., :, None] for x in query[:3])),
+    )
     key = Place(*(None if x is None else x[..., None, :] for x in key[:3]))
     same_BLM = query.document == key.document
     if seen_BLM is not None:
@@ -223,7 +255,8 @@ def sees(query, key):
 
 
 def annealed(u_LL, ratio):
-    """Attention mask [L, L] between causal (ratio 0) and bidirectional (1): later keys are visible where u < ratio.
+    """Attention mask [L, L] between causal (ratio 0) and bidirectional (1): later keys are visible
+    where u < ratio.
 
     Ref: DiffuLLaMA, arXiv:2410.17891, section 3.
     """
@@ -232,10 +265,12 @@ def annealed(u_LL, ratio):
 
 
 def block_noise(u, low=1e-3, high=1.0, least=0.0):
-    """(t, weight) of blocks: the mask rate max(low + (high - low) u, least), and the weight of the loss.
+    """(t, weight) of blocks: the mask rate max(low + (high - low) u, least), and the weight of the
+    loss.
 
-    The weight is 1 / t, or 1 where low > 0.5. A narrower range of rates, or least = 1 / block, has less variance; only
-    the full range gives a bound. Refs: BD3-LM, section 5.2; Stable-DiffCoder, arXiv:2601.15892, eq. 11.
+    The weight is 1 / t, or 1 where low > 0.5. A narrower range of rates, or least = 1 / block, has
+    less variance; only the full range gives a bound. Refs: BD3-LM, section 5.2; Stable-DiffCoder,
+    arXiv:2601.15892, eq. 11.
     """
     xp, t = _namespace(u), low + (high - low) * u
     t = xp.where(t < least, least + 0 * t, t)
@@ -243,29 +278,36 @@ def block_noise(u, low=1e-3, high=1.0, least=0.0):
 
 
 def highest_rate(step, steps, first=1e-3):
-    """The highest mask rate in a warm-up, linear from `first` to 1 over `steps`. Ref: Stable-DiffCoder, eq. 10."""
+    """The highest mask rate in a warm-up, linear from `first` to 1 over `steps`. Ref:
+    Stable-DiffCoder, eq. 10.
+    """
     share = step / max(steps, 1)
     return first + (1 - first) * _namespace(share).where(share < 1, share, 1.0)
 
 
 def mask_one_at_least(mask_BL, counted_BL, u_BL, position_BL, block):
-    """The mask, and the counted token with the smallest u in each block; so a mask u < t gets one in each empty block.
+    """The mask, and the counted token with the smallest u in each block; so a mask u < t gets one
+    in each empty block.
 
-    position_BL counts the tokens of a document from 0. For training alone: it gives no bound on the likelihood.
+    position_BL counts the tokens of a document from 0. For training alone: it gives no bound on the
+    likelihood.
     """
     xp, slot_L = _namespace(u_BL), _ids(u_BL)
     start_BL = slot_L - position_BL % block
-    # In the order by block, then by u, the first token of a block has the rank of the block's start.
+    # In the order by block, then by u, the first token of a block has the rank of the block's
+    # start.
     order_BL = _rank(-xp.where(counted_BL, u_BL, 2.0))
     first_BL = _rank(-(start_BL * u_BL.shape[-1] + order_BL)) == start_BL
     return mask_BL | (counted_BL & first_BL)
 
 
 def subset_mask(subset, counted_BL, position_BL, block):
-    """(mask_BL, weight_BL): in each block the r-th counted token is masked if bit r of the number `subset` is 1.
+    """(mask_BL, weight_BL): in each block the r-th counted token is masked if bit r of the number
+    `subset` is 1.
 
-    Summed over subset = 1 .. 2^block - 1, weight nll is the bound of the linear schedule without sampling: k masks of n
-    counted tokens weigh 1 / (k C(n, k)), the integral of t^(k - 1) (1 - t)^(n - k). block is a Python int.
+    Summed over subset = 1 .. 2^block - 1, weight nll is the bound of the linear schedule without
+    sampling: k masks of n counted tokens weigh 1 / (k C(n, k)), the integral of t^(k - 1) (1 -
+    t)^(n - k). block is a Python int.
     """
     xp, L, slot_L = _namespace(position_BL), position_BL.shape[-1], _ids(position_BL)
     place_BL = position_BL % block
@@ -273,7 +315,9 @@ def subset_mask(subset, counted_BL, position_BL, block):
     for j in range(block):  # the j-th token of the same block, if there is one
         at_BL = slot_L - place_BL + j
         near_BL = xp.where(at_BL < L, at_BL, L - 1)
-        there_BL = _take(counted_BL, near_BL) & (_take(position_BL, near_BL) == position_BL - place_BL + j)
+        there_BL = _take(counted_BL, near_BL) & (
+            _take(position_BL, near_BL) == position_BL - place_BL + j
+        )
         there_BL = there_BL & (at_BL < L)
         count_BL, rank_BL = count_BL + there_BL, rank_BL + (there_BL & (at_BL < slot_L))
     k = sum((subset >> j) & 1 for j in range(block))
@@ -293,16 +337,19 @@ def keep_prob(t, s, schedule):
 
 
 def ancestral_step(xt_BL, token_BL, u_BL, keep_B, mask_id):
-    """Each masked position takes its token unless u < keep. What is not MASK stays: prompts need no special case."""
+    """Each masked position takes its token unless u < keep. What is not MASK stays: prompts need no
+    special case.
+    """
     xp = _namespace(xt_BL)
     return xp.where((xt_BL == mask_id) & (u_BL >= _column(keep_B, u_BL)), token_BL, xt_BL)
 
 
 def dream_shares(steps, eps=1e-3):
-    """The share of the masked tokens that each of Dream's steps unmasks, float32 [steps]: 1 - s/t, in the last step 1.
+    """The share of the masked tokens that each of Dream's steps unmasks, float32 [steps]: 1 - s/t,
+    in the last step 1.
 
-    (t, s) are neighbours on linspace(1, eps, steps + 1), in float32 as in the reference: a float64 grid gives other
-    counts where a product is nearly whole. Ref: Dream's generation code.
+    (t, s) are neighbours on linspace(1, eps, steps + 1), in float32 as in the reference: a float64
+    grid gives other counts where a product is nearly whole. Ref: Dream's generation code.
     """
     one, eps = np.float32(1), np.float32(eps)
     t = one + np.arange(steps + 1, dtype=np.float32) * ((eps - one) / np.float32(steps))
@@ -310,17 +357,20 @@ def dream_shares(steps, eps=1e-3):
 
 
 def step_counts(masks, steps, rule, eps=1e-3):
-    """Tokens to unmask at each of `steps` steps, `masks` in all: int64 [steps, ...]. NumPy, on the host.
+    """Tokens to unmask at each of `steps` steps, `masks` in all: int64 [steps, ...]. NumPy, on the
+    host.
 
-    masks is a number, or an array with one per row. rule is a schedule: left_i = floor(masks rate(1 - i/N) + 1e-6);
-    "even": masks / steps, one more in the first masks % steps steps (LLaDA); "dream": floor(left dream_shares_i); or
-    "block": left_i / (N - i), rounded half to even (dllm).
+    masks is a number, or an array with one per row. rule is a schedule: left_i = floor(masks rate(1
+    - i/N) + 1e-6); "even": masks / steps, one more in the first masks % steps steps (LLaDA);
+    "dream": floor(left dream_shares_i); or "block": left_i / (N - i), rounded half to even (dllm).
     """
     masks = np.asarray(masks)
     if rule in ("dream", "block"):
         left, counts = masks.astype(np.int64), []
         for i, share in enumerate(dream_shares(steps, eps)):
-            count = left.astype(np.float32) * share if rule == "dream" else np.rint(left / (steps - i))
+            count = (
+                left.astype(np.float32) * share if rule == "dream" else np.rint(left / (steps - i))
+            )
             counts.append(count.astype(np.int64))
             left = left - counts[-1]
         return np.stack(counts)
@@ -345,12 +395,14 @@ def ban(logits_BLV, ids):
 
 
 def filter_logits(logits_BLV, temperature=1.0, top_k=0, top_p=1.0, rule="mdlm", width=1):
-    """Logits / temperature (0: not divided), with all but the top k and the top p at -inf; k 0 and p 1 are off.
+    """Logits / temperature (0: not divided), with all but the top k and the top p at -inf; k 0 and
+    p 1 are off.
 
-    rule "mdlm": top-k, then top-p of the rest, which drops a token if those before it have probability p or more.
-    "dream": top-p first, which drops a token if those before it have more than p; then top-k. Of equal probabilities
-    the lower id comes first in top-p, and top-k keeps all that equal the k-th. temperature and p may be arrays, above
-    0; p above 1 is off. width, the bits that a pass settles, changes the speed alone: 1 on a CPU, else 3.
+    rule "mdlm": top-k, then top-p of the rest, which drops a token if those before it have
+    probability p or more. "dream": top-p first, which drops a token if those before it have more
+    than p; then top-k. Of equal probabilities the lower id comes first in top-p, and top-k keeps
+    all that equal the k-th. temperature and p may be arrays, above 0; p above 1 is off. width, the
+    bits that a pass settles, changes the speed alone: 1 on a CPU, else 3.
     """
     assert rule in ("mdlm", "dream"), rule
     xp, logits_BLV = _namespace(logits_BLV), _float(logits_BLV)
@@ -369,8 +421,11 @@ def _descending(x_BLV):
 def _top_k(logits_BLV, k, width):
     if not 0 < k < logits_BLV.shape[-1]:
         return logits_BLV
-    in_jax = hasattr(logits_BLV, "at")  # JAX's sort takes 15 times as long as the bisection; NumPy's and torch's do not
-    kth_BL1 = _kth_largest(logits_BLV, k, width) if in_jax else _descending(logits_BLV)[..., k - 1 : k]
+    # JAX's sort takes 15 times as long as the bisection; NumPy's and torch's do not
+    in_jax = hasattr(logits_BLV, "at")
+    kth_BL1 = (
+        _kth_largest(logits_BLV, k, width) if in_jax else _descending(logits_BLV)[..., k - 1 : k]
+    )
     return _namespace(logits_BLV).where(logits_BLV < kth_BL1, -math.inf, logits_BLV)
 
 
@@ -380,7 +435,9 @@ def _kth_largest(x_BLV, k, width):
     limits = xp.iinfo(xp.int32 if x_BLV.dtype.itemsize == 4 else xp.int64)
 
     def turned(bits):
-        """The bits of floats as integers of the same order, and back: those of negative floats count down."""
+        """The bits of floats as integers of the same order, and back: those of negative floats
+        count down.
+        """
         return xp.where(bits < 0, bits ^ limits.max, bits)
 
     number_BLV = turned(x_BLV.view(limits.dtype))
@@ -389,14 +446,20 @@ def _kth_largest(x_BLV, k, width):
     def enough(number_BL1):
         return (number_BLV >= number_BL1).sum(-1, keepdims=True) >= k
 
-    first_BL1 = xp.where(enough(zero_BL1), zero_BL1, limits.min)  # the least number with the sign of the k-th largest
-    rest_BL1 = _largest(zero_BL1, limits.bits - 1, width, lambda number_BL1: enough(first_BL1 + number_BL1))
+    # the least number with the sign of the k-th largest
+    first_BL1 = xp.where(enough(zero_BL1), zero_BL1, limits.min)
+    rest_BL1 = _largest(
+        zero_BL1, limits.bits - 1, width, lambda number_BL1: enough(first_BL1 + number_BL1)
+    )
     return turned(first_BL1 + rest_BL1).view(x_BLV.dtype)
 
 
 def _largest(zero_BL1, bits, width, holds):
-    """The largest integer of `bits` bits for which `holds`, true up to it and false above; `width` bits at a time."""
-    if width == 1 and hasattr(zero_BL1, "at"):  # a loop, as a CPU's compiler takes 1.4 s for the 42 steps of top-p
+    """The largest integer of `bits` bits for which `holds`, true up to it and false above; `width`
+    bits at a time.
+    """
+    # a loop, as a CPU's compiler takes 1.4 s for the 42 steps of top-p
+    if width == 1 and hasattr(zero_BL1, "at"):
 
         def step(i, number_BL1):
             return number_BL1 + (holds(number_BL1 + (1 << bits - 1 - i)) << bits - 1 - i)
@@ -405,15 +468,18 @@ def _largest(zero_BL1, bits, width, holds):
     number_BL1 = zero_BL1
     for shift in reversed(range(0, bits, width)):
         digits = [digit << shift for digit in range(1, 1 << min(width, bits - shift))]
-        number_BL1 = number_BL1 + (1 << shift) * sum(zero_BL1 + holds(number_BL1 + digit) for digit in digits)
+        number_BL1 = number_BL1 + (1 << shift) * sum(
+            zero_BL1 + holds(number_BL1 + digit) for digit in digits
+        )
     return number_BL1
 
 
 def _top_p(logits_BLV, p, stays, width):
     """By bisection: a sort takes a CPU ten times as long, and a TPU's compiler a minute.
 
-    Tokens are ordered by probability, then by id. Two searches, of a few passes over the vocabulary each, find the last
-    token that stays: its probability, whose bits as an integer have the same order, as it is not negative; then its id.
+    Tokens are ordered by probability, then by id. Two searches, of a few passes over the vocabulary
+    each, find the last token that stays: its probability, whose bits as an integer have the same
+    order, as it is not negative; then its id.
     """
     if not getattr(p, "ndim", 0) and p >= 1:
         return logits_BLV
@@ -424,12 +490,14 @@ def _top_p(logits_BLV, p, stays, width):
     def stay(before_BLV):
         """Whether a token with these before it stays."""
         mass_BL1 = xp.sum(xp.where(before_BLV, prob_BLV, 0.0), axis=-1, keepdims=True)
-        return stays(mass_BL1, 0 * mass_BL1 + (p if getattr(p, "ndim", 0) else max(p, 1e-9)))  # the likeliest stays
+        # the likeliest stays
+        return stays(mass_BL1, 0 * mass_BL1 + (p if getattr(p, "ndim", 0) else max(p, 1e-9)))
 
     def no_more_stay(number_BL1):
         return ~stay(prob_BLV >= number_BL1.view(prob_BLV.dtype))
 
-    last_BL1 = _largest(zero_BL1, bits - 2, width, no_more_stay).view(prob_BLV.dtype)  # 1.0 has 30 bits of 32
+    # 1.0 has 30 bits of 32
+    last_BL1 = _largest(zero_BL1, bits - 2, width, no_more_stay).view(prob_BLV.dtype)
     more_BLV, equal_BLV = prob_BLV > last_BL1, prob_BLV == last_BL1
 
     def id_stays(number_BL1):
@@ -440,19 +508,23 @@ def _top_p(logits_BLV, p, stays, width):
 
 
 def sample_tokens(logits_BLV, u_BLV, temperature=1.0):
-    """argmax(logits / temperature - log(-log u)): a draw from softmax(logits / temperature), or the argmax at 0.
+    """argmax(logits / temperature - log(-log u)): a draw from softmax(logits / temperature), or the
+    argmax at 0.
 
-    u is uniform in (0, 1). JAX's float32 uniforms end at 1 - 1.2e-7, which cuts the Gumbel tail at 15.9.
+    u is uniform in (0, 1). JAX's float32 uniforms end at 1 - 1.2e-7, which cuts the Gumbel tail at
+    15.9.
     """
     xp, logits_BLV = _namespace(logits_BLV), _float(logits_BLV)
     if temperature:
         logits_BLV = logits_BLV / temperature - xp.log(-xp.log(u_BLV))
-    best_BLV = logits_BLV == xp.amax(logits_BLV, -1)[..., None]  # XLA's argmax takes a CPU eight times as long
+    # XLA's argmax takes a CPU eight times as long
+    best_BLV = logits_BLV == xp.amax(logits_BLV, -1)[..., None]
     return xp.amin(xp.where(best_BLV, _ids(logits_BLV), logits_BLV.shape[-1] - 1), -1)
 
 
 def confidence(prob_BLV, kind):
-    """The confidence of a distribution [B, L]: max_prob p1; margin p1 - p2; entropy sum p log p (negative entropy).
+    """The confidence of a distribution [B, L]: max_prob p1; margin p1 - p2; entropy sum p log p
+    (negative entropy).
 
     Ref: Dream's maskgit_plus, topk_margin and entropy.
     """
@@ -463,27 +535,35 @@ def confidence(prob_BLV, kind):
     if kind == "margin":
         first_BLV = _ids(prob_BLV) == xp.argmax(prob_BLV, -1)[..., None]
         return xp.amax(prob_BLV, axis=-1) - xp.amax(xp.where(first_BLV, -1.0, prob_BLV), axis=-1)
-    possible_BLV = prob_BLV > 0  # the outer where keeps XLA from a CPU kernel that takes 15 times as long
-    terms_BLV = xp.where(possible_BLV, prob_BLV * xp.log(xp.where(possible_BLV, prob_BLV, 1.0)), 0.0)
+    # the outer where keeps XLA from a CPU kernel that takes 15 times as long
+    possible_BLV = prob_BLV > 0
+    terms_BLV = xp.where(
+        possible_BLV, prob_BLV * xp.log(xp.where(possible_BLV, prob_BLV, 1.0)), 0.0
+    )
     return xp.sum(terms_BLV, axis=-1)
 
 
 def unmask_top(xt_BL, token_BL, score_BL, count_B, mask_id):
-    """xt with the tokens of the `surest` masked positions; positions that are not masked never change."""
+    """xt with the tokens of the `surest` masked positions; positions that are not masked never
+    change.
+    """
     return _namespace(xt_BL).where(surest(score_BL, xt_BL == mask_id, count_B), token_BL, xt_BL)
 
 
 def surest(score_BL, masked_BL, count_B):
-    """The count_B[b] masked positions of row b with the largest scores, or all it has; among equals the lower index."""
+    """The count_B[b] masked positions of row b with the largest scores, or all it has; among equals
+    the lower index.
+    """
     rank_BL = _rank(_namespace(score_BL).where(masked_BL, _float(score_BL), -math.inf))
     return masked_BL & (rank_BL < _column(count_B, rank_BL))
 
 
 def entropy_bound(entropy_BL, masked_BL, bound):
-    """The masked positions in order of entropy, lowest first, while the entropies before sum to at most `bound`.
+    """The masked positions in order of entropy, lowest first, while the entropies before sum to at
+    most `bound`.
 
-    Their joint distribution then differs from the product of the marginals by at most `bound` nats. Ref: EB-Sampler,
-    arXiv:2505.24857.
+    Their joint distribution then differs from the product of the marginals by at most `bound` nats.
+    Ref: EB-Sampler, arXiv:2505.24857.
     """
     xp, far = _namespace(entropy_BL), 1e9  # no entropy is so large, and inf - inf is NaN
     entropy_BL = xp.where(masked_BL, _float(entropy_BL), far)
@@ -493,7 +573,8 @@ def entropy_bound(entropy_BL, masked_BL, bound):
 
 
 def coupled_masks(completion_BL, u_BL, ratio):
-    """Two masks that together cover every completion token once: u < ratio, and the rest. For Coupled-GRPO.
+    """Two masks that together cover every completion token once: u < ratio, and the rest. For
+    Coupled-GRPO.
 
     Ref: DiffuCoder, section 4; its code drops a token with u == ratio from both.
     """

@@ -1,19 +1,22 @@
-"""Export a trained MDLM for a Jetson: one folder with the weights in FP16, TorchScript, ONNX, and a TensorRT engine.
+"""Export a trained MDLM for a Jetson: one folder with the weights in FP16, TorchScript, ONNX, and a
+TensorRT engine.
 
     python export_jetson.py --ckpt=out/stories                          # the newest checkpoint of a run; half a minute
     python export_jetson.py --ckpt=out/stories --int8                   # matrices in 8 bits: half the file
     python export_jetson.py --tensorrt --bundle=out/jetson --length=64  # on the Jetson: adds an engine to this bundle
 
-Reads a run folder of train_gpu.py or one of its step_<n>/. Writes --out: bundle.json, config.json, tokenizer.json,
-model.safetensors (FP16: what inference_jetson.py reads by default), model_jetson.pt (TorchScript), model.onnx, and
-model.trt. Each is read back as inference_jetson.py does, run on canvases of several lengths, and compared with the
-float32 model. A graph that cannot be written costs one line, not the bundle.
+Reads a run folder of train_gpu.py or one of its step_<n>/. Writes --out: bundle.json, config.json,
+tokenizer.json, model.safetensors (FP16: what inference_jetson.py reads by default), model_jetson.pt
+(TorchScript), model.onnx, and model.trt. Each is read back as inference_jetson.py does, run on
+canvases of several lengths, and compared with the float32 model. A graph that cannot be written
+costs one line, not the bundle.
 
-Runs on Python 3.10 and torch 2.4 or newer. ONNX comes from torch.export with torch 2.9 or newer, from TorchScript with
-an older one, whose torch.export fixes batch and length or mixes types.
+Runs on Python 3.10 and torch 2.4 or newer. ONNX comes from torch.export with torch 2.9 or newer,
+from TorchScript with an older one, whose torch.export fixes batch and length or mixes types.
 
-All graphs take token [B, L] int64, noise [B] float32 = P(masked), see [B, L] bool (False for PAD), and give float16
-logits [B, L, V]. Letters: B batch, L length, P positions, D width, K head size, V vocabulary.
+All graphs take token [B, L] int64, noise [B] float32 = P(masked), see [B, L] bool (False for PAD),
+and give float16 logits [B, L, V]. Letters: B batch, L length, P positions, D width, K head size, V
+vocabulary.
 """
 
 import contextlib
@@ -43,11 +46,14 @@ class Config:
     ckpt: str = "out/train_gpu"  # run folder of train_gpu.py, or a checkpoint
     step: Natural = 0  # checkpoint of the run; 0: the newest
     out: str = "out/jetson"  # folder to write; replaces an earlier bundle
-    int8: bool = False  # quantise matrices in model.safetensors: half the file; the device dequantises them on loading
+    # quantise matrices in model.safetensors: half the file; the device dequantises them on loading
+    int8: bool = False
     torchscript: bool = True  # write model_jetson.pt
-    onnx: bool = True  # write model.onnx; needs the packages onnx and onnxscript, and onnxruntime to verify it
+    # write model.onnx; needs the packages onnx and onnxscript, and onnxruntime to verify it
+    onnx: bool = True
     tensorrt: bool = False  # build an engine from model.onnx for the GPU of this machine
-    bundle: str = ""  # with --tensorrt: an existing bundle to add the engine to; default: export a new one
+    # with --tensorrt: an existing bundle to add the engine to; default: export a new one
+    bundle: str = ""
     length: Count = 64  # canvas of the engine, which takes batch 1 and exactly this many tokens
 
 
@@ -61,7 +67,9 @@ class Exported(nn.Module):
         # buffers, as a trace would fix the device of tables that it computed
         k = torch.arange(half, device=device)
         self.register_buffer("frequency", torch.exp(-math.log(10_000) / half * k).float())
-        cos_PK, sin_PK = mdlm.angles(model.cfg.positions, model.cfg.width // model.cfg.heads, device)
+        cos_PK, sin_PK = mdlm.angles(
+            model.cfg.positions, model.cfg.width // model.cfg.heads, device
+        )
         self.register_buffer("cos_PK", cos_PK)
         self.register_buffer("sin_PK", sin_PK)
 
@@ -73,7 +81,10 @@ class Exported(nn.Module):
         else:
             h_BLD = h_BLD + model.position.weight[:L]
         angle_BD = 1000 * noise[:, None] * self.frequency
-        h_BLD = h_BLD + model.time(torch.cat([angle_BD.sin(), angle_BD.cos()], -1).to(h_BLD.dtype))[:, None]
+        h_BLD = (
+            h_BLD
+            + model.time(torch.cat([angle_BD.sin(), angle_BD.cos()], -1).to(h_BLD.dtype))[:, None]
+        )
         for block in model.blocks:
             h_BLD = block(h_BLD, see[:, None, None], cos_sin)
         return model.logits(model.norm(h_BLD))
@@ -83,7 +94,9 @@ class Exported(nn.Module):
 
 
 def canvases(cfg, lengths):
-    """[(token, noise, see)]: random tokens, masked at the rate `noise`; with several rows the last one ends in PAD."""
+    """[(token, noise, see)]: random tokens, masked at the rate `noise`; with several rows the last
+    one ends in PAD.
+    """
     generator, inputs = torch.Generator().manual_seed(0), []
     for B, L in lengths:
         token_BL = torch.randint(5, cfg.vocab, (B, L), generator=generator)
@@ -97,15 +110,19 @@ def canvases(cfg, lengths):
 
 
 def compare(name, run, inputs, want, tolerance=0.02):
-    """Print and return the largest error of run(token, noise, see) against the float32 logits `want`.
+    """Print and return the largest error of run(token, noise, see) against the float32 logits
+    `want`.
 
-    ValueError if it exceeds `tolerance` of the largest logit. FP16 errs by 0.001 to 0.005 of it, int8 by 0.008 to 0.02.
+    ValueError if it exceeds `tolerance` of the largest logit. FP16 errs by 0.001 to 0.005 of it,
+    int8 by 0.008 to 0.02.
     """
     worst, largest, same, masks = 0.0, 0.0, 0, 0  # a canvas of one token has no mask
     for (token_BL, noise_B, see_BL), want_BLV in zip(inputs, want, strict=True):
         got_BLV = run(token_BL, noise_B, see_BL).float().cpu()
         if got_BLV.shape != want_BLV.shape:
-            raise ValueError(f"{name}: logits {[*got_BLV.shape]}, the model has {[*want_BLV.shape]}; not exported")
+            raise ValueError(
+                f"{name}: logits {[*got_BLV.shape]}, the model has {[*want_BLV.shape]}; not exported"
+            )
         token_BL, see_BL = token_BL.cpu(), see_BL.cpu()
         # the largest error, PAD excluded; NaN counts as infinite
         worst = max(worst, (got_BLV - want_BLV)[see_BL].abs().nan_to_num(math.inf).max().item())
@@ -114,7 +131,10 @@ def compare(name, run, inputs, want, tolerance=0.02):
         same += (got_BLV.argmax(-1) == want_BLV.argmax(-1))[masked_BL].sum().item()
         masks += masked_BL.sum().item()
     share = same / max(masks, 1)
-    print(f"{name:18} error {worst:.2g} of {largest:.3g}, the same argmax at {share:.1%} of the masks", flush=True)
+    print(
+        f"{name:18} error {worst:.2g} of {largest:.3g}, the same argmax at {share:.1%} of the masks",
+        flush=True,
+    )
     if not worst <= tolerance * largest:
         raise ValueError(f"{name}: an error of {worst:.3g} is no rounding; not exported")
     return {"max_error": worst, "largest_logit": largest, "same_likeliest": share}
@@ -124,14 +144,17 @@ def compare(name, run, inputs, want, tolerance=0.02):
 
 
 def quantise(tensors):
-    """Every matrix as int8, with NAME.scale [rows, 1] in float32: the largest weight of a row becomes 127 or -127.
+    """Every matrix as int8, with NAME.scale [rows, 1] in float32: the largest weight of a row
+    becomes 127 or -127.
 
     Symmetric: 0 stays 0. model_mdlm.read_safetensors dequantises them.
     """
     result = {name: weight.half() for name, weight in tensors.items()}
     for name, weight in tensors.items():
         if weight.ndim == 2:
-            result[f"{name}.scale"] = scale_R1 = weight.float().abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
+            result[f"{name}.scale"] = scale_R1 = (
+                weight.float().abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
+            )
             result[name] = (weight.float() / scale_R1).round().to(torch.int8)
     return result
 
@@ -144,22 +167,40 @@ def write_torchscript(exported, example, path):
 
 
 def plain_attention(q_BHLK, k_BHLK, v_BHLK, attn_mask):
-    """Unfused attention: TorchScript's exporter mixes halves and floats in the fused one, which no runtime accepts."""
+    """Unfused attention: TorchScript's exporter mixes halves and floats in the fused one, which no
+    runtime accepts.
+    """
     score_BHLM = q_BHLK @ k_BHLK.transpose(-2, -1) * float(q_BHLK.shape[-1]) ** -0.5
     return score_BHLM.masked_fill(~attn_mask, -math.inf).softmax(-1) @ v_BHLK
 
 
 def write_onnx(exported, example, path):
     """One graph for all batches and lengths."""
-    names, attention = {"input_names": ["token", "noise", "see"], "output_names": ["logits"]}, plain_attention
+    names, attention = (
+        {"input_names": ["token", "noise", "see"], "output_names": ["logits"]},
+        plain_attention,
+    )
     if by_torch_export():
         attention = F.scaled_dot_product_attention
-        batch, length = torch.export.Dim("batch"), torch.export.Dim("length", max=exported.model.cfg.positions)
+        batch, length = (
+            torch.export.Dim("batch"),
+            torch.export.Dim("length", max=exported.model.cfg.positions),
+        )
         shapes = {"token": {0: batch, 1: length}, "noise": {0: batch}, "see": {0: batch, 1: length}}
-        names |= {"dynamo": True, "dynamic_shapes": shapes, "external_data": False, "verbose": False}
+        names |= {
+            "dynamo": True,
+            "dynamic_shapes": shapes,
+            "external_data": False,
+            "verbose": False,
+        }
     else:
-        axes = {"token": {0: "batch", 1: "length"}, "noise": {0: "batch"}, "see": {0: "batch", 1: "length"}}
-        names |= {"dynamic_axes": axes, "opset_version": 17}  # the first one with LayerNormalization
+        axes = {
+            "token": {0: "batch", 1: "length"},
+            "noise": {0: "batch"},
+            "see": {0: "batch", 1: "length"},
+        }
+        # the first one with LayerNormalization
+        names |= {"dynamic_axes": axes, "opset_version": 17}
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses torchvision
@@ -172,18 +213,25 @@ def write_onnx(exported, example, path):
 
 
 def attempt(name, write, half, folder, inputs, want, tolerance):
-    """Write a graph of the model and compare it: {name: errors}. If it fails, print why and go on without the file."""
+    """Write a graph of the model and compare it: {name: errors}. If it fails, print why and go on
+    without the file.
+    """
     try:
         run = write(half, inputs[0], folder / name)
         return {name: compare(name, run, inputs, want, tolerance)} if run else {}
     except Exception as error:  # the exporters raise all kinds
         (folder / name).unlink(missing_ok=True)
-        print(f"{name}: not written by torch {torch.__version__}: {runs.first_line(error)}", flush=True)
+        print(
+            f"{name}: not written by torch {torch.__version__}: {runs.first_line(error)}",
+            flush=True,
+        )
         return {}
 
 
 def build_engine(onnx, length):
-    """(bytes, {"version", "gpu", "length"}) of a strongly typed engine for [1, length] on this GPU; TensorRT 10.3."""
+    """(bytes, {"version", "gpu", "length"}) of a strongly typed engine for [1, length] on this GPU;
+    TensorRT 10.3.
+    """
     import tensorrt as trt
 
     logger = trt.Logger(trt.Logger.WARNING)
@@ -204,7 +252,11 @@ def build_engine(onnx, length):
     plan = builder.build_serialized_network(network, config)
     if plan is None:
         raise ValueError("TensorRT could not build the engine; its own messages are above")
-    return bytes(plan), {"version": trt.__version__, "gpu": torch.cuda.get_device_name(), "length": length}
+    return bytes(plan), {
+        "version": trt.__version__,
+        "gpu": torch.cuda.get_device_name(),
+        "length": length,
+    }
 
 
 def lacks(*packages):
@@ -217,7 +269,9 @@ def by_torch_export():
 
 
 def about_file(data, errors):
-    """Entry of bundle.json: size and digest, which reveal a damaged copy, and the measured errors."""
+    """Entry of bundle.json: size and digest, which reveal a damaged copy, and the measured
+    errors.
+    """
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), **errors}
 
 
@@ -233,59 +287,95 @@ def export(cfg):
     positions = model.cfg.positions
 
     # the float32 model on canvases of several shapes: every file must agree with it, up to rounding
-    inputs = canvases(model.cfg, [(2, min(64, positions)), (1, min(17, positions)), (3, positions), (1, 1)])
+    inputs = canvases(
+        model.cfg, [(2, min(64, positions)), (1, min(17, positions)), (3, positions), (1, 1)]
+    )
     want = [model(*given) for given in inputs]
     int8_tensors = quantise(model.state_dict()) if cfg.int8 else {}
     model = model.half()
     too_large = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
     if too_large:
-        raise ValueError(f"weights beyond FP16's 65,504 or not finite: {', '.join(too_large)}; train with a lower --lr")
+        raise ValueError(
+            f"weights beyond FP16's 65,504 or not finite: {', '.join(too_large)}; train with a lower --lr"
+        )
 
-    with runs.new_folder(out) as folder:  # replaces an earlier bundle once all is written and verified
+    # replaces an earlier bundle once all is written and verified
+    with runs.new_folder(out) as folder:
         mdlm.save(model, folder, (ckpt / "tokenizer.json").read_bytes(), int8_tensors)
         # the weights as the device reads them, which graphs get too
-        half = Exported(inference_jetson.read_model(folder, inference_jetson.read_bundle(folder)).half()).eval()
+        half = Exported(
+            inference_jetson.read_model(folder, inference_jetson.read_bundle(folder)).half()
+        ).eval()
         compared = inputs, want, 0.05 if cfg.int8 else 0.02
         errors = {"model.safetensors": compare("model.safetensors", half, *compared)}
         if cfg.torchscript:
             errors |= attempt("model_jetson.pt", write_torchscript, half, folder, *compared)
         needed = lacks("onnx", "onnxscript") if by_torch_export() else lacks("onnx")
         if cfg.onnx and needed:
-            print(f"model.onnx: not written, for want of: pip install {' '.join(needed)}", flush=True)
+            print(
+                f"model.onnx: not written, for want of: pip install {' '.join(needed)}", flush=True
+            )
         elif cfg.onnx:
             errors |= attempt("model.onnx", write_onnx, half, folder, *compared)
         names = sorted(path.name for path in folder.iterdir())
-        files = {name: about_file((folder / name).read_bytes(), errors.get(name, {})) for name in names}
-        about = {"format": inference_jetson.FORMAT, "checkpoint": ckpt.name, "python": platform.python_version()}
-        runs.write(folder / "bundle.json", about | {"torch": torch.__version__, "tensorrt": None, "files": files})
-    print(f"wrote {out}: " + ", ".join(f"{name} {file['bytes'] / 1e6:.1f} MB" for name, file in files.items()))
+        files = {
+            name: about_file((folder / name).read_bytes(), errors.get(name, {})) for name in names
+        }
+        about = {
+            "format": inference_jetson.FORMAT,
+            "checkpoint": ckpt.name,
+            "python": platform.python_version(),
+        }
+        runs.write(
+            folder / "bundle.json",
+            about | {"torch": torch.__version__, "tensorrt": None, "files": files},
+        )
+    print(
+        f"wrote {out}: "
+        + ", ".join(f"{name} {file['bytes'] / 1e6:.1f} MB" for name, file in files.items())
+    )
 
 
 @torch.no_grad()
 def add_engine(folder, length):
-    """Build an engine from the model.onnx of a finished bundle, compare it with the weights there, and register it."""
+    """Build an engine from the model.onnx of a finished bundle, compare it with the weights there,
+    and register it.
+    """
     about = inference_jetson.read_bundle(folder)
-    model, onnx = inference_jetson.read_model(folder, about), inference_jetson.read_file(folder, about, "model.onnx")
+    model, onnx = (
+        inference_jetson.read_model(folder, about),
+        inference_jetson.read_file(folder, about, "model.onnx"),
+    )
     inputs = canvases(model.cfg, [(1, length)])
     want = [model(*given) for given in inputs]
     if lacks("tensorrt") or not torch.cuda.is_available():
-        missing = "Python module tensorrt (JetPack's: apt install python3-libnvinfer)" if lacks("tensorrt") else "GPU"
+        missing = (
+            "Python module tensorrt (JetPack's: apt install python3-libnvinfer)"
+            if lacks("tensorrt")
+            else "GPU"
+        )
         by_hand = f"trtexec --onnx=model.onnx --stronglyTyped --shapes=token:1x{length},noise:1,see:1x{length}"
         raise ValueError(f"there is no {missing} here, and an engine is built on the GPU that runs it: copy {folder} "
                          "to the device and run the same command there, or for a runtime of your own "
                          f"/usr/src/tensorrt/bin/{by_hand} --saveEngine=model.trt")  # fmt: skip
     plan, engine = build_engine(onnx, length)
     run = inference_jetson.run_tensorrt(plan, engine)
-    errors = compare("model.trt", run, [tuple(array.cuda() for array in given) for given in inputs], want)
+    errors = compare(
+        "model.trt", run, [tuple(array.cuda() for array in given) for given in inputs], want
+    )
     runs.write(folder / "model.trt", plan)
     about["files"]["model.trt"] = about_file(plan, errors)
     runs.write(folder / "bundle.json", about | {"tensorrt": engine})
-    print(f"added model.trt to {folder}; now: python inference_jetson.py --backend=tensorrt --bundle={folder}")
+    print(
+        f"added model.trt to {folder}; now: python inference_jetson.py --backend=tensorrt --bundle={folder}"
+    )
 
 
 def main(cfg):
     if cfg.bundle and not cfg.tensorrt:
-        raise ValueError("--bundle is the bundle that --tensorrt adds an engine to; pass both, or --ckpt to export")
+        raise ValueError(
+            "--bundle is the bundle that --tensorrt adds an engine to; pass both, or --ckpt to export"
+        )
     if not cfg.bundle:
         export(cfg)
         print(f"generate text with: python inference_jetson.py --bundle={cfg.out}")

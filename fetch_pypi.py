@@ -1,11 +1,13 @@
-"""Fetch the Python source of packages from a package index, with their licences: a folder for data_prep.py --roots.
+"""Fetch the Python source of packages from a package index, with their licences: a folder for
+data_prep.py --roots.
 
     python fetch_pypi.py top:300    # the most downloaded packages, 560 MB of archives; needs: pip install pypi-simple
     python fetch_pypi.py requirements.txt --index=$(pip config get global.index-url)    # a mirror, as pip is set up
 
-Copies .py files and licence texts of the newest source distribution with a permissive licence, without vendored
-packages and test data. Writes --out: a folder NAME-VERSION for each package, which appears whole, and manifest.json:
-version, licence and number of files, or why it was left out. The same command goes on with a run that was stopped.
+Copies .py files and licence texts of the newest source distribution with a permissive licence,
+without vendored packages and test data. Writes --out: a folder NAME-VERSION for each package, which
+appears whole, and manifest.json: version, licence and number of files, or why it was left out. The
+same command goes on with a run that was stopped.
 """
 
 import contextlib
@@ -35,17 +37,21 @@ except ImportError:
     pypi_simple = None
 
 ARCHIVE_BYTES = 100_000_000  # larger archives hold data or other languages
-UNPACKED_BYTES, FILE_BYTES = 4_000_000_000, 1 << 24  # an archive that unpacks to more is a trap; larger files hold data
+# an archive that unpacks to more is a trap; larger files hold data
+UNPACKED_BYTES, FILE_BYTES = 4_000_000_000, 1 << 24
 # Folders of other people's code, and of tests, below which only the tests themselves stay.
 SKIPPED = r"/(_?vendor[-\w]*|third_?party|3rd_?party|_?extern(al)?s?|site-packages|node_modules)/"
 SKIPPED += r"|/(tests?|test_?data|idle_test)/(?!(.*/)?(test_\w*|\w*_tests?|tests?|conftest)\.py$)"
-OUTSIDE = re.compile(r"/|(.*/)?(/|\.\.(/|$)|[^/]{250})|.{1000}")  # names that leave a folder, or are too long
-CLASH = FileExistsError, NotADirectoryError, IsADirectoryError  # a file of the archive has the name of a folder
+# names that leave a folder, or are too long
+OUTSIDE = re.compile(r"/|(.*/)?(/|\.\.(/|$)|[^/]{250})|.{1000}")
+# a file of the archive has the name of a folder
+CLASH = FileExistsError, NotADirectoryError, IsADirectoryError
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    packages: tyro.conf.Positional[str] = ""  # top:N, names or NAME==VERSION with commas, or a requirements file (.txt)
+    # top:N, names or NAME==VERSION with commas, or a requirements file (.txt)
+    packages: tyro.conf.Positional[str] = ""
     out: str = "data/pypi_src"  # folder to write
     licences: typing.Literal["permissive", "any"] = "permissive"  # which packages stay
     index: str = "https://pypi.org/simple"  # package index with the simple API
@@ -53,20 +59,28 @@ class Config:
 
 def main(cfg):
     if not pypi_simple:
-        raise ValueError("fetch_pypi.py needs the library pypi-simple; install it: pip install pypi-simple")
+        raise ValueError(
+            "fetch_pypi.py needs the library pypi-simple; install it: pip install pypi-simple"
+        )
     wanted, manifest = requirements(cfg.packages), Path(cfg.out) / "manifest.json"
     manifest.parent.mkdir(parents=True, exist_ok=True)
     with runs.lock(manifest.with_name(".lock")), pypi_simple.PyPISimple(cfg.index) as client:
         client.s.mount("https://", HTTPAdapter(max_retries=Retry(3, backoff_factor=1)))
         entries = runs.read_json(manifest) if manifest.exists() else {}
-        if cfg.licences == "permissive" and any(e.get("licences") == "any" and "files" in e for e in entries.values()):
+        if cfg.licences == "permissive" and any(
+            e.get("licences") == "any" and "files" in e for e in entries.values()
+        ):
             raise ValueError(f"{cfg.out} holds packages of any licence; choose another --out")
         for requirement in tqdm(wanted, "fetching", unit=" packages", disable=None):
             if "files" not in entries.get(str(requirement), {}):  # what was left out is tried again
-                entries[str(requirement)] = fetch(client, requirement, cfg) | {"licences": cfg.licences}
+                entries[str(requirement)] = fetch(client, requirement, cfg) | {
+                    "licences": cfg.licences
+                }
                 runs.write(manifest, entries)
     files = [entry["files"] for entry in entries.values() if "files" in entry]
-    print(f"{cfg.out}: {sum(files):,} files of {len(files):,} packages; {len(entries) - len(files)} left out")
+    print(
+        f"{cfg.out}: {sum(files):,} files of {len(files):,} packages; {len(entries) - len(files)} left out"
+    )
 
 
 def requirements(packages):
@@ -75,16 +89,26 @@ def requirements(packages):
     if packages.endswith(".txt"):
         lines = runs.as_path(packages).read_text("utf-8-sig", errors="replace").splitlines()
     if packages.startswith("top:"):
-        ranking = Path(__file__).with_name("pypi_top.txt").read_text().splitlines()[2:]  # after two lines of comments
+        # after two lines of comments
+        ranking = Path(__file__).with_name("pypi_top.txt").read_text().splitlines()[2:]
         lines = ranking[: int(packages[4:])] if packages[4:].isdigit() else []
     lines = [re.sub(r"(^|\s)#.*|\s--hash.*|\\", "", line).strip() for line in lines]
     try:
-        wanted = [Requirement(line) for line in lines if line and not line.startswith("-")]  # -r, --hash and the like
+        # -r, --hash and the like
+        wanted = [Requirement(line) for line in lines if line and not line.startswith("-")]
     except ValueError as error:
-        raise ValueError(f"{packages}: {runs.first_line(error)}; write names, or NAME==VERSION") from None
+        raise ValueError(
+            f"{packages}: {runs.first_line(error)}; write names, or NAME==VERSION"
+        ) from None
     if not wanted:
-        raise ValueError(f"{packages!r} names no package; write top:1 to top:2000, numpy,requests or requirements.txt")
-    return [requirement for requirement in wanted if not requirement.marker or requirement.marker.evaluate()]
+        raise ValueError(
+            f"{packages!r} names no package; write top:1 to top:2000, numpy,requests or requirements.txt"
+        )
+    return [
+        requirement
+        for requirement in wanted
+        if not requirement.marker or requirement.marker.evaluate()
+    ]
 
 
 def fetch(client, requirement, cfg):
@@ -92,7 +116,11 @@ def fetch(client, requirement, cfg):
     name, found = canonicalize_name(requirement.name), {}
     try:
         for package in client.get_project_page(name, timeout=60).packages:
-            if package.filename.endswith(".tar.gz") and package.package_type == "sdist" and not package.is_yanked:
+            if (
+                package.filename.endswith(".tar.gz")
+                and package.package_type == "sdist"
+                and not package.is_yanked
+            ):
                 with contextlib.suppress(InvalidVersion):
                     found[Version(package.version)] = package
         if not (version := max(requirement.specifier.filter(found), default=None)):
@@ -117,21 +145,33 @@ def fetch(client, requirement, cfg):
 
 
 def copy(archive, folder, licences):
-    """Copy the code and licence texts of an archive to a folder: {"licence", "files"}, or why it is left out."""
+    """Copy the code and licence texts of an archive to a folder: {"licence", "files"}, or why it is
+    left out.
+    """
     members, total = {}, 0
     try:
         with tarfile.open(archive, "r:gz") as file:
             for member in file:
                 total += member.size
                 if total > UNPACKED_BYTES or OUTSIDE.match(member.name):
-                    raise ValueError(f"it unpacks to {total:,} bytes or more, one of its files is {member.name!r:.99}")
+                    raise ValueError(
+                        f"it unpacks to {total:,} bytes or more, one of its files is {member.name!r:.99}"
+                    )
                 if member.isreg() and "/" in member.name and member.size <= FILE_BYTES:
                     members[member.name] = member
-            notes = [file.extractfile(members[name]).read() for name in members if re.fullmatch("[^/]+/PKG-INFO", name)]
-            licence, permissive = package_licence(BytesHeaderParser().parsebytes(b"".join(notes[:1])))
+            notes = [
+                file.extractfile(members[name]).read()
+                for name in members
+                if re.fullmatch("[^/]+/PKG-INFO", name)
+            ]
+            licence, permissive = package_licence(
+                BytesHeaderParser().parsebytes(b"".join(notes[:1]))
+            )
             if licences == "permissive" and not permissive:
                 return {"licence": licence, "left_out": "no permissive licence"}
-            code = {name for name in members if name.endswith(".py") and not re.search(SKIPPED, name)}
+            code = {
+                name for name in members if name.endswith(".py") and not re.search(SKIPPED, name)
+            }
             with runs.new_folder(folder) as partial:
                 for name, member in members.items():
                     if name in code or re.search("(?i)/(licen[cs]e|copying|notice)[^/]*$", name):
@@ -147,11 +187,20 @@ def package_licence(metadata):
     """(what PKG-INFO says of the licence, whether that is permissive)."""
     if expression := metadata.get("License-Expression"):
         return expression, corpus.permits(expression)
-    names = [" ".join(str(metadata.get("License", "")).split())[:300]]  # some put the text of a licence here
-    names += [text.rpartition(" :: ")[2] for text in metadata.get_all("Classifier", []) if text.startswith("License :")]
-    names = [name for name in dict.fromkeys(names) if name.lower() not in ("", "unknown", "osi approved")]
+    # some put the text of a licence here
+    names = [" ".join(str(metadata.get("License", "")).split())[:300]]
+    names += [
+        text.rpartition(" :: ")[2]
+        for text in metadata.get_all("Classifier", [])
+        if text.startswith("License :")
+    ]
+    names = [
+        name for name in dict.fromkeys(names) if name.lower() not in ("", "unknown", "osi approved")
+    ]
     text = "; ".join(names)
-    return text[:100], any(map(corpus.permits, names)) and not corpus.RESTRICTED.search(text.lower())
+    return text[:100], any(map(corpus.permits, names)) and not corpus.RESTRICTED.search(
+        text.lower()
+    )
 
 
 if __name__ == "__main__":

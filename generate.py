@@ -11,10 +11,11 @@
     python generate.py --like=llada --ckpt=out/llada --prompt="Sort a list in Python."    # as LLaDA's own demo does
     python generate.py --model=dream --ckpt=out/diffucoder --int8 --block_length=32 --cache=dual --threshold=0.9
 
-Reads the folder of a run, or one of convert_weights.py; where there is none, the small model in weights/.
-PythonCoder decodes with a static KV cache in one compiled loop, and its MTP head drafts every second token: the text is
-the same as without. Dream fills a canvas of masks; [MASK:n] in a prompt is n tokens to fill, and nothing is appended;
-[MASK] is a hole of unknown length, and --valid=python keeps the text valid Python, see infill.py.
+Reads the folder of a run, or one of convert_weights.py; where there is none, the small model in
+weights/. PythonCoder decodes with a static KV cache in one compiled loop, and its MTP head drafts
+every second token: the text is the same as without. Dream fills a canvas of masks; [MASK:n] in a
+prompt is n tokens to fill, and nothing is appended; [MASK] is a hole of unknown length, and
+--valid=python keeps the text valid Python, see infill.py.
 """
 
 import argparse
@@ -38,7 +39,8 @@ import canvas
 import runs
 from runs import Count, Natural, NonNegative, Share, TopP
 
-LIKE = {  # the flags of --like; bench/results/families.md has the source of each, and where ours differs
+# the flags of --like; bench/results/families.md has the source of each, and where ours differs
+LIKE = {
     "dream": "--max_new=512 --temperature=0.2 --top_p=0.95 --top_k=50",
     "dreamon": "--max_new=64 --temperature=0.2 --top_p=0.9 --top_k=50 --bos --hole=4 --regrow=128",
     "llada": "--max_new=128 --temperature=0 --top_p=1 --alg=maskgit_plus --schedule=even --block_length=32",
@@ -56,63 +58,98 @@ class PythonCoderFlags:
     """Flags of PythonCoder, --model=pythoncoder."""
 
     speculate: bool = True  # draft every second token with the MTP head
-    no_repeat_ngram: Natural = 6  # no n-gram of this length occurs twice, a fault of small models; 0: off
+    # no n-gram of this length occurs twice, a fault of small models; 0: off
+    no_repeat_ngram: Natural = 6
 
 
 @dataclasses.dataclass(frozen=True)
 class DreamFlags:
     """Flags of Dream, --model=dream."""
 
-    like: typing.Literal[("", *LIKE)] = ""  # the flags of this model's own demo; a flag given beside it wins
-    steps: Natural = 0  # denoising steps, for a Dream of blocks those of a block; 0: one for each token
-    block_length: Natural = 0  # fill blocks of this length from left to right; 0 takes the whole canvas
-    sub_block: Natural = 0  # fill a block in sub-blocks of this length, left to right: Fast-dLLM v2's small_block_size
-    alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin", "p2"] = "entropy"  # order of positions
-    schedule: typing.Literal["dream", "even"] = "dream"  # tokens of each step: Dream's | equally many, as LLaDA's
-    alg_temp: NonNegative = 0.0  # temperature of the choice of positions; 0 fills those of highest confidence
-    threshold: Share = 0.0  # fill every token of at least this probability in a step; 0 goes by --steps
-    entropy_bound: NonNegative = 0.0  # fill by lowest entropy, while those before sum to at most this (nats); 0: off
-    draft: Natural = 0  # causal context: tokens drafted at a time and verified in one pass; the text stays the same
-    draft_steps: typing.Literal[1, 0] = 1  # passes that make drafts; 0: the verifying pass does, faster for one text
-    cache: typing.Literal["", "prefix", "dual"] = ""  # with blocks: keep keys and values while a block is filled
+    # the flags of this model's own demo; a flag given beside it wins
+    like: typing.Literal[("", *LIKE)] = ""
+    # denoising steps, for a Dream of blocks those of a block; 0: one for each token
+    steps: Natural = 0
+    # fill blocks of this length from left to right; 0 takes the whole canvas
+    block_length: Natural = 0
+    # fill a block in sub-blocks of this length, left to right: Fast-dLLM v2's small_block_size
+    sub_block: Natural = 0
+    # order of positions
+    alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin", "p2"] = "entropy"
+    # tokens of each step: Dream's | equally many, as LLaDA's
+    schedule: typing.Literal["dream", "even"] = "dream"
+    # temperature of the choice of positions; 0 fills those of highest confidence
+    alg_temp: NonNegative = 0.0
+    # fill every token of at least this probability in a step; 0 goes by --steps
+    threshold: Share = 0.0
+    # fill by lowest entropy, while those before sum to at most this (nats); 0: off
+    entropy_bound: NonNegative = 0.0
+    # causal context: tokens drafted at a time and verified in one pass; the text stays the same
+    draft: Natural = 0
+    # passes that make drafts; 0: the verifying pass does, faster for one text
+    draft_steps: typing.Literal[1, 0] = 1
+    # with blocks: keep keys and values while a block is filled
+    cache: typing.Literal["", "prefix", "dual"] = ""
     fast_dllm: bool = False  # blocks with a cache exactly as Fast-dLLM fills them
-    guidance: NonNegative = 0.0  # classifier-free guidance by the prompt, LLaDA's cfg_scale; twice the time
-    eos_penalty: NonNegative = 0.0  # makes an early end of the text less likely; Dream-Coder's demos use 3
-    late_eos: typing.Literal["", "confidence", "logits", "both"] = ""  # LLaDA: EOS is unmasked last | is never drawn
+    # classifier-free guidance by the prompt, LLaDA's cfg_scale; twice the time
+    guidance: NonNegative = 0.0
+    # makes an early end of the text less likely; Dream-Coder's demos use 3
+    eos_penalty: NonNegative = 0.0
+    # LLaDA: EOS is unmasked last | is never drawn
+    late_eos: typing.Literal["", "confidence", "logits", "both"] = ""
     batch_size: Count = 8  # texts that are filled together
-    infill: bool = True  # [MASK:n] in a prompt is n tokens to fill, [MASK] a hole; --no-infill: both are text
-    hole: Natural = 0  # masks that [MASK] starts with, up to EOS; 0: by the model's config, else the likeliest length
-    repair: Natural = 0  # rounds of repair of a text that fails its >>> examples, see repair.py; implies --check
-    regrow: Natural | None = None  # expansion budget of DreamOn's own loop; unset: our loop, no budget
-    chat: typing.Literal["auto", "on", "off"] = "auto"  # chat template; auto: by model name, off with --check, --valid
+    # [MASK:n] in a prompt is n tokens to fill, [MASK] a hole; --no-infill: both are text
+    infill: bool = True
+    # masks that [MASK] starts with, up to EOS; 0: by the model's config, else the likeliest length
+    hole: Natural = 0
+    # rounds of repair of a text that fails its >>> examples, see repair.py; implies --check
+    repair: Natural = 0
+    # expansion budget of DreamOn's own loop; unset: our loop, no budget
+    regrow: Natural | None = None
+    # chat template; auto: by model name, off with --check, --valid
+    chat: typing.Literal["auto", "on", "off"] = "auto"
     system: str = ""  # system turn of the chat template, \n for a new line
-    bos: bool = False  # begin plain text with <|beginoftext|>, as Dream-Base's evaluation; DreamOn: end it with EOS
-    valid: typing.Literal["", "python"] = ""  # constrain the text to a valid prefix of a Python program
+    # begin plain text with <|beginoftext|>, as Dream-Base's evaluation; DreamOn: end it with EOS
+    bos: bool = False
+    # constrain the text to a valid prefix of a Python program
+    valid: typing.Literal["", "python"] = ""
     int8: bool = False  # matrices in 8 bits, half the memory of bfloat16
     int4: bool = False  # matrices of the layers in 4 bits, a third of the memory of bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    model: typing.Literal["pythoncoder", "dream"] = "pythoncoder"  # family; MDLM: python inference_jetson.py
-    ckpt: str = ""  # folder; "" is out/train_tpu, or out/train_dream for Dream; where that holds no model, weights/
+    # family; MDLM: python inference_jetson.py
+    model: typing.Literal["pythoncoder", "dream"] = "pythoncoder"
+    # folder; "" is out/train_tpu, or out/train_dream for Dream; where that holds no model, weights/
+    ckpt: str = ""
     step: Natural = 0  # which checkpoint of a run; 0 takes the newest
-    prompt: str = ""  # text to continue, \n for a new line (not needed after def f(): or """); "" asks for one
-    suffix: str = ""  # text that follows: the model fills the middle (PythonCoder must be trained with --fim_rate)
-    file: str = ""  # JSON lines with "prompt" and perhaps "suffix", generated as a batch; - reads standard input
+    # text to continue, \n for a new line (not needed after def f(): or """); "" asks for one
+    prompt: str = ""
+    # text that follows: the model fills the middle (PythonCoder must be trained with --fim_rate)
+    suffix: str = ""
+    # JSON lines with "prompt" and perhaps "suffix", generated as a batch; - reads standard input
+    file: str = ""
     n: Count = 1  # completions of each prompt
-    check: bool = False  # run the prompt's >>> examples in sandbox.py on its completions; print the first that passes
-    max_new: Count | None = None  # tokens at most; default 128, 256 for Dream, or fewer by its generation_config.json
+    # run the prompt's >>> examples in sandbox.py on its completions; print the first that passes
+    check: bool = False
+    # tokens at most; default 128, 256 for Dream, or fewer by its generation_config.json
+    max_new: Count | None = None
     temperature: NonNegative | None = None  # 0 takes the argmax; default 0.6, 0.2 for Dream
     top_k: Natural = 0  # draw from the k likeliest tokens; 0 draws from all
     top_p: TopP | None = None  # draw from the smallest set of this probability; default 0.95
     stop: tuple[str, ...] = ()  # strings that end a completion and are cut off, \n for a new line
-    raw: bool = False  # take prompts, --suffix, --stop, --system as they are: no \n escapes, no line break appended
-    show_steps: bool = False  # show each step; in a terminal red to green by probability, or by PythonCoder's drafts
-    html: str = ""  # write a page with the step and the probability of each token; .svg: an animation of the steps
-    dtype: typing.Literal["", "bfloat16", "float32"] = ""  # of weights; "" is float32 on a CPU if it fits, else 16 bits
+    # take prompts, --suffix, --stop, --system as they are: no \n escapes, no line break appended
+    raw: bool = False
+    # show each step; in a terminal red to green by probability, or by PythonCoder's drafts
+    show_steps: bool = False
+    # write a page with the step and the probability of each token; .svg: an animation of the steps
+    html: str = ""
+    # of weights; "" is float32 on a CPU if it fits, else 16 bits
+    dtype: typing.Literal["", "bfloat16", "float32"] = ""
     devices: Natural = 0  # number of the machine's devices to use; 0 takes all
-    compile_cache: str = "~/.cache/unmask"  # folder of compiled programs, for later runs; "" keeps none
+    # folder of compiled programs, for later runs; "" keeps none
+    compile_cache: str = "~/.cache/unmask"
     json: bool = False  # print one JSON line per completion instead of text
     seed: Natural = 0  # of every random draw
     pythoncoder: PythonCoderFlags = PythonCoderFlags()
@@ -146,7 +183,9 @@ def main(cfg):
         else:
             canvas.interact(model.complete, "\n" if cfg.model == "pythoncoder" else "", whole)
     except Exception as error:  # JAX raises its own when memory runs out, and Orbax wraps them
-        if not isinstance(error, MemoryError) and not re.search("RESOURCE_EXHAUSTED|out of memory", str(error)):
+        if not isinstance(error, MemoryError) and not re.search(
+            "RESOURCE_EXHAUSTED|out of memory", str(error)
+        ):
             raise
         raise ValueError(f"out of memory; try {advice}") from None
     if cfg.check:
@@ -155,7 +194,9 @@ def main(cfg):
 
 
 def with_preset(arguments):
-    """A command line with the flags of its --like before those that are given: of two the last one counts."""
+    """A command line with the flags of its --like before those that are given: of two the last one
+    counts.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--like", nargs="?")
     name = parser.parse_known_args(arguments)[0].like
@@ -170,11 +211,19 @@ def resolve(cfg):
 
     ValueError for settings that would be ignored, or would fail when all is generated.
     """
-    other, flags = ("dream", cfg.dream) if cfg.model == "pythoncoder" else ("pythoncoder", cfg.pythoncoder)
-    if foreign := [name for name, value in vars(flags).items() if value != getattr(type(flags), name)]:
+    other, flags = (
+        ("dream", cfg.dream) if cfg.model == "pythoncoder" else ("pythoncoder", cfg.pythoncoder)
+    )
+    if foreign := [
+        name for name, value in vars(flags).items() if value != getattr(type(flags), name)
+    ]:
         raise ValueError(f"--{', --'.join(foreign)} is for --model={other}")
 
-    defaults = {name: value for name, value in DEFAULTS[cfg.model].items() if getattr(cfg, name) in ("", None)}
+    defaults = {
+        name: value
+        for name, value in DEFAULTS[cfg.model].items()
+        if getattr(cfg, name) in ("", None)
+    }
     if "ckpt" in defaults and not cfg.step:
         import inference
 
@@ -193,15 +242,22 @@ def resolve(cfg):
     if cfg.html and (Path(cfg.html).is_dir() or not Path(cfg.html).parent.is_dir()):
         raise ValueError(f"--html={cfg.html} is no file in a folder that exists")
     if cfg.html and (cfg.dream.valid or cfg.dream.repair):
-        raise ValueError("--html shows the steps of the sampler, not what --valid or --repair changes after them")
+        raise ValueError(
+            "--html shows the steps of the sampler, not what --valid or --repair changes after them"
+        )
     if cfg.n > 1 and not (cfg.temperature or cfg.dream.alg_temp or cfg.dream.alg == "origin"):
-        raise ValueError(f"--temperature=0 generates the same text {cfg.n} times; raise it, or leave --n at 1")
+        raise ValueError(
+            f"--temperature=0 generates the same text {cfg.n} times; raise it, or leave --n at 1"
+        )
     if cfg.raw:
         return dataclasses.replace(cfg, stop=tuple(filter(None, cfg.stop)))
-    texts = cfg.dream.system, cfg.prompt, cfg.suffix, *cfg.stop  # a shell passes \n as two characters
+    # a shell passes \n as two characters
+    texts = cfg.dream.system, cfg.prompt, cfg.suffix, *cfg.stop
     system, prompt, suffix, *stop = (text.replace("\\n", "\n") for text in texts)
     dream = dataclasses.replace(cfg.dream, system=system)
-    return dataclasses.replace(cfg, prompt=prompt, suffix=suffix, stop=tuple(filter(None, stop)), dream=dream)
+    return dataclasses.replace(
+        cfg, prompt=prompt, suffix=suffix, stop=tuple(filter(None, stop)), dream=dream
+    )
 
 
 def show(cfg, row, text, number=0):
@@ -218,37 +274,68 @@ class PythonCoder:
         import model_pythoncoder
 
         self.cfg, self.key = cfg, jax.random.key(cfg.seed)
-        how = {"dtype": cfg.dtype, "devices": cfg.devices, "rows": requests * cfg.n, "compile_cache": cfg.compile_cache}
-        self.model, step, mesh = inference.load_for_inference(model_pythoncoder, cfg.ckpt, cfg.step, **how)
+        how = {
+            "dtype": cfg.dtype,
+            "devices": cfg.devices,
+            "rows": requests * cfg.n,
+            "compile_cache": cfg.compile_cache,
+        }
+        self.model, step, mesh = inference.load_for_inference(
+            model_pythoncoder, cfg.ckpt, cfg.step, **how
+        )
         self.context = functools.partial(inference.mesh_context, mesh)
         self.tokenizer = runs.read_tokenizer(cfg.ckpt, self.model.cfg.vocab)
         flags, eos = cfg.pythoncoder, canvas.end_of_text(runs.as_path(cfg.ckpt), self.tokenizer)
-        ids = {"vocab": self.tokenizer.get_vocab_size(), "eos": eos}  # the head has more rows: they are never drawn
-        drafts = {"no_repeat_ngram": flags.no_repeat_ngram, "speculate": flags.speculate and self.model.cfg.mtp}
-        self.rule = model_pythoncoder.Sampling(cfg.temperature, cfg.top_k, cfg.top_p, **ids, **drafts)
+        # the head has more rows: they are never drawn
+        ids = {"vocab": self.tokenizer.get_vocab_size(), "eos": eos}
+        drafts = {
+            "no_repeat_ngram": flags.no_repeat_ngram,
+            "speculate": flags.speculate and self.model.cfg.mtp,
+        }
+        self.rule = model_pythoncoder.Sampling(
+            cfg.temperature, cfg.top_k, cfg.top_p, **ids, **drafts
+        )
         print(f"{cfg.ckpt} step {step}, {self.model.run.dtype}", file=sys.stderr)
 
     def complete(self, requests):
-        """Continue all requests, cfg.n times each, as one batch: [(row of --json, text)]. A single text streams."""
+        """Continue all requests, cfg.n times each, as one batch: [(row of --json, text)]. A single
+        text streams.
+        """
         import model_pythoncoder
 
         cfg, tokenizer = self.cfg, self.tokenizer
         requests = [request for request in requests for _ in range(cfg.n)]
         prompts = [canvas.encode(tokenizer, *request) for request in requests]
-        self.streams, self.printed, completions = len(prompts) == 1 and not (cfg.json or cfg.check), "", []
+        self.streams, self.printed, completions = (
+            len(prompts) == 1 and not (cfg.json or cfg.check),
+            "",
+            [],
+        )
         if self.streams:
             print(requests[0][0], end="", flush=True)
 
         self.key, key = jax.random.split(self.key)
-        self.passes, started = [], time.perf_counter()  # passes: tokens of each text after each forward pass
-        settings, watching = (prompts, cfg.max_new, self.rule, key, self.on_tokens), cfg.show_steps or cfg.html
+        # passes: tokens of each text after each forward pass
+        self.passes, started = [], time.perf_counter()
+        settings, watching = (
+            (prompts, cfg.max_new, self.rule, key, self.on_tokens),
+            cfg.show_steps or cfg.html,
+        )
         with self.context():
-            texts, stats = model_pythoncoder.generate(self.model, *settings, chunk=1 if watching else 16)
+            texts, stats = model_pythoncoder.generate(
+                self.model, *settings, chunk=1 if watching else 16
+            )
         seconds = time.perf_counter() - started
 
         for number, ((prompt, suffix), ids) in enumerate(zip(requests, texts, strict=True), 1):
             text = canvas.truncate(tokenizer.decode(ids), cfg.stop)
-            row = {"prompt": prompt, "suffix": suffix, "completion": text, "tokens": len(ids), "seed": cfg.seed}
+            row = {
+                "prompt": prompt,
+                "suffix": suffix,
+                "completion": text,
+                "tokens": len(ids),
+                "seed": cfg.seed,
+            }
             completions.append((row, prompt + text + suffix))
             if self.streams:
                 self.stream(text + suffix + "\n", ids)  # what is missing at its end
@@ -257,11 +344,16 @@ class PythonCoder:
         if watching:
             self.show_probabilities(requests, prompts, texts)
         rate = f"{stats['tokens'] / stats['forwards']:.2f} tokens per forward pass, {stats['accepted']} drafts accepted"
-        print(f"{stats['tokens']} tokens in {seconds:.2f} s, compiling included; {rate}", file=sys.stderr)
+        print(
+            f"{stats['tokens']} tokens in {seconds:.2f} s, compiling included; {rate}",
+            file=sys.stderr,
+        )
         return completions
 
     def on_tokens(self, texts):
-        """Called with the token ids of all texts so far; True, which ends the call, if each holds a stop string."""
+        """Called with the token ids of all texts so far; True, which ends the call, if each holds a
+        stop string.
+        """
         self.passes.append([len(ids) for ids in texts])
         ids, stops = texts[0], self.cfg.stop
         texts = [self.tokenizer.decode(ids) for ids in texts]
@@ -270,13 +362,18 @@ class PythonCoder:
         return bool(stops) and all(canvas.truncate(text, stops) != text for text in texts)
 
     def stream(self, completion, ids):
-        """Print what has been added to the completion, the text of `ids`; watched, in the colours of the drafts."""
+        """Print what has been added to the completion, the text of `ids`; watched, in the colours
+        of the drafts.
+        """
         if self.cfg.show_steps and sys.stdout.isatty():
             end, lengths = 0, [passed[0] for passed in self.passes]
             drafts = canvas.drafts_of(lengths, ids, self.rule, self.cfg.max_new)
             for text, (_, draft) in zip(canvas.pieces(self.tokenizer, ids), drafts, strict=True):
                 begin, end = end, min(end + len(text), len(completion))
-                new, colour = completion[max(begin, len(self.printed)) : end], canvas.DRAFT_COLOURS[draft]
+                new, colour = (
+                    completion[max(begin, len(self.printed)) : end],
+                    canvas.DRAFT_COLOURS[draft],
+                )
                 print(canvas.coloured(new, colour), end="")
             self.printed = completion[:end]
         print(completion[len(self.printed) :], end="", flush=True)
@@ -288,29 +385,47 @@ class PythonCoder:
 
         @jax.jit
         def of_next(model, token_BL):
-            logp_BLV = jax.nn.log_softmax(model.logits(model.hidden(model.lookup(token_BL))[:, :-1]))
+            logp_BLV = jax.nn.log_softmax(
+                model.logits(model.hidden(model.lookup(token_BL))[:, :-1])
+            )
             prob_BL = jnp.exp(jnp.take_along_axis(logp_BLV, token_BL[:, 1:, None], -1)[..., 0])
             return prob_BL, *jax.lax.top_k(logp_BLV, canvas.LIKELIEST)
 
-        # One pass over what is finished gives the probabilities that its tokens had: those before any filter.
+        # One pass over what is finished gives the probabilities that its tokens had: those before
+        # any filter.
         rows = [prompt + new for prompt, new in zip(prompts, texts, strict=True)]
         token_BL = np.array([*itertools.zip_longest(*rows, fillvalue=0)], np.int32).T
-        yarn = max(map(len, prompts)) + self.cfg.max_new > self.model.cfg.positions  # as generate() decides
+        # as generate() decides
+        yarn = max(map(len, prompts)) + self.cfg.max_new > self.model.cfg.positions
         graph = pc.graph_of(self.model.cfg, dataclasses.replace(self.model.run, yarn=yarn))
         with self.context():
             found = of_next(nnx.merge(graph, nnx.state(self.model)), token_BL)
 
-        pages, tokenizer, cut = [], self.tokenizer, functools.partial(canvas.truncate, stops=self.cfg.stop)
+        pages, tokenizer, cut = (
+            [],
+            self.tokenizer,
+            functools.partial(canvas.truncate, stops=self.cfg.stop),
+        )
         for i, (prompt, new) in enumerate(zip(prompts, texts, strict=True)):
-            prob, logp, ids = (np.asarray(x[i, len(prompt) - 1 : len(rows[i]) - 1]).tolist() for x in found)
-            likely = [canvas.others_of(self.tokenizer, *pair) for pair in zip(ids, logp, strict=True)]
-            drafts = canvas.drafts_of([passed[i] for passed in self.passes], new, self.rule, self.cfg.max_new)
+            prob, logp, ids = (
+                np.asarray(x[i, len(prompt) - 1 : len(rows[i]) - 1]).tolist() for x in found
+            )
+            likely = [
+                canvas.others_of(self.tokenizer, *pair) for pair in zip(ids, logp, strict=True)
+            ]
+            drafts = canvas.drafts_of(
+                [passed[i] for passed in self.passes], new, self.rule, self.cfg.max_new
+            )
             tokens = canvas.draft_tokens(self.tokenizer, new, drafts, prob, cut, likely)
             if self.cfg.show_steps and sys.stdout.isatty():
                 shaded = (canvas.shaded(token.text, token.probability) for token in tokens)
                 print("---- by probability\n" + "".join(shaded))
-            head, tail = (canvas.pieces(tokenizer, canvas.encode(tokenizer, x, "")) for x in requests[i])
-            pages.append([*(canvas.Token(t, 0) for t in head), *tokens, *(canvas.Token(t, 0) for t in tail)])
+            head, tail = (
+                canvas.pieces(tokenizer, canvas.encode(tokenizer, x, "")) for x in requests[i]
+            )
+            pages.append(
+                [*(canvas.Token(t, 0) for t in head), *tokens, *(canvas.Token(t, 0) for t in tail)]
+            )
         canvas.write_page(self.cfg.html, pages)
 
 
@@ -318,7 +433,9 @@ class PythonCoder:
 
 
 class Dream:
-    """Prompts become canvases of masks, which sample_dream.py or, for a Dream of blocks, sample_block.py fills."""
+    """Prompts become canvases of masks, which sample_dream.py or, for a Dream of blocks,
+    sample_block.py fills.
+    """
 
     def __init__(self, cfg, _):
         import inference
@@ -331,32 +448,56 @@ class Dream:
         flags, folder = cfg.dream, runs.as_path(cfg.ckpt)
         self.cfg, self.watching = cfg, bool(cfg.show_steps or cfg.html)
         own = "steps schedule block_length sub_block alg_temp threshold entropy_bound cache fast_dllm guidance"
-        settings = {name: getattr(flags, name) for name in [*own.split(), "eos_penalty", "late_eos"]}
+        settings = {
+            name: getattr(flags, name) for name in [*own.split(), "eos_penalty", "late_eos"]
+        }
         settings |= {name: getattr(cfg, name) for name in ("temperature", "top_p", "top_k")}
         settings |= {"history": self.watching, "likeliest": canvas.LIKELIEST if cfg.html else 0}
         rule = sample_dream.Sampling(flags.alg, filtered=flags.fast_dllm, **settings)
         if (flags.valid or flags.repair) and flags.chat == "on":
-            raise ValueError("--valid=python and --repair are for a Dream that writes code, without a chat template")
+            raise ValueError(
+                "--valid=python and --repair are for a Dream that writes code, without a chat template"
+            )
         bits = inference.bits_of(flags)
-        how = {"dtype": cfg.dtype, "devices": cfg.devices, "rows": flags.batch_size, "compile_cache": cfg.compile_cache}
-        self.model, _, self.mesh = inference.load_for_inference(model_dream, folder, cfg.step, bits=bits, **how)
+        how = {
+            "dtype": cfg.dtype,
+            "devices": cfg.devices,
+            "rows": flags.batch_size,
+            "compile_cache": cfg.compile_cache,
+        }
+        self.model, _, self.mesh = inference.load_for_inference(
+            model_dream, folder, cfg.step, bits=bits, **how
+        )
         self.context = functools.partial(inference.mesh_context, self.mesh)
 
         dream, tokenizer = self.model.cfg, sample_dream.load_tokenizer(folder, self.model.cfg)
         fitting = [dream.family, *(["dreamon"] if dream.expand_id >= 0 else [])]
-        fitting += ["fast_dllm"] if dream.family in ("dream", "llada") and not dream.block_length else []
+        fitting += (
+            ["fast_dllm"] if dream.family in ("dream", "llada") and not dream.block_length else []
+        )
         if flags.like not in ("", *fitting):
-            raise ValueError(f"--like={flags.like}: {folder} is a {dream.family}; say --like={' or '.join(fitting)}")
+            raise ValueError(
+                f"--like={flags.like}: {folder} is a {dream.family}; say --like={' or '.join(fitting)}"
+            )
         if flags.regrow is not None and dream.expand_id < 0:
-            raise ValueError("--regrow is for a model that expands and deletes masks, such as DreamOn; leave it out")
+            raise ValueError(
+                "--regrow is for a model that expands and deletes masks, such as DreamOn; leave it out"
+            )
         # What ends a text: the model's own ids, and tokens that end a turn of a conversation.
         ends = map(tokenizer.token_to_id, ("<|endoftext|>", *canvas.TURN_ENDS, "<|dlm_pad|>"))
-        ends = dict.fromkeys((dream.eos_id, dream.pad_id, *(i for i in ends if i not in (None, dream.expand_id))))
-        self.grows, self.never_in_a_hole = dream.expand_id >= 0, (dream.mask_id, dream.expand_id, *ends)
-        self.hole = flags.hole or (infill.START if self.grows else dream.hole_masks)  # 0: the likeliest length
+        ends = dict.fromkeys(
+            (dream.eos_id, dream.pad_id, *(i for i in ends if i not in (None, dream.expand_id)))
+        )
+        self.grows, self.never_in_a_hole = (
+            dream.expand_id >= 0,
+            (dream.mask_id, dream.expand_id, *ends),
+        )
+        # 0: the likeliest length
+        self.hole = flags.hole or (infill.START if self.grows else dream.hole_masks)
         settings = {"vocab": tokenizer.get_vocab_size(), "eos_ids": tuple(ends)}
         self.sampler, self.rule = sample_dream, dataclasses.replace(rule, **settings)
-        self.together = flags.batch_size * (1 if self.watching or dream.block_length else 8)  # texts of a batch
+        # texts of a batch
+        self.together = flags.batch_size * (1 if self.watching or dream.block_length else 8)
         if dream.block_length and (flags.valid or flags.repair):
             raise ValueError("--valid=python and --repair are for a Dream without blocks")
         if flags.draft or (dream.autoregressive and flags.block_length == 1):
@@ -364,45 +505,80 @@ class Dream:
 
             if cfg.show_steps:
                 raise ValueError("--show_steps shows no drafts; leave it out")
-            self.sampler, self.rule = sample_draft, sample_draft.settings_of(self.rule, flags, dream)
+            self.sampler, self.rule = (
+                sample_draft,
+                sample_draft.settings_of(self.rule, flags, dream),
+            )
         elif dream.block_length:
             self.sampler, length = sample_block, flags.block_length or dream.block_length
-            self.rule = sample_block.settings_of(dataclasses.replace(self.rule, block_length=length))
+            self.rule = sample_block.settings_of(
+                dataclasses.replace(self.rule, block_length=length)
+            )
             if length != dream.block_length:
-                print(f"--block_length={length}: trained with {dream.block_length}", file=sys.stderr)
+                print(
+                    f"--block_length={length}: trained with {dream.block_length}", file=sys.stderr
+                )
 
         self.read = infill.Reader(self.model, tokenizer)
-        self.key, self.compile_s, self.turns = jax.random.key(cfg.seed), 0.0, []  # turns: (prompt, answer) so far
+        # turns: (prompt, answer) so far
+        self.key, self.compile_s, self.turns = jax.random.key(cfg.seed), 0.0, []
         jax.monitoring.register_event_duration_secs_listener(self.on_event)
         begin, ask, how = self.conversation(folder, tokenizer, canvas.chat_template(folder))
         must_ask = flags.chat == "on" or bool(flags.system)
-        self.texts = canvas.Texts(tokenizer, dream.mask_id, ends, dream.positions, begin, ask, must_ask)
-        print(f"{folder}, {f'int{bits} and ' if bits else ''}{self.model.run.dtype}, {how}", file=sys.stderr)
+        self.texts = canvas.Texts(
+            tokenizer, dream.mask_id, ends, dream.positions, begin, ask, must_ask
+        )
+        print(
+            f"{folder}, {f'int{bits} and ' if bits else ''}{self.model.run.dtype}, {how}",
+            file=sys.stderr,
+        )
 
     def conversation(self, folder, tokenizer, wrap):
-        """(ids before a plain text, a function that encodes a prompt by the template wrap or None, this in words).
+        """(ids before a plain text, a function that encodes a prompt by the template wrap or None,
+        this in words).
 
-        The tokenizer of a base model has a template, too. So the name of the model decides, or that of its folder.
+        The tokenizer of a base model has a template, too. So the name of the model decides, or that
+        of its folder.
         """
         flags = self.cfg.dream
         if flags.chat == "on" and not wrap:
             raise ValueError(f"--chat=on: {folder} holds no chat template (tokenizer_config.json)")
         config = runs.read_json(folder / "config.json")
-        name = (config.get("source") or f"{folder.resolve().name} {config.get('_name_or_path', '')}").lower()
-        asks = re.search("instruct|chat|cpgrpo|thinking|llada-1.5|fast_dllm_v2|diffusion-(3|8|14)b(?!-base)", name)
-        chats = wrap and (flags.chat == "on" or (flags.chat == "auto" and asks and not (flags.valid or self.cfg.check)))
+        name = (
+            config.get("source") or f"{folder.resolve().name} {config.get('_name_or_path', '')}"
+        ).lower()
+        asks = re.search(
+            "instruct|chat|cpgrpo|thinking|llada-1.5|fast_dllm_v2|diffusion-(3|8|14)b(?!-base)",
+            name,
+        )
+        chats = wrap and (
+            flags.chat == "on"
+            or (flags.chat == "auto" and asks and not (flags.valid or self.cfg.check))
+        )
         if (flags.system and not chats) or (flags.bos and chats):
-            raise ValueError("--system goes before a conversation, say --chat=on; --bos before plain text, --chat=off")
+            raise ValueError(
+                "--system goes before a conversation, say --chat=on; --bos before plain text, --chat=off"
+            )
         named, own = tokenizer.token_to_id("<|beginoftext|>"), self.model.cfg.bos_id
-        begin = [own if named is None and own != self.model.cfg.eos_id else named] if flags.bos else []
+        begin = (
+            [own if named is None and own != self.model.cfg.eos_id else named] if flags.bos else []
+        )
         if None in begin:
             raise ValueError(f"--bos: {folder} has no token that begins texts")
         if not chats:
-            return begin, None, "plain completion" + ("; --chat=on asks it as an assistant" if wrap else "")
+            return (
+                begin,
+                None,
+                "plain completion" + ("; --chat=on asks it as an assistant" if wrap else ""),
+            )
 
         def ask(prompt):  # without the oldest turns, where all do not fit
             turns, most = self.turns, self.model.cfg.positions - self.cfg.max_new
-            while len(ids := canvas.encode_chat(tokenizer, wrap, prompt, flags.system or None, turns)) > most and turns:
+            while (
+                len(ids := canvas.encode_chat(tokenizer, wrap, prompt, flags.system or None, turns))
+                > most
+                and turns
+            ):
                 turns = turns[1:]
             if len(turns) < len(self.turns) and len(ids) <= most:
                 print("the oldest turns of the conversation do not fit any more", file=sys.stderr)
@@ -412,9 +588,11 @@ class Dream:
         return begin, ask, "chat template"
 
     def complete(self, requests):
-        """Fill a canvas for each request, cfg.n times, and print the texts: [(row of --json, text)].
+        """Fill a canvas for each request, cfg.n times, and print the texts: [(row of --json,
+        text)].
 
-        The next call goes on with the conversation. Of a Dream of blocks a single text streams to the terminal.
+        The next call goes on with the conversation. Of a Dream of blocks a single text streams to
+        the terminal.
         """
         import repair
         import sample_dream
@@ -422,14 +600,28 @@ class Dream:
         cfg, texts = self.cfg, self.texts
         how = cfg.max_new, cfg.dream.infill, self.measure
         if cfg.dream.repair and "[MASK" in str(requests):
-            raise ValueError("--repair opens what is generated after a prompt; leave [MASK] out of it")
-        self.total = total = collections.Counter()  # passes and seconds, those that measure [MASK] too
-        canvases = [blank for request in requests for blank in [texts.canvas(*request, *how)] * cfg.n]
-        # Each canvas width is a program to compile: all batches share at most three, and have as many rows. The sampler
-        # puts texts of about one length together. Holes whose tokens were counted have a rule of their own, see fill().
-        of_a_rule = [[*group] for _, group in itertools.groupby(canvases, lambda blank: blank.counted)]
-        batches = [group[i : i + self.together] for group in of_a_rule for i in range(0, len(group), self.together)]
-        lengths = [length for batch in batches for length in sorted(len(blank.ids) for blank in batch)]
+            raise ValueError(
+                "--repair opens what is generated after a prompt; leave [MASK] out of it"
+            )
+        # passes and seconds, those that measure [MASK] too
+        self.total = total = collections.Counter()
+        canvases = [
+            blank for request in requests for blank in [texts.canvas(*request, *how)] * cfg.n
+        ]
+        # Each canvas width is a program to compile: all batches share at most three, and have as
+        # many rows. The sampler puts texts of about one length together. Holes whose tokens were
+        # counted have a rule of their own, see fill().
+        of_a_rule = [
+            [*group] for _, group in itertools.groupby(canvases, lambda blank: blank.counted)
+        ]
+        batches = [
+            group[i : i + self.together]
+            for group in of_a_rule
+            for i in range(0, len(group), self.together)
+        ]
+        lengths = [
+            length for batch in batches for length in sorted(len(blank.ids) for blank in batch)
+        ]
         shape = {"rows": min(cfg.dream.batch_size, len(canvases))}
         shape["widths"] = sample_dream.widths(lengths, shape["rows"], self.model.cfg.positions)
         self.streams = len(canvases) == 1 and not (cfg.json or cfg.check or cfg.show_steps)
@@ -439,7 +631,9 @@ class Dream:
             batch, filled, stats = self.fill(batch, shape)
             total.update({name: stats[name] for name in ("forwards", "seconds", "compile_s")})
             for i, (blank, ids) in enumerate(zip(batch, filled, strict=True)):
-                completion, text = texts.text_of(blank, ids, functools.partial(canvas.truncate, stops=cfg.stop))
+                completion, text = texts.text_of(
+                    blank, ids, functools.partial(canvas.truncate, stops=cfg.stop)
+                )
                 passes = int(stats["passes"][i])
                 seconds = stats["seconds"] * passes / max(1, stats["forwards"])
                 tokens = sum(blank.ids[p] == texts.mask for p in texts.kept(blank, ids))
@@ -449,44 +643,84 @@ class Dream:
                 row |= {"tokens": tokens, "forwards": passes, "seconds": seconds, "seed": cfg.seed}
                 completions.append((row, text))
                 if not cfg.check:
-                    show(cfg, row, text[len(self.printed) :], len(completions) if len(canvases) > 1 else 0)
+                    show(
+                        cfg,
+                        row,
+                        text[len(self.printed) :],
+                        len(completions) if len(canvases) > 1 else 0,
+                    )
                 if cfg.html:
                     at = i, self.columns(ids)
                     likely = [x_BLN[at] for x_BLN in stats["record"].likely]
-                    pages.append(texts.tokens(blank, ids, stats["when"][at], stats["probability"][at], likely))
+                    pages.append(
+                        texts.tokens(
+                            blank, ids, stats["when"][at], stats["probability"][at], likely
+                        )
+                    )
         canvas.write_page(cfg.html, pages)
-        rate = f"{total['tokens'] / total['seconds']:.1f} tokens/s, {total['forwards']} forward passes"
-        compiling = f"; compiling took {total['compile_s']:.1f} s more" if total["compile_s"] else ""
-        print(f"{total['tokens']} tokens in {total['seconds']:.2f} s, {rate}{compiling}", file=sys.stderr)
+        rate = (
+            f"{total['tokens'] / total['seconds']:.1f} tokens/s, {total['forwards']} forward passes"
+        )
+        compiling = (
+            f"; compiling took {total['compile_s']:.1f} s more" if total["compile_s"] else ""
+        )
+        print(
+            f"{total['tokens']} tokens in {total['seconds']:.2f} s, {rate}{compiling}",
+            file=sys.stderr,
+        )
         self.turns.append((requests[-1][0], completion))
         return repair.repaired(self, completions) if cfg.dream.repair else completions
 
     def measure(self, before, following, sizes):
-        """[masks of the only hole]: --hole or the model's own, to grow or end with EOS; else the likeliest length."""
+        """[masks of the only hole]: --hole or the model's own, to grow or end with EOS; else the
+        likeliest length.
+        """
         import infill
 
         if self.model.cfg.block_length or sizes != [None] or following[-1:] in ([], [[]]):
             where = "a single hole, text after it, and a Dream without blocks"
             raise ValueError(f"[MASK] without a number needs {where}; else say [MASK:12]")
-        if self.grows and (self.watching or self.cfg.dream.steps or self.cfg.dream.schedule == "even"):
-            raise ValueError("[MASK] that grows has no --steps, --schedule, --show_steps or --html; say [MASK:12]")
+        if self.grows and (
+            self.watching or self.cfg.dream.steps or self.cfg.dream.schedule == "even"
+        ):
+            raise ValueError(
+                "[MASK] that grows has no --steps, --schedule, --show_steps or --html; say [MASK:12]"
+            )
         if self.hole:
             return [min(self.hole, self.model.cfg.positions - sum(map(len, (before, *following))))]
         rule = dataclasses.replace(self.rule, ban_ids=self.never_in_a_hole)
-        how = rule, jax.random.fold_in(self.key, 2), self.cfg.dream.batch_size, bool(self.cfg.dream.valid)
+        how = (
+            rule,
+            jax.random.fold_in(self.key, 2),
+            self.cfg.dream.batch_size,
+            bool(self.cfg.dream.valid),
+        )
         spent, self.compile_s, started = self.read.passes, 0.0, time.perf_counter()
         with self.context():
             size = infill.hole_length(self.read, before, *following, *how)
-        times = {"seconds": time.perf_counter() - started - self.compile_s, "compile_s": self.compile_s}
+        times = {
+            "seconds": time.perf_counter() - started - self.compile_s,
+            "compile_s": self.compile_s,
+        }
         self.total.update(times | {"forwards": self.read.passes - spent})
-        print("[MASK] is 1 token here" if size == 1 else f"[MASK] is {size} tokens here", file=sys.stderr)
+        print(
+            "[MASK] is 1 token here" if size == 1 else f"[MASK] is {size} tokens here",
+            file=sys.stderr,
+        )
         return [size]
 
     def fill(self, canvases, shape):
-        """(canvases, token ids, statistics with "seconds" and "compile_s"); shape has the sampler's rows and widths."""
+        """(canvases, token ids, statistics with "seconds" and "compile_s"); shape has the sampler's
+        rows and widths.
+        """
         import infill
 
-        prompts, rule, flags, viewer = [blank.ids for blank in canvases], self.rule, self.cfg.dream, {}
+        prompts, rule, flags, viewer = (
+            [blank.ids for blank in canvases],
+            self.rule,
+            self.cfg.dream,
+            {},
+        )
         if self.cfg.show_steps:
             self.shown = self.texts.picture(self.watched, self.watched.ids)
             viewer["watch"] = self.watch
@@ -500,18 +734,30 @@ class Dream:
             if canvases[0].counted and self.grows:
                 how = {"size": self.hole, "most": self.cfg.max_new, "regrow": flags.regrow}
                 end = [self.model.cfg.eos_id] if flags.bos else []
-                canvases, filled, stats = infill.grow_all(self.read, canvases, end, rule, key, **how)
+                canvases, filled, stats = infill.grow_all(
+                    self.read, canvases, end, rule, key, **how
+                )
             else:
-                filled, stats = self.sampler.generate(self.model, prompts, 0, rule, key, **shape, **viewer)
+                filled, stats = self.sampler.generate(
+                    self.model, prompts, 0, rule, key, **shape, **viewer
+                )
             if flags.valid:
                 for i, ids in enumerate(filled):
                     spent = self.read.passes
-                    filled[i], is_python = infill.mend(self.read, canvases[i].ids, ids, self.texts.ends)
+                    filled[i], is_python = infill.mend(
+                        self.read, canvases[i].ids, ids, self.texts.ends
+                    )
                     stats["passes"][i] += self.read.passes - spent
                     stats["forwards"] += self.read.passes - spent
                     if not is_python:
-                        print("--valid=python: found no valid Python for what was given", file=sys.stderr)
-        times = {"seconds": time.perf_counter() - started - self.compile_s, "compile_s": self.compile_s}
+                        print(
+                            "--valid=python: found no valid Python for what was given",
+                            file=sys.stderr,
+                        )
+        times = {
+            "seconds": time.perf_counter() - started - self.compile_s,
+            "compile_s": self.compile_s,
+        }
         return canvases, filled, stats | times
 
     def on_event(self, name, seconds, **_):
@@ -520,20 +766,28 @@ class Dream:
             self.compile_s += seconds
 
     def on_block(self, rows):
-        """Called with the token ids of the single text after each block; prints what has been added before a MASK."""
+        """Called with the token ids of the single text after each block; prints what has been added
+        before a MASK.
+        """
         ids = [*itertools.takewhile(lambda token: token != self.texts.mask, rows[0])]
         begun = dataclasses.replace(self.watched, ids=self.watched.ids[: len(ids)])
-        _, text = self.texts.text_of(begun, ids, functools.partial(canvas.printable, stops=self.cfg.stop))
+        _, text = self.texts.text_of(
+            begun, ids, functools.partial(canvas.printable, stops=self.cfg.stop)
+        )
         text = canvas.printable(text, ())  # a text with [MASK:n] has no stop strings
         print(text[len(self.printed) :], end="", flush=True)
         self.printed = text
 
     def columns(self, ids):
-        """The columns of a text in the sampler's arrays: on their right, of a Dream of blocks on their left."""
+        """The columns of a text in the sampler's arrays: on their right, of a Dream of blocks on
+        their left.
+        """
         return slice(len(ids)) if self.model.cfg.block_length else slice(-len(ids), None)
 
     def watch(self, state):
-        """Traced into the compiled loop of the sampler: shows the first canvas after each step that changed it."""
+        """Traced into the compiled loop of the sampler: shows the first canvas after each step that
+        changed it.
+        """
 
         def show(step, id_L, logp_L):  # on the host
             columns, clear, prob = self.columns(self.watched.ids), "", None
@@ -542,11 +796,16 @@ class Dream:
             if sys.stdout.isatty():  # over the step before, coloured by probability
                 clear, prob = "\x1b[2J\x1b[H", np.exp(logp_L[columns]).tolist()
             if text != self.shown:
-                print(f"{clear}step {step + 1}: {self.texts.picture(self.watched, ids, prob)}", flush=True)
+                print(
+                    f"{clear}step {step + 1}: {self.texts.picture(self.watched, ids, prob)}",
+                    flush=True,
+                )
             self.shown = text
 
         ordered = not self.mesh  # JAX orders the callbacks of one device alone
-        jax.debug.callback(show, state.step, state.token_BL[0], state.record.logp_BL[0], ordered=ordered)
+        jax.debug.callback(
+            show, state.step, state.token_BL[0], state.record.logp_BL[0], ordered=ordered
+        )
 
 
 if __name__ == "__main__":

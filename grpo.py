@@ -1,12 +1,14 @@
-"""The mathematics of coupled_grpo.py: scores of completions, advantages, loss, optimizer; and their compiled programs.
+"""The mathematics of coupled_grpo.py: scores of completions, advantages, loss, optimizer; and their
+compiled programs.
 
-A completion is scored on three versions of its canvas: all of it MASK, a random mask m, and the complement of m. Each
-token is MASK in the first and in exactly one of the other two, so its score always counts, with about half of the
-completion around it visible.
+A completion is scored on three versions of its canvas: all of it MASK, a random mask m, and the
+complement of m. Each token is MASK in the first and in exactly one of the other two, so its score
+always counts, with about half of the completion around it visible.
 
-Letters: B sequences, L columns of a canvas, C of them its completion, T tokens in a chunk, K versions of a canvas, D
-width, R rows of all versions, V vocabulary, F reward functions, G groups of N completions.
-Refs: DiffuCoder, arXiv:2506.20639; GRPO, arXiv:2402.03300; leave-one-out baseline, arXiv:2402.14740.
+Letters: B sequences, L columns of a canvas, C of them its completion, T tokens in a chunk, K
+versions of a canvas, D width, R rows of all versions, V vocabulary, F reward functions, G groups of
+N completions. Refs: DiffuCoder, arXiv:2506.20639; GRPO, arXiv:2402.03300; leave-one-out baseline,
+arXiv:2402.14740.
 """
 
 import dataclasses
@@ -27,15 +29,18 @@ import model_dream as md
 
 
 def draw_masks(key, iteration, rows, columns, share=1):
-    """{"ratio_B", "u_BC"} of one iteration: the mask rate of the second version, in [0.2, 0.8), and its uniforms.
+    """{"ratio_B", "u_BC"} of one iteration: the mask rate of the second version, in [0.2, 0.8), and
+    its uniforms.
 
-    A function of the arguments alone: old, reference and new scores of an iteration see the same masks. A row's draws
-    depend on its number alone; every `share` consecutive rows have one ratio.
+    A function of the arguments alone: old, reference and new scores of an iteration see the same
+    masks. A row's draws depend on its number alone; every `share` consecutive rows have one ratio.
     """
     key = jax.random.fold_in(key, iteration)
 
     def uniform(key, number_B, *shape):
-        return jax.vmap(lambda number: jax.random.uniform(jax.random.fold_in(key, number), shape))(number_B)
+        return jax.vmap(lambda number: jax.random.uniform(jax.random.fold_in(key, number), shape))(
+            number_B
+        )
 
     row_B = jnp.arange(rows)
     t_B = uniform(jax.random.fold_in(key, 0), row_B // share)
@@ -45,8 +50,8 @@ def draw_masks(key, iteration, rows, columns, share=1):
 def coupled_views(token_BL, completion_BL, u_BL, ratio_B, mask_id):
     """(the three versions of each canvas [B, K, L], mask_BL of the second).
 
-    The completion is MASK in the first, where u < ratio in the second, and elsewhere in the third. The prompt is not
-    masked; what follows EOS is (as in DiffuCoder's code).
+    The completion is MASK in the first, where u < ratio in the second, and elsewhere in the third.
+    The prompt is not masked; what follows EOS is (as in DiffuCoder's code).
     """
     masks = diffusion.coupled_masks(completion_BL, u_BL, jnp.reshape(ratio_B, (-1, 1)))
     views = [jnp.where(mask_BL, mask_id, token_BL) for mask_BL in (completion_BL, *masks)]
@@ -54,15 +59,19 @@ def coupled_views(token_BL, completion_BL, u_BL, ratio_B, mask_id):
 
 
 def hidden_of_views(model, token_BL, see_BL, views_BKC):
-    """Hidden states that predict each token of K versions of the completions, the last C columns: [B, K, C, D].
+    """Hidden states that predict each token of K versions of the completions, the last C columns:
+    [B, K, C, D].
 
-    All versions go through the model in one forward pass, after their prompt. In a Dream of blocks each version has
-    the clean row beside it: see its `readings`.
+    All versions go through the model in one forward pass, after their prompt. In a Dream of blocks
+    each version has the clean row beside it: see its `readings`.
     """
     (B, K, C), L = views_BKC.shape, token_BL.shape[1]
     assert L > C, f"{L} columns hold no prompt before {C} tokens of completion"
     views_BKL = jnp.concatenate([jnp.repeat(token_BL[:, None, : L - C], K, 1), views_BKC], 2)
-    views_RL, see_RL = views_BKL.reshape(K * B, L), None if see_BL is None else jnp.repeat(see_BL, K, 0)
+    views_RL, see_RL = (
+        views_BKL.reshape(K * B, L),
+        None if see_BL is None else jnp.repeat(see_BL, K, 0),
+    )
     cfg = getattr(model, "cfg", md.DreamConfig)  # the defaults, of a model that has none
     if not cfg.block_length:
         hidden, _ = model.hidden(views_RL, see_BM=see_RL)
@@ -71,21 +80,31 @@ def hidden_of_views(model, token_BL, see_BL, views_BKC):
     position_RL = jnp.maximum(jnp.cumsum(see_RL, 1) - 1, 0)
     if cfg.causal:  # blocks begin after the prompt, as in sample_block.py
         position_RL += -see_RL[:, : L - C].sum(1, keepdims=True) % cfg.block_length
-    hidden_RLD, before_RLD = model.readings(views_RL, jnp.repeat(token_BL, K, 0), see_RL, position_RL, cfg.block_length)
+    hidden_RLD, before_RLD = model.readings(
+        views_RL, jnp.repeat(token_BL, K, 0), see_RL, position_RL, cfg.block_length
+    )
     if cfg.causal:  # the token before a block predicts its first one
-        hidden_RLD = jnp.where((position_RL % cfg.block_length == 0)[..., None], before_RLD, hidden_RLD)
+        hidden_RLD = jnp.where(
+            (position_RL % cfg.block_length == 0)[..., None], before_RLD, hidden_RLD
+        )
     return hidden_RLD.reshape(B, K, L, -1)[:, :, L - C :]
 
 
 def token_logps(logits_of, hidden_BLD, token_BL, chunk=1024):
-    """(log p, entropy) of each token's prediction, float32 [B, L] in nats; logits_of([B, T, D]) is float32 [B, T, V].
+    """(log p, entropy) of each token's prediction, float32 [B, L] in nats; logits_of([B, T, D]) is
+    float32 [B, T, V].
 
-    The head runs over at most `chunk` tokens of a device at a time, and the backward pass computes their logits again:
-    [B, L, V] never exists. The entropy, for the log, has no gradient.
+    The head runs over at most `chunk` tokens of a device at a time, and the backward pass computes
+    their logits again: [B, L, V] never exists. The entropy, for the log, has no gradient.
     """
     (B, L, _), mesh = hidden_BLD.shape, jax.sharding.get_abstract_mesh()
-    rows = B // n if B % (n := int(np.prod([mesh.shape.get(axis, 1) for axis in md.BATCH]))) == 0 else B
-    T = 1 << (max(1, min(L, chunk // rows)).bit_length() - 1)  # a power of 2: for 43 a TPU's compiler took over 100 s
+    rows = (
+        B // n
+        if B % (n := int(np.prod([mesh.shape.get(axis, 1) for axis in md.BATCH]))) == 0
+        else B
+    )
+    # a power of 2: for 43 a TPU's compiler took over 100 s
+    T = 1 << (max(1, min(L, chunk // rows)).bit_length() - 1)
     chunks = -(-L // T)
 
     @jax.checkpoint
@@ -95,7 +114,9 @@ def token_logps(logits_of, hidden_BLD, token_BL, chunk=1024):
         logits_BTV -= jax.lax.stop_gradient(logits_BTV.max(-1, keepdims=True))  # exp stays finite
         weight_BTV = jnp.exp(logits_BTV)
         total_BT = weight_BTV.sum(-1)
-        logp_BT = jnp.take_along_axis(logits_BTV, token_BT[..., None], -1)[..., 0] - jnp.log(total_BT)
+        logp_BT = jnp.take_along_axis(logits_BTV, token_BT[..., None], -1)[..., 0] - jnp.log(
+            total_BT
+        )
         # entropy = log sum_v e^x_v - sum_v e^x_v x_v / sum_v e^x_v
         finite_BTV = jnp.where(weight_BTV > 0, logits_BTV, 0.0)  # a banned token's is -inf
         entropy_BT = jnp.log(total_BT) - (weight_BTV * finite_BTV).sum(-1) / total_BT
@@ -110,11 +131,13 @@ def token_logps(logits_of, hidden_BLD, token_BL, chunk=1024):
 
 
 def merge_views(logits_of, hidden_BKCD, token_BC, mask_BC, weights, chunk=1024):
-    """The score of each token, w_0 lp_0 + (w_1 lp_1 where the mask, else w_2 lp_2), and its entropy: float32 [B, C].
+    """The score of each token, w_0 lp_0 + (w_1 lp_1 where the mask, else w_2 lp_2), and its
+    entropy: float32 [B, C].
 
-    hidden_BKCD holds what predicts the tokens in the three versions: all masked, the mask, its complement. Of the last
-    two each position is scored in one alone, so they are merged before the head, which then has 2 C rows, not 3 C.
-    weights are three numbers or [B, 1]; they multiply log-probabilities, so a score is not one itself.
+    hidden_BKCD holds what predicts the tokens in the three versions: all masked, the mask, its
+    complement. Of the last two each position is scored in one alone, so they are merged before the
+    head, which then has 2 C rows, not 3 C. weights are three numbers or [B, 1]; they multiply
+    log-probabilities, so a score is not one itself.
     """
     B, _, C, D = hidden_BKCD.shape
     merged_BCD = jnp.where(mask_BC[..., None], hidden_BKCD[:, 1], hidden_BKCD[:, 2])
@@ -128,14 +151,20 @@ def merge_views(logits_of, hidden_BKCD, token_BC, mask_BC, weights, chunk=1024):
 def coupled_scores(model, batch, mask_id, chunk=1024):
     """Scores of the completions and the entropy of their predictions, float32 [B, C].
 
-    batch: token_BL, whose last C columns are the completion; see_BL, False at padding, or None; u_BC and ratio_B of
-    draw_masks. The weights are 1/2, 1 / (2 ratio) and 1 / (2 (1 - ratio)). model.hidden(token_BL, see_BM=see_BL) are
-    hidden states, those at p predict the token at p + 1; model.logits is the head. An id that grows holes, which the
-    sampler never draws, has no probability. Ref: DiffuCoder, arXiv:2506.20639, section 4.
+    batch: token_BL, whose last C columns are the completion; see_BL, False at padding, or None;
+    u_BC and ratio_B of draw_masks. The weights are 1/2, 1 / (2 ratio) and 1 / (2 (1 - ratio)).
+    model.hidden(token_BL, see_BM=see_BL) are hidden states, those at p predict the token at p + 1;
+    model.logits is the head. An id that grows holes, which the sampler never draws, has no
+    probability. Ref: DiffuCoder, arXiv:2506.20639, section 4.
     """
     B, C = batch["u_BC"].shape
-    token_BC, ratio_B1 = batch["token_BL"][:, -C:], jnp.reshape(batch["ratio_B"], (-1, 1)).astype(jnp.float32)
-    views_BKC, mask_BC = coupled_views(token_BC, jnp.ones((B, C), bool), batch["u_BC"], batch["ratio_B"], mask_id)
+    token_BC, ratio_B1 = (
+        batch["token_BL"][:, -C:],
+        jnp.reshape(batch["ratio_B"], (-1, 1)).astype(jnp.float32),
+    )
+    views_BKC, mask_BC = coupled_views(
+        token_BC, jnp.ones((B, C), bool), batch["u_BC"], batch["ratio_B"], mask_id
+    )
     hidden_BKCD = hidden_of_views(model, batch["token_BL"], batch["see_BL"], views_BKC)
     weights = 0.5, 0.5 / ratio_B1, 0.5 / (1 - ratio_B1)
     expand = getattr(model, "cfg", md.DreamConfig).expand_id
@@ -163,15 +192,18 @@ class Advantages(typing.NamedTuple):
     advantage_B: np.ndarray
     std_B: np.ndarray  # of its group, with N - 1
     counted_B: np.ndarray  # False: one of its rewards is not known
-    constant_B: np.ndarray  # all known rewards of its group are equal, so there is nothing to learn from it
+    # all known rewards of its group are equal, so there is nothing to learn from it
+    constant_B: np.ndarray
 
 
 def group_advantages(reward_BF, weight_F, group, scale=False):
-    """Each reward minus the mean of the others in its group of `group` consecutive rows; None or nan: not known.
+    """Each reward minus the mean of the others in its group of `group` consecutive rows; None or
+    nan: not known.
 
     A = R - sum_others / (n - 1) = n / (n - 1) (R - mean), with n known rewards in the group. A completion that lacks a
-    reward, as when the sandbox failed, has advantage 0 and is in no baseline; leave its tokens out of the loss
-    (counted_B). scale divides by the group's standard deviation + 1e-4. Ref: RLOO, arXiv:2402.14740.
+    reward, as when the sandbox failed, has advantage 0 and is in no baseline; leave its tokens out
+    of the loss (counted_B). scale divides by the group's standard deviation + 1e-4. Ref: RLOO,
+    arXiv:2402.14740.
     """
     reward_BF = np.array(reward_BF, np.float64).reshape(len(reward_BF), -1)
     counted_B = ~np.isnan(reward_BF).any(-1)
@@ -184,7 +216,8 @@ def group_advantages(reward_BF, weight_F, group, scale=False):
     range_G1 = (reward_GN.max(-1) - reward_GN.min(-1)).filled(0)[:, None]
     constant_G1 = (n_G1 < 2) | (range_G1 == 0)
     difference_GN = (reward_GN - reward_GN.mean(-1, keepdims=True)).filled(0)
-    difference_GN = np.where(constant_G1, 0.0, difference_GN)  # that from a rounded mean may not be 0
+    # that from a rounded mean may not be 0
+    difference_GN = np.where(constant_G1, 0.0, difference_GN)
     std_G1 = np.sqrt((difference_GN**2).sum(-1, keepdims=True) / others_G1)
     advantage_GN = difference_GN * n_G1 / others_G1
     if scale:
@@ -208,18 +241,30 @@ class Loss:
     limit: float = 20.0  # both logarithms are clipped to +- limit, where their gradients end
 
 
-def grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, loss=Loss(), update_tokens=0, update_rows=None):
-    """(value, metrics): -min(r A, clip(r, 1 - low, 1 + high) A) + beta KL, over the counted tokens, float32.
+def grpo_loss(
+    score_BC,
+    old_BC,
+    ref_BC,
+    advantage_B,
+    counted_BC,
+    loss=Loss(),
+    update_tokens=0,
+    update_rows=None,
+):
+    """(value, metrics): -min(r A, clip(r, 1 - low, 1 + high) A) + beta KL, over the counted tokens,
+    float32.
 
     r = exp(score - old), with "gspo" the exponential of the mean of that over the completion; old None stands for the
-    score itself, so r = 1. With delta r is at most delta in the first term. KL = exp(d) - d - 1 with d = ref - score;
-    ref None leaves it out. The sum over tokens is divided by their number ("bnpo"), by update_tokens ("dapo"), by B C
-    ("dr_grpo"), or is a mean over the completions of each one's mean over tokens ("grpo", "gspo"). B counts completions
-    with a token, or is update_rows, so that uneven micro-batches weigh all alike. What is not counted may have any
-    value. Without a counted token, value and metrics are 0. metrics: "kl", "clip_low" and "clip_high" (shares of tokens
-    without gradient at either side), "ratio_max", "tokens".
-    Refs: PPO, arXiv:1707.06347, eq. 7; k3, http://joschu.net/blog/kl-approx.html; DAPO, arXiv:2503.14476; Dr. GRPO,
-    arXiv:2503.20783; GSPO, arXiv:2507.18071; two-sided clip, arXiv:2505.07291.
+    score itself, so r = 1. With delta r is at most delta in the first term. KL = exp(d) - d - 1
+    with d = ref - score; ref None leaves it out. The sum over tokens is divided by their number
+    ("bnpo"), by update_tokens ("dapo"), by B C ("dr_grpo"), or is a mean over the completions of
+    each one's mean over tokens ("grpo", "gspo"). B counts completions with a token, or is
+    update_rows, so that uneven micro-batches weigh all alike. What is not counted may have any
+    value. Without a counted token, value and metrics are 0. metrics: "kl", "clip_low" and
+    "clip_high" (shares of tokens without gradient at either side), "ratio_max", "tokens".
+    Refs: PPO, arXiv:1707.06347, eq. 7; k3, http://joschu.net/blog/kl-approx.html; DAPO,
+    arXiv:2503.14476; Dr. GRPO, arXiv:2503.20783; GSPO, arXiv:2507.18071; two-sided clip,
+    arXiv:2505.07291.
     """
     counted_BC = counted_BC.astype(bool)
     tokens, tokens_B1 = counted_BC.sum(), jnp.maximum(counted_BC.sum(1, keepdims=True), 1)
@@ -268,28 +313,37 @@ def grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, loss=Loss(), up
 
 
 def micro_loss(model, batch, mask_id, loss=Loss(), chunk=1024, scores_of=coupled_scores):
-    """(value, metrics) of one micro-batch, to be differentiated: grpo_loss of scores_of, and the mean entropy.
+    """(value, metrics) of one micro-batch, to be differentiated: grpo_loss of scores_of, and the
+    mean entropy.
 
-    batch: what scores_of reads, advantage_B, counted_BC, old_BC, ref_BC if beta is not 0, update_tokens, update_rows.
-    With batch["first"] no update followed old_BC, so that the score itself replaces it.
+    batch: what scores_of reads, advantage_B, counted_BC, old_BC, ref_BC if beta is not 0,
+    update_tokens, update_rows. With batch["first"] no update followed old_BC, so that the score
+    itself replaces it.
     """
     score_BC, entropy_BC = scores_of(model, batch, mask_id, chunk)
     old_BC = jnp.where(batch["first"], jax.lax.stop_gradient(score_BC), batch["old_BC"])
     terms = old_BC, batch.get("ref_BC"), batch["advantage_B"], batch["counted_BC"]
-    value, metrics = grpo_loss(score_BC, *terms, loss, batch.get("update_tokens", 0), batch.get("update_rows"))
-    entropy = jnp.where(batch["counted_BC"], entropy_BC, 0.0).sum() / jnp.maximum(metrics["tokens"], 1)
+    value, metrics = grpo_loss(
+        score_BC, *terms, loss, batch.get("update_tokens", 0), batch.get("update_rows")
+    )
+    entropy = jnp.where(batch["counted_BC"], entropy_BC, 0.0).sum() / jnp.maximum(
+        metrics["tokens"], 1
+    )
     return value, metrics | {"entropy": entropy}
 
 
 # ---- updates -------------------------------------------------------------------------------------------------------
 
 
-def make_programs(graph, optimizer, mask_id, loss=Loss(), layouts=(None, None), scores_of=coupled_scores):
+def make_programs(
+    graph, optimizer, mask_id, loss=Loss(), layouts=(None, None), scores_of=coupled_scores
+):
     """(scores, gradients, update), compiled once each; base is {} without LoRA.
 
-    scores(trained, base, batch) -> [B, C]; gradients(trained, base, total, batch) -> (total + those of the batch,
-    metrics); update(trained, opt, total, micro-batches) -> (trained, opt, norm) by their mean gradient, unchanged where
-    the norm is not finite. layouts are the shardings of what is trained and of the optimizer's state.
+    scores(trained, base, batch) -> [B, C]; gradients(trained, base, total, batch) -> (total + those
+    of the batch, metrics); update(trained, opt, total, micro-batches) -> (trained, opt, norm) by
+    their mean gradient, unchanged where the norm is not finite. layouts are the shardings of what
+    is trained and of the optimizer's state.
     """
 
     def policy(trained, base):
@@ -297,7 +351,8 @@ def make_programs(graph, optimizer, mask_id, loss=Loss(), layouts=(None, None), 
 
     @jax.jit
     def scores(trained, base, batch):
-        return md.shard(scores_of(policy(trained, base), batch, mask_id)[0])  # whole on every device, so on every host
+        # whole on every device, so on every host
+        return md.shard(scores_of(policy(trained, base), batch, mask_id)[0])
 
     @functools.partial(jax.jit, donate_argnums=2, out_shardings=(layouts[0], None))
     def gradients(trained, base, total, batch):
@@ -320,18 +375,21 @@ def make_programs(graph, optimizer, mask_id, loss=Loss(), layouts=(None, None), 
 
 
 def learning_rate(peak, steps, warmup=1, floor=0.1):
-    """A function of the update: from 0 to peak over `warmup` of them, then a cosine that ends at floor peak at `steps`.
+    """A function of the update: from 0 to peak over `warmup` of them, then a cosine that ends at
+    floor peak at `steps`.
 
     So the first update has rate 0, as in the reference (cosine_with_min_lr of Transformers).
     """
-    return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(steps, warmup + 1), floor * peak)
+    return optax.warmup_cosine_decay_schedule(
+        0.0, peak, warmup, max(steps, warmup + 1), floor * peak
+    )
 
 
 def make_optimizer(rate, weight_decay=0.1, clip=0.2):
     """Global-norm clip, then AdamW (0.9, 0.99, 1e-8); rate is a number or a function of the update.
 
-    Only arrays of two or more axes decay: no norm and no bias. Keep the parameters in float32: at rate 1e-6 an update
-    of bfloat16 weights is nearly always rounded away.
+    Only arrays of two or more axes decay: no norm and no bias. Keep the parameters in float32: at
+    rate 1e-6 an update of bfloat16 weights is nearly always rounded away.
     """
     decays = functools.partial(jax.tree.map, lambda x: x.ndim >= 2)
     adamw = optax.adamw(rate, 0.9, 0.99, 1e-8, weight_decay=weight_decay, mask=decays)
@@ -340,7 +398,9 @@ def make_optimizer(rate, weight_decay=0.1, clip=0.2):
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="mixup")
 def sync_reference(ref, params, mixup=0.6):
-    """The reference model moved towards the policy: (1 - mixup) ref + mixup params; ref is given away."""
+    """The reference model moved towards the policy: (1 - mixup) ref + mixup params; ref is given
+    away.
+    """
     return jax.tree.map(lambda r, p: ((1 - mixup) * r + mixup * p).astype(r.dtype), ref, params)
 
 
@@ -348,32 +408,39 @@ def sync_reference(ref, params, mixup=0.6):
 
 
 def rollout_weights(params, mesh, dtype):
-    """The weights on a mesh of (data, 1, tensor), matrices in dtype; None: as they are. A matrix that all devices share
-    is gathered by two exchanges, between the groups of devices and within each; in one step XLA would make it whole on
-    every device.
+    """The weights on a mesh of (data, 1, tensor), matrices in dtype; None: as they are. A matrix
+    that all devices share is gathered by two exchanges, between the groups of devices and within
+    each; in one step XLA would make it whole on every device.
     """
 
     def move(x, last):
         x = x.astype(dtype) if dtype and x.ndim > 1 else x
         for axes in (("data", "tensor"), "tensor") if "fsdp" in last.spec else ():
             spec = md.PS(*(axes if axis == "fsdp" else None for axis in last.spec))
-            x = jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, md.fit(spec, x.shape, mesh)))
+            x = jax.lax.with_sharding_constraint(
+                x, jax.NamedSharding(mesh, md.fit(spec, x.shape, mesh))
+            )
         return jax.lax.with_sharding_constraint(x, last)
 
     return jax.tree.map(move, params, md.shardings(mesh, params))
 
 
 def by_host_0(make, shape):
-    """make() as an array of this shape, of host 0, on all hosts: the others need no sandbox. All raise its errors."""
+    """make() as an array of this shape, of host 0, on all hosts: the others need no sandbox. All
+    raise its errors.
+    """
     if not jax.distributed.is_initialized():
         return np.array(make(), np.float64)
     error, values = None, np.zeros(shape)
     if jax.process_index() == 0:
         try:
             values = np.array(make(), np.float64)
-        except Exception as problem:  # whatever a user's reward raises; the other hosts would wait for ever
+        except (
+            Exception
+        ) as problem:  # whatever a user's reward raises; the other hosts would wait for ever
             error = problem
     if multihost_utils.broadcast_one_to_all(np.array(error is not None)):
-        jax.distributed.shutdown()  # waits for all hosts: the end of host 0 would end the others before they say why
+        # waits for all hosts: the end of host 0 would end the others before they say why
+        jax.distributed.shutdown()
         raise error or RuntimeError("host 0 could not run the programs; it says why")
     return np.asarray(multihost_utils.broadcast_one_to_all(values), np.float64)

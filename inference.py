@@ -1,7 +1,8 @@
-"""JAX: a model for inference. Which folder, which devices, and the first type that fits their memory.
+"""JAX: a model for inference. Which folder, which devices, and the first type that fits their
+memory.
 
-model, step, mesh = load_for_inference(model_dream, default_folder("out/train_dream", "dream"), bits=8)
-with mesh_context(mesh):
+model, step, mesh = load_for_inference(model_dream, default_folder("out/train_dream", "dream"),
+bits=8) with mesh_context(mesh):
     ...                                        # programs are compiled for the mesh; None is a single device
 """
 
@@ -21,11 +22,16 @@ WEIGHTS = Path(__file__).parent / "weights"  # small trained models, a folder fo
 
 
 def default_folder(run, family):
-    """The folder of a model where none is named: `run` if it holds one, else that in WEIGHTS, if there is one."""
+    """The folder of a model where none is named: `run` if it holds one, else that in WEIGHTS, if
+    there is one.
+    """
     converted = any((Path(run) / name).is_file() for name in ("meta.json", "model.safetensors"))
     if converted or runs.saved_steps(Path(run)) or not (WEIGHTS / family).is_dir():
         return run
-    print(f"no model in {run}: using weights/{family}, a small one that comes with Unmask", file=sys.stderr)
+    print(
+        f"no model in {run}: using weights/{family}, a small one that comes with Unmask",
+        file=sys.stderr,
+    )
     return str(WEIGHTS / family)
 
 
@@ -42,11 +48,15 @@ def bits_of(flags):
     return 8 if flags.int8 else 4 if flags.int4 else 0
 
 
-def load_for_inference(family, folder, step=0, dtype="", bits=0, devices=0, rows=1, compile_cache=""):
-    """checkpoints.load() on `devices` devices (0: all) for `rows` texts at a time: (model, step, mesh).
+def load_for_inference(
+    family, folder, step=0, dtype="", bits=0, devices=0, rows=1, compile_cache=""
+):
+    """checkpoints.load() on `devices` devices (0: all) for `rows` texts at a time: (model, step,
+    mesh).
 
-    The mesh is None for one device. dtype "" is bfloat16; on a CPU float32, which is faster there, if memory holds it.
-    compile_cache is the folder of compiled programs. ValueError for a checkpoint that is too large, before it is read.
+    The mesh is None for one device. dtype "" is bfloat16; on a CPU float32, which is faster there,
+    if memory holds it. compile_cache is the folder of compiled programs. ValueError for a
+    checkpoint that is too large, before it is read.
     """
     checkpoints.keep_compiled(compile_cache)
     path, meta, _ = checkpoints.find_weights(checkpoints.absolute(folder), step)
@@ -67,7 +77,10 @@ def load_for_inference(family, folder, step=0, dtype="", bits=0, devices=0, rows
         wide = needed("float32", bits)
         dtype = "float32" if on_cpu and wide <= free else "bfloat16"
         if on_cpu and wide > free:
-            print(f"bfloat16: float32 takes {wide / 1e9:.3g} GB, {free / 1e9:.3g} are free", file=sys.stderr)
+            print(
+                f"bfloat16: float32 takes {wide / 1e9:.3g} GB, {free / 1e9:.3g} are free",
+                file=sys.stderr,
+            )
     if (size := needed(dtype, bits)) > free:
         smaller = {"--dtype=bfloat16": needed("bfloat16", bits)}
         if hasattr(family, "quantise"):
@@ -82,15 +95,19 @@ def load_for_inference(family, folder, step=0, dtype="", bits=0, devices=0, rows
 
 
 def bytes_needed(family, model, mesh, stored, dtype, bits):
-    """Bytes that a device needs while a checkpoint is read and joined: more than its share of the weights.
+    """Bytes that a device needs while a checkpoint is read and joined: more than its share of the
+    weights.
 
-    A layer is read as it is stored; then its arrays are converted one by one, and their stored forms freed. join()
-    holds gate and up of a layer beside the two as one.
+    A layer is read as it is stored; then its arrays are converted one by one, and their stored
+    forms freed. join() holds gate and up of a layer beside the two as one.
     """
     held, peak, tree = 0, 0, family.param_shapes(model)
     shapes, layout = checkpoints.flatten(tree), checkpoints.flatten(family.shardings(mesh, tree))
     for _, names in itertools.groupby(shapes, lambda name: name.rpartition(".")[0]):
-        parts = {name: jax.ShapeDtypeStruct(layout[name].shard_shape(shapes[name].shape), dtype) for name in names}
+        parts = {
+            name: jax.ShapeDtypeStruct(layout[name].shard_shape(shapes[name].shape), dtype)
+            for name in names
+        }
         unread = jnp.dtype(stored).itemsize * sum(part.size for part in parts.values())
         stored_parts = checkpoints.stored_shapes(family, parts, dtype, bits)
         for name, part in parts.items():

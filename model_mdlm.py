@@ -1,10 +1,11 @@
-"""MDLM: a bidirectional transformer that predicts masked tokens, 4 to 60 million parameters, and its sampling loop.
+"""MDLM: a bidirectional transformer that predicts masked tokens, 4 to 60 million parameters, and
+its sampling loop.
 
-PyTorch. train_gpu.py trains it, inference_jetson.py samples from it on any device. Needs diffusion.py beside it and
-Python 3.10 or newer.
+PyTorch. train_gpu.py trains it, inference_jetson.py samples from it on any device. Needs
+diffusion.py beside it and Python 3.10 or newer.
 
-Letters: B batch, L length, D width, H heads, K head size, V vocabulary, N steps, M positions to draw, T texts in a
-packed row of S tokens.
+Letters: B batch, L length, D width, H heads, K head size, V vocabulary, N steps, M positions to
+draw, T texts in a packed row of S tokens.
 
 h = embed[token] + MLP(sinusoid(noise)); each block: h += W_o attn(LN h), then h += W_2 gelu(W_1 LN h);
 logits = W_head LN h. Attention is bidirectional; only PAD is masked out. Positions are rotary (RoPE, arXiv:2104.09864),
@@ -40,7 +41,8 @@ class Config:
     vocab: int = 8192  # token ids, special tokens included
     width: int = 384
     layers: int = 6
-    heads: int = 6  # width / heads is the head size; 64 in all presets, as the kernels of csrc/ need it
+    # width / heads is the head size; 64 in all presets, as the kernels of csrc/ need it
+    heads: int = 6
     ffn: int = 1536
     positions: int = 256  # longest sequence
     rope: bool = False  # rotary positions; off: learned embeddings
@@ -57,7 +59,9 @@ CONFIGS = {
 
 
 def sinusoid(noise_B, width):
-    """[sin(1000 n f), cos(1000 n f)] in float32 [B, width] of a noise level n in [0, 1]; f_k = 10000^(-2k / width)."""
+    """[sin(1000 n f), cos(1000 n f)] in float32 [B, width] of a noise level n in [0, 1]; f_k =
+    10000^(-2k / width).
+    """
     # float32 whatever the model's dtype: bfloat16 cannot tell noise 0.500 from 0.501
     k = torch.arange(width // 2, device=noise_B.device, dtype=torch.float32)
     angle_BD = 1000 * noise_B.float()[:, None] * torch.exp(-math.log(10_000) / (width // 2) * k)
@@ -67,18 +71,24 @@ def sinusoid(noise_B, width):
 def angles(length, head_size, device=None):
     """cos and sin [L, K/2] in float32 of p f_k: position p = 0 .. L-1, f_k = 10000^(-2k / K)."""
     k = torch.arange(head_size // 2, device=device, dtype=torch.float32)
-    angle_LK = torch.arange(length, device=device)[:, None] * torch.exp(-math.log(10_000) / (head_size // 2) * k)
+    angle_LK = torch.arange(length, device=device)[:, None] * torch.exp(
+        -math.log(10_000) / (head_size // 2) * k
+    )
     return angle_LK.cos(), angle_LK.sin()
 
 
 def rotate(x_BHLK, cos_LK, sin_LK):
-    """RoPE: rotates the pairs (x_k, x_{k + K/2}) of each head by the angle of their position; in float32."""
+    """RoPE: rotates the pairs (x_k, x_{k + K/2}) of each head by the angle of their position; in
+    float32.
+    """
     a, b = x_BHLK.float().chunk(2, -1)
     return torch.cat([a * cos_LK - b * sin_LK, b * cos_LK + a * sin_LK], -1).to(x_BHLK.dtype)
 
 
 class Packed(typing.NamedTuple):
-    """Layout of T texts that are concatenated in one row [1, S] without PAD. A token attends to its own text alone."""
+    """Layout of T texts that are concatenated in one row [1, S] without PAD. A token attends to its
+    own text alone.
+    """
 
     text_S: torch.Tensor  # index of the token's text
     position_S: torch.Tensor  # index of the token within its text
@@ -87,7 +97,9 @@ class Packed(typing.NamedTuple):
 
 
 def packed_attention(q_1HSK, k_1HSK, v_1HSK, packed):
-    """Flash attention within each text. On a CPU an attention mask [S, S] does the same, for tests."""
+    """Flash attention within each text. On a CPU an attention mask [S, S] does the same, for
+    tests.
+    """
     if q_1HSK.device.type == "cpu":
         same_SS = packed.text_S[:, None] == packed.text_S
         return F.scaled_dot_product_attention(q_1HSK, k_1HSK, v_1HSK, attn_mask=same_SS)
@@ -108,7 +120,8 @@ class Block(nn.Module):
     def forward(self, h_BLD, see_B11L, cos_sin=None, packed=None):
         B, L, D = h_BLD.shape
         # bidirectional attention: no causal mask; only PAD and other texts are masked out
-        qkv = self.qkv(self.norm1(h_BLD)).view(B, L, 3, self.heads, -1)  # D // heads would be traced
+        # D // heads would be traced
+        qkv = self.qkv(self.norm1(h_BLD)).view(B, L, 3, self.heads, -1)
         q_BHLK, k_BHLK, v_BHLK = qkv.permute(2, 0, 3, 1, 4)
         if cos_sin:
             q_BHLK, k_BHLK = rotate(q_BHLK, *cos_sin), rotate(k_BHLK, *cos_sin)
@@ -137,22 +150,30 @@ class MDLM(nn.Module):
 
     @torch.no_grad()
     def init(self):
-        """Embeddings of standard deviation 1, matrices scaled by fan-in, and a time embedding of zero.
+        """Embeddings of standard deviation 1, matrices scaled by fan-in, and a time embedding of
+        zero.
 
-        Learned positions start as sinusoids. With GPT-2's 0.02 for all weights, the time embedding and the first MLP
-        drown tokens and positions, and the loss stays at the unigram entropy for much longer (bench/LOG.md).
+        Learned positions start as sinusoids. With GPT-2's 0.02 for all weights, the time embedding
+        and the first MLP drown tokens and positions, and the loss stays at the unigram entropy for
+        much longer (bench/LOG.md).
         """
         size = self.cfg.width**-0.5 if self.cfg.tie else 1.0  # a tied embedding is also the head
         for name, weight in self.named_parameters():
             if name == "embed.weight":
                 nn.init.normal_(weight, 0, size)
             elif name == "position.weight":
-                # the sinusoid of position p is that of noise level p / 1000; sqrt(2) gives it a mean square of 1
-                weight.copy_(size * math.sqrt(2) * sinusoid(torch.arange(len(weight)) / 1000, weight.shape[1]))
+                # the sinusoid of position p is that of noise level p / 1000; sqrt(2) gives it a
+                # mean square of 1
+                weight.copy_(
+                    size
+                    * math.sqrt(2)
+                    * sinusoid(torch.arange(len(weight)) / 1000, weight.shape[1])
+                )
             elif name.endswith("bias") or name == "time.2.weight":
                 nn.init.zeros_(weight)
             elif weight.ndim > 1:
-                # the 2 x layers outputs that are added to the residual stream are scaled down, as in GPT-2
+                # the 2 x layers outputs that are added to the residual stream are scaled down, as
+                # in GPT-2
                 residual = name.endswith(("out.weight", "fc2.weight"))
                 std = weight.shape[1] ** -0.5 / (math.sqrt(2 * self.cfg.layers) if residual else 1)
                 nn.init.normal_(weight, 0, std)
@@ -165,9 +186,9 @@ class MDLM(nn.Module):
     def hidden(self, token_BL, noise_B, see_BL=None, packed=None):
         """Hidden states [B, L, D] after the last norm.
 
-        noise_B is P(masked), whatever the schedule. see_BL is the attention mask: False at keys that nobody attends to;
-        None attends to all. With `packed`, token_BL is [1, S] and noise_B has a value per text.
-        Raises ValueError for a row longer than the positions.
+        noise_B is P(masked), whatever the schedule. see_BL is the attention mask: False at keys
+        that nobody attends to; None attends to all. With `packed`, token_BL is [1, S] and noise_B
+        has a value per text. Raises ValueError for a row longer than the positions.
         """
         L = packed.longest if packed else token_BL.shape[1]
         if L > self.cfg.positions:
@@ -177,12 +198,14 @@ class MDLM(nn.Module):
         position_L = packed.position_S if packed else slice(L)
         if self.cfg.rope:
             cos_LK, sin_LK = angles(L, self.cfg.width // self.cfg.heads, token_BL.device)
-            cos_sin = cos_LK[position_L], sin_LK[position_L]  # in a comprehension, torch.compile would fix L
+            # in a comprehension, torch.compile would fix L
+            cos_sin = cos_LK[position_L], sin_LK[position_L]
         else:
             h_BLD = h_BLD + self.position.weight[position_L]
         time_B1D = self.time_embedding(noise_B)
         h_BLD = h_BLD + (time_B1D[packed.text_S, 0] if packed else time_B1D)
-        see_B11L = None if see_BL is None else see_BL[:, None, None]  # the same for all heads and queries
+        # the same for all heads and queries
+        see_B11L = None if see_BL is None else see_BL[:, None, None]
         for block in self.blocks:
             h_BLD = block(h_BLD, see_B11L, cos_sin, packed)
         return self.norm(h_BLD)
@@ -200,9 +223,11 @@ class MDLM(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    sampler: str = "ancestral"  # unmask at random; max_prob, margin, entropy: by highest confidence (diffusion.py)
+    # unmask at random; max_prob, margin, entropy: by highest confidence (diffusion.py)
+    sampler: str = "ancestral"
     steps: int = 64  # forward passes at most
-    schedule: str = "cosine_sq"  # of the steps, see diffusion.py, or "even"; need not be that of training
+    # of the steps, see diffusion.py, or "even"; need not be that of training
+    schedule: str = "cosine_sq"
     temperature: float = 1.0  # 0 takes the argmax
     top_k: int = 0  # sample from the k likeliest tokens; 0: from all
     top_p: float = 0.95  # sample from the smallest set of tokens with this probability
@@ -210,70 +235,88 @@ class Sampling:
 
 
 def step_tables(steps, schedule):
-    """P(masked) before each step, an input of the model, and P(a mask stays) in it: both float32 [N].
+    """P(masked) before each step, an input of the model, and P(a mask stays) in it: both float32
+    [N].
 
-    "even" fixes the number of tokens, not the noise: the model gets the rates of the linear schedule.
+    "even" fixes the number of tokens, not the noise: the model gets the rates of the linear
+    schedule.
     """
     schedule = "linear" if schedule == "even" else schedule
     # times from 1 to 0 in equal steps, in float64; the last step keeps no mask
     time_N = 1 - torch.arange(steps + 1, dtype=torch.float64) / steps
     before_N, after_N = time_N[:-1], time_N[1:]
-    return diffusion.mask_rate(before_N, schedule).float(), diffusion.keep_prob(before_N, after_N, schedule).float()
+    return diffusion.mask_rate(before_N, schedule).float(), diffusion.keep_prob(
+        before_N, after_N, schedule
+    ).float()
 
 
 def draw(logits_MV, top_p, generator):
-    """Tokens [M] drawn from the top-p set: the likeliest ids whose probabilities first sum to top_p.
+    """Tokens [M] drawn from the top-p set: the likeliest ids whose probabilities first sum to
+    top_p.
 
-    By rejection, as sorting the vocabulary takes a CPU ten times as long. Draw from all ids. Where the likelier ids
-    already sum to top_p, the drawn one lies outside the set: keep only the likelier ids and draw again. Gives the
-    distribution of diffusion.filter_logits, but ids of equal probability are in the set together.
+    By rejection, as sorting the vocabulary takes a CPU ten times as long. Draw from all ids. Where
+    the likelier ids already sum to top_p, the drawn one lies outside the set: keep only the
+    likelier ids and draw again. Gives the distribution of diffusion.filter_logits, but ids of equal
+    probability are in the set together.
     """
     prob_RV = diffusion.softmax(logits_MV)
     M, V = prob_RV.shape
     token_M = torch.zeros(M, dtype=torch.long, device=prob_RV.device)
     row_R = torch.arange(M, device=prob_RV.device)  # rows that still need a token: R of the M
     while len(row_R):
-        # draw by inverse transform: the first id whose cumulative probability exceeds a uniform number
+        # draw by inverse transform: the first id whose cumulative probability exceeds a uniform
+        # number
         total_RV = prob_RV.cumsum(-1)
         u_R1 = torch.rand(len(row_R), 1, generator=generator, device=prob_RV.device)
-        drawn_R1 = torch.searchsorted(total_RV, u_R1 * total_RV[:, -1:], right=True).clamp(max=V - 1)
+        drawn_R1 = torch.searchsorted(total_RV, u_R1 * total_RV[:, -1:], right=True).clamp(
+            max=V - 1
+        )
         token_M[row_R] = drawn_R1[:, 0]
         # reject what lies outside the top-p set; the argmax never does, even at top_p 0
         drawn_prob_R1 = prob_RV.gather(1, drawn_R1)
         likelier_RV = prob_RV.masked_fill(prob_RV <= drawn_prob_R1, 0)
         rejected_R = likelier_RV.sum(1) >= max(top_p, 1e-9)
-        rejected_R |= drawn_prob_R1[:, 0] == 0  # by rounding, a draw can end on an id of probability 0
+        # by rounding, a draw can end on an id of probability 0
+        rejected_R |= drawn_prob_R1[:, 0] == 0
         row_R, prob_RV = row_R[rejected_R], likelier_RV[rejected_R]
     return token_M
 
 
 @torch.inference_mode()
 def sample(model, token_BL, rule, generator, on_step=None):
-    """Fill every MASK of token_BL [B, L] in rule.steps steps; all other tokens stay. Returns the filled [B, L].
+    """Fill every MASK of token_BL [B, L] in rule.steps steps; all other tokens stay. Returns the
+    filled [B, L].
 
-    A step first chooses the positions to unmask: at random (ancestral), or those of highest confidence by the raw
-    distribution, a number per row. Then it samples their tokens from the filtered distribution. A step that unmasks
-    nothing costs no forward pass, so a row takes at most as many passes as it has masks. PAD is masked out of
-    attention. MASK, PAD, BOS and UNK are never drawn. on_step(i, token_BL) follows each step that unmasked a token.
+    A step first chooses the positions to unmask: at random (ancestral), or those of highest
+    confidence by the raw distribution, a number per row. Then it samples their tokens from the
+    filtered distribution. A step that unmasks nothing costs no forward pass, so a row takes at most
+    as many passes as it has masks. PAD is masked out of attention. MASK, PAD, BOS and UNK are never
+    drawn. on_step(i, token_BL) follows each step that unmasked a token.
     """
     device, see_BL, ancestral = token_BL.device, token_BL != PAD, rule.sampler == "ancestral"
     rate_N, keep_N = (table_N.to(device) for table_N in step_tables(rule.steps, rule.schedule))
     # By confidence, the number of tokens to unmask in each step is fixed for each row.
     if not ancestral:
-        counts_NB = diffusion.step_counts((token_BL == MASK).sum(1).cpu().numpy(), rule.steps, rule.schedule)
+        counts_NB = diffusion.step_counts(
+            (token_BL == MASK).sum(1).cpu().numpy(), rule.steps, rule.schedule
+        )
     for i in range(rule.steps):
         masked_BL = token_BL == MASK
         # Choose positions first; PAD stands for the tokens that are drawn later.
         if ancestral:
             u_BL = torch.rand(token_BL.shape, generator=generator, device=device)
-            chosen_BL = masked_BL & (diffusion.ancestral_step(token_BL, PAD, u_BL, keep_N[i], MASK) != MASK)
+            chosen_BL = masked_BL & (
+                diffusion.ancestral_step(token_BL, PAD, u_BL, keep_N[i], MASK) != MASK
+            )
             if not chosen_BL.any():
                 continue
         elif not counts_NB[i].any():
             continue
         hidden_BLD = model.hidden(token_BL, rate_N[i].expand(len(token_BL)), see_BL)
         # Logits of the chosen positions, or for confidences of all masks; never [B, L, V].
-        logits_MV = model.logits(hidden_BLD[chosen_BL if ancestral else masked_BL])[:, : rule.vocab or None]
+        logits_MV = model.logits(hidden_BLD[chosen_BL if ancestral else masked_BL])[
+            :, : rule.vocab or None
+        ]
         logits_MV[:, list(BANNED)] = -math.inf
         if not ancestral:
             # Choose each row's positions of highest confidence, and keep their logits.
@@ -284,7 +327,9 @@ def sample(model, token_BL, rule, generator, on_step=None):
             logits_MV = logits_MV[chosen_BL[masked_BL]]
         # Temperature and top-k here, top-p while drawing.
         logits_MV = diffusion.filter_logits(logits_MV, rule.temperature, rule.top_k)
-        drawn_M = draw(logits_MV, rule.top_p, generator) if rule.temperature > 0 else logits_MV.argmax(-1)
+        drawn_M = (
+            draw(logits_MV, rule.top_p, generator) if rule.temperature > 0 else logits_MV.argmax(-1)
+        )
         token_BL = token_BL.masked_scatter(chosen_BL, drawn_M)
         if on_step:
             on_step(i, token_BL)
@@ -295,14 +340,22 @@ def sample(model, token_BL, rule, generator, on_step=None):
 
 
 def save(model, folder, tokenizer_json, tensors=None):
-    """Write model.safetensors (the model's, or `tensors`), config.json with its SHA-256, and tokenizer.json."""
+    """Write model.safetensors (the model's, or `tensors`), config.json with its SHA-256, and
+    tokenizer.json.
+    """
     import safetensors.torch  # not on a Jetson
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = tensors or {name: weight.detach().cpu().contiguous() for name, weight in model.state_dict().items()}
+    tensors = tensors or {
+        name: weight.detach().cpu().contiguous() for name, weight in model.state_dict().items()
+    }
     weights = safetensors.torch.save(tensors)
-    config = {"model_type": "mdlm", **dataclasses.asdict(model.cfg), "sha256": hashlib.sha256(weights).hexdigest()}
+    config = {
+        "model_type": "mdlm",
+        **dataclasses.asdict(model.cfg),
+        "sha256": hashlib.sha256(weights).hexdigest(),
+    }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "model.safetensors").write_bytes(weights)
     (folder / "tokenizer.json").write_bytes(tokenizer_json)
@@ -312,7 +365,8 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I
 
 
 def read_safetensors(data):
-    """{name: tensor} of a safetensors file's bytes, without the package: an 8-byte length, JSON, then the numbers.
+    """{name: tensor} of a safetensors file's bytes, without the package: an 8-byte length, JSON,
+    then the numbers.
 
     int8 matrices are dequantised: row i of NAME times NAME.scale[i].
     """
@@ -321,8 +375,10 @@ def read_safetensors(data):
     entries.pop("__metadata__", None)
     numbers = bytearray(data[start:])
     for name, entry in entries.items():
-        begin, end = entry["data_offsets"]  # frombuffer raises ValueError where the file is too short
-        flat = torch.frombuffer(numbers, dtype=torch.uint8, count=end - begin, offset=begin).clone()  # aligns it
+        # frombuffer raises ValueError where the file is too short
+        begin, end = entry["data_offsets"]
+        # aligns it
+        flat = torch.frombuffer(numbers, dtype=torch.uint8, count=end - begin, offset=begin).clone()
         tensors[name] = flat.view(DTYPES[entry["dtype"]]).view(entry["shape"])
     for name in [name for name, tensor in tensors.items() if tensor.dtype == torch.int8]:
         tensors[name] = tensors[name] * tensors.pop(f"{name}.scale")
@@ -330,20 +386,28 @@ def read_safetensors(data):
 
 
 def load(folder, device="cpu", dtype=torch.float32):
-    """The MDLM of a folder that `save` wrote. Raises FileNotFoundError, or ValueError if the files do not fit."""
+    """The MDLM of a folder that `save` wrote. Raises FileNotFoundError, or ValueError if the files
+    do not fit.
+    """
     folder = Path(folder)
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         if not (folder / name).exists():
-            raise FileNotFoundError(f"{folder} holds no {name}; copy it again, or train a model: python train_gpu.py")
+            raise FileNotFoundError(
+                f"{folder} holds no {name}; copy it again, or train a model: python train_gpu.py"
+            )
     try:
-        model = build((folder / "config.json").read_text(), (folder / "model.safetensors").read_bytes())
+        model = build(
+            (folder / "config.json").read_text(), (folder / "model.safetensors").read_bytes()
+        )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{folder} cannot be read: {error}") from None
     return model.to(device, dtype).eval()
 
 
 def build(config_json, weights):
-    """The MDLM of the bytes of config.json and model.safetensors. Raises ValueError that names what does not fit."""
+    """The MDLM of the bytes of config.json and model.safetensors. Raises ValueError that names what
+    does not fit.
+    """
     config, digest = json.loads(config_json), hashlib.sha256(weights).hexdigest()
     if config.get("model_type") != "mdlm":
         raise ValueError(f"model_type {config.get('model_type')!r} is not mdlm")

@@ -1,16 +1,18 @@
-"""PythonCoder: a code model with differential attention and a multi-token-prediction head (Diff-Llama-MTP).
+"""PythonCoder: a code model with differential attention and a multi-token-prediction head
+(Diff-Llama-MTP).
 
-Flax NNX. The parameters of all layers are stacked on a leading axis, and the forward pass scans over it: one layer is
-compiled, not 24. train_tpu.py trains it, generate.py samples from it.
+Flax NNX. The parameters of all layers are stacked on a leading axis, and the forward pass scans
+over it: one layer is compiled, not 24. train_tpu.py trains it, generate.py samples from it.
 
-Letters: B batch, L length, M cache slots, D width, I softmax maps of a head (2 differential, 1 plain), P heads after
-pairing, J key/value groups, G = P / J, K head size, E value size (2K differential, K plain), F feed-forward, V
-vocabulary, T tokens.
+Letters: B batch, L length, M cache slots, D width, I softmax maps of a head (2 differential, 1
+plain), P heads after pairing, J key/value groups, G = P / J, K head size, E value size (2K
+differential, K plain), F feed-forward, V vocabulary, T tokens.
 
-A layer, with n = RMSNorm(x):  h = x + W_o diffattn(n W_q, n W_k, n W_v);  x' = h + W_down(silu(m W_gate) * m W_up),
-m = RMSNorm(h). Main head: logits = h_t embed^T (tied). MTP head, for the token after the next:
-logits2 = RMSNorm([RMSNorm(h_t); RMSNorm(embed(x_{t+1}))] W_proj) W_head^T.
-Refs: Differential Transformer, arXiv:2410.05258; multi-token prediction, arXiv:2404.19737; YaRN, arXiv:2309.00071.
+A layer, with n = RMSNorm(x):  h = x + W_o diffattn(n W_q, n W_k, n W_v);  x' = h + W_down(silu(m
+W_gate) * m W_up), m = RMSNorm(h). Main head: logits = h_t embed^T (tied). MTP head, for the token
+after the next: logits2 = RMSNorm([RMSNorm(h_t); RMSNorm(embed(x_{t+1}))] W_proj) W_head^T.
+Refs: Differential Transformer, arXiv:2410.05258; multi-token prediction, arXiv:2404.19737; YaRN,
+arXiv:2309.00071.
 """
 
 import dataclasses
@@ -43,9 +45,11 @@ class Config:
     theta: float = 500_000.0  # base of the rotary angles
     positions: int = 2048  # longest sequence in training
     yarn_factor: float = 4.0  # inference reaches positions * yarn_factor
-    diff: typing.Literal["seed", "paper", "v2", "none"] = "seed"  # floored | as published | DIFF V2 | plain attention
+    # floored | as published | DIFF V2 | plain attention
+    diff: typing.Literal["seed", "paper", "v2", "none"] = "seed"
     mtp: bool = True  # the head that predicts the token after the next
-    init_std: typing.Literal["paper", "fan_in"] = "paper"  # standard deviation of new matrices: 0.02 | 1 / sqrt(fan-in)
+    # standard deviation of new matrices: 0.02 | 1 / sqrt(fan-in)
+    init_std: typing.Literal["paper", "fan_in"] = "paper"
     eps: float = 1e-6  # of the norms
     subln_eps: float = 1e-5  # of the norm on each differential head
 
@@ -64,8 +68,9 @@ CONFIGS = {
     "1b": Config(init_std="fan_in"),
 }
 
-# Layout of each parameter on a mesh with the axes (data, fsdp, tensor): tensor splits heads, feed-forward, vocabulary;
-# fsdp splits the other side, which is gathered where the weight is used. All others are small and replicated.
+# Layout of each parameter on a mesh with the axes (data, fsdp, tensor): tensor splits heads,
+# feed-forward, vocabulary; fsdp splits the other side, which is gathered where the weight is used.
+# All others are small and replicated.
 SHARDING = {
     **dict.fromkeys(("embed", "head"), PS(("tensor", "fsdp"), None)),
     **dict.fromkeys(("wq", "wk", "wv", "w_gate", "w_up"), PS(None, "fsdp", "tensor")),
@@ -77,11 +82,17 @@ BATCH = ("data", "fsdp")  # both axes split the batch
 
 def shard(x, *spec):
     """x with a layout on the mesh in use (jax.set_mesh); without a mesh, x as it is."""
-    return x if jax.sharding.get_abstract_mesh().empty else jax.lax.with_sharding_constraint(x, PS(*spec))
+    return (
+        x
+        if jax.sharding.get_abstract_mesh().empty
+        else jax.lax.with_sharding_constraint(x, PS(*spec))
+    )
 
 
 def batch_axes():
-    """The axes of the mesh that split the batch; None without a mesh, and inside shard_map over them."""
+    """The axes of the mesh that split the batch; None without a mesh, and inside shard_map over
+    them.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or set(BATCH) & set(mesh.manual_axes) else BATCH
 
@@ -89,20 +100,27 @@ def batch_axes():
 def rms_norm(x, weight, eps):
     """x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32, returned in x's dtype."""
     x32 = x.astype(jnp.float32)
-    return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps) * weight).astype(x.dtype)
+    return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps) * weight).astype(
+        x.dtype
+    )
 
 
-def rope_frequencies(head_size, theta, factor=1.0, original=2048, beta_fast=32, beta_slow=1, truncate=True):
-    """Rotary frequencies theta^(-2i/K) [K/2] in float64, and the factor of cos and sin; YaRN if factor > 1.
+def rope_frequencies(
+    head_size, theta, factor=1.0, original=2048, beta_fast=32, beta_slow=1, truncate=True
+):
+    """Rotary frequencies theta^(-2i/K) [K/2] in float64, and the factor of cos and sin; YaRN if
+    factor > 1.
 
-    YaRN keeps frequencies with more than beta_fast turns within `original` positions, divides those with less than
-    beta_slow turns by `factor`, and ramps between. Ref: arXiv:2309.00071, eq. 17-22.
+    YaRN keeps frequencies with more than beta_fast turns within `original` positions, divides those
+    with less than beta_slow turns by `factor`, and ramps between. Ref: arXiv:2309.00071, eq. 17-22.
     """
     inv_freq = theta ** (-np.arange(0, head_size, 2) / head_size)
     if factor <= 1:
         return inv_freq, 1.0
     scale = 2 * math.log(theta)
-    low, high = (head_size * math.log(original / (2 * math.pi * n)) / scale for n in (beta_fast, beta_slow))
+    low, high = (
+        head_size * math.log(original / (2 * math.pi * n)) / scale for n in (beta_fast, beta_slow)
+    )
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_size - 1)
@@ -111,43 +129,59 @@ def rope_frequencies(head_size, theta, factor=1.0, original=2048, beta_fast=32, 
 
 
 def rope_table(position_BL, inv_freq, attention_factor=1.0):
-    """cos and sin [B, L, K] in float32 of the angles position * inv_freq; both halves of K hold the same angles."""
+    """cos and sin [B, L, K] in float32 of the angles position * inv_freq; both halves of K hold the
+    same angles.
+    """
     angle_BLK = position_BL[..., None] * jnp.asarray(inv_freq, jnp.float32)  # K / 2 wide
-    return tuple(jnp.concatenate([f(angle_BLK) * attention_factor] * 2, -1) for f in (jnp.cos, jnp.sin))
+    return tuple(
+        jnp.concatenate([f(angle_BLK) * attention_factor] * 2, -1) for f in (jnp.cos, jnp.sin)
+    )
 
 
 def rotate(x_BLK, cos_BLK, sin_BLK, by_matmul=False):
-    """Rotary embedding, half-split: x cos + [-x_2; x_1] sin over the last axis. cos and sin broadcast against x."""
+    """Rotary embedding, half-split: x cos + [-x_2; x_1] sin over the last axis. cos and sin
+    broadcast against x.
+    """
     half = x_BLK.shape[-1] // 2
     if by_matmul:  # with a signed permutation, faster on a TPU than slicing 128 lanes
         eye, zero = np.eye(half), np.zeros((half, half))
         swapped_BLK = x_BLK @ jnp.asarray(np.block([[zero, eye], [-eye, zero]]), x_BLK.dtype)
     else:
         swapped_BLK = jnp.concatenate([-x_BLK[..., half:], x_BLK[..., :half]], -1)
-    return (x_BLK.astype(jnp.float32) * cos_BLK + swapped_BLK.astype(jnp.float32) * sin_BLK).astype(x_BLK.dtype)
+    return (x_BLK.astype(jnp.float32) * cos_BLK + swapped_BLK.astype(jnp.float32) * sin_BLK).astype(
+        x_BLK.dtype
+    )
 
 
 def dropout(x_BLD, row_B, seed_2, rate):
-    """Zero each element with probability `rate` and scale the rest by 1 / (1 - rate). seed_2 None is the identity.
+    """Zero each element with probability `rate` and scale the rest by 1 / (1 - rate). seed_2 None
+    is the identity.
 
-    The mask is a hash (murmur3's finaliser) of two uint32 seeds, the row's number in the optimizer step and the index
-    in the row: it fuses into its consumer, and does not depend on how rows are split over micro-batches and devices.
+    The mask is a hash (murmur3's finaliser) of two uint32 seeds, the row's number in the optimizer
+    step and the index in the row: it fuses into its consumer, and does not depend on how rows are
+    split over micro-batches and devices.
     """
     if seed_2 is None:
         return x_BLD
     _, L, D = x_BLD.shape
-    index_LD = jnp.arange(L, dtype=jnp.uint32)[:, None] * jnp.uint32(D) + jnp.arange(D, dtype=jnp.uint32)
+    index_LD = jnp.arange(L, dtype=jnp.uint32)[:, None] * jnp.uint32(D) + jnp.arange(
+        D, dtype=jnp.uint32
+    )
     row_B11 = row_B.astype(jnp.uint32)[:, None, None] * jnp.uint32(0x9E3779B9)
     # the hash: multiplications spread each bit upwards, shifts downwards
     bits = index_LD ^ (row_B11 + seed_2[0])
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
     bits = ((bits ^ (bits >> 13)) + seed_2[1]) * jnp.uint32(0xC2B2AE35)
     bits = bits ^ (bits >> 16)
-    return jnp.where(bits >= jnp.uint32(round(rate * 2**32)), x_BLD * jnp.asarray(1 / (1 - rate), x_BLD.dtype), 0)
+    return jnp.where(
+        bits >= jnp.uint32(round(rate * 2**32)), x_BLD * jnp.asarray(1 / (1 - rate), x_BLD.dtype), 0
+    )
 
 
 def linear(x_BLD, weight_DF, tpu=False):
-    """x W over one axis of tokens: with two, XLA on a CPU copies arrays for the weight's gradient (2x slower)."""
+    """x W over one axis of tokens: with two, XLA on a CPU copies arrays for the weight's gradient
+    (2x slower).
+    """
     if tpu:
         return x_BLD @ weight_DF
     y_TF = x_BLD.reshape(-1, x_BLD.shape[-1]) @ weight_DF
@@ -162,23 +196,32 @@ class Run:
     """How to run the model, as opposed to what it is: nothing here changes a checkpoint."""
 
     dtype: typing.Any = jnp.float32  # of activations and of weights inside matmuls
-    kernel: typing.Literal["", "tpu", "ampere", "hopper"] = ""  # Pallas kernel of attention in training; "" is einsums
+    # Pallas kernel of attention in training; "" is einsums
+    kernel: typing.Literal["", "tpu", "ampere", "hopper"] = ""
     tpu: bool = False  # layouts for a TPU
-    remat: typing.Literal["none", "qkvo", "full"] = "none"  # recomputed backwards: all but attention's q, k, v, o | all
-    dropout: float = 0.0  # of attention output, feed-forward hidden and output, where a call gives a key
+    # recomputed backwards: all but attention's q, k, v, o | all
+    remat: typing.Literal["none", "qkvo", "full"] = "none"
+    # of attention output, feed-forward hidden and output, where a call gives a key
+    dropout: float = 0.0
     block: int = 128  # queries per block of the einsum attention
-    loss_tokens: int = 0  # tokens per chunk of the cross-entropy; 0: 8,192 on a TPU, 2,048 elsewhere
+    # tokens per chunk of the cross-entropy; 0: 8,192 on a TPU, 2,048 elsewhere
+    loss_tokens: int = 0
     yarn: bool = False  # YaRN's rotary table, for texts longer than cfg.positions
 
 
-REMAT = {"full": None, "qkvo": jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attn", "lse")}  # are kept
+# are kept
+REMAT = {
+    "full": None,
+    "qkvo": jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attn", "lse"),
+}
 
 
 class Block(nnx.Module):
     """All layers, each parameter [layers, ...]; it is called with the parameters of one.
 
-    Query heads 2p and 2p + 1 make differential head p, which reads key heads 2j and 2j + 1 and the value [v_2j; v_2j+1]
-    of its group j = p // G. Ref: microsoft/unilm, Diff-Transformer, multihead_flashdiff_1.
+    Query heads 2p and 2p + 1 make differential head p, which reads key heads 2j and 2j + 1 and the
+    value [v_2j; v_2j+1] of its group j = p // G. Ref: microsoft/unilm, Diff-Transformer,
+    multihead_flashdiff_1.
     """
 
     def __init__(self, cfg, rngs, run):
@@ -194,23 +237,30 @@ class Block(nnx.Module):
         self.wq = normal(D, Q)
         self.wk = normal(D, C)
         self.wv = normal(D, C)
-        # the 2N matrices that add to the residual stream are smaller, so that its variance does not depend on the depth
+        # the 2N matrices that add to the residual stream are smaller, so that its variance does not
+        # depend on the depth
         self.wo = normal(out, D, std=cfg.std(out) / math.sqrt(2 * N))
         self.w_gate = normal(D, cfg.ffn)
         self.w_up = normal(D, cfg.ffn)
         self.w_down = normal(cfg.ffn, D, std=cfg.std(cfg.ffn) / math.sqrt(2 * N))
         if cfg.maps == 2:
-            vectors = (normal(cfg.head_size, std=0.1 if cfg.diff == "paper" else 0.01) for _ in range(4))
+            vectors = (
+                normal(cfg.head_size, std=0.1 if cfg.diff == "paper" else 0.01) for _ in range(4)
+            )
             self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = vectors
             self.subln = nnx.Param(jnp.ones((N, 2 * cfg.head_size)))
         if cfg.diff == "v2":
             self.w_lambda = normal(D, cfg.heads // 2)
         self.cfg, self.run = cfg, run
 
-    def __call__(self, x_BLD, layer, rope, index_BL, start_BL, row_B=None, seed_32=None, cache=None):
-        """One layer: (new x, new cache). A query attends to slots start_BL to index_BL; index None: its own slot.
+    def __call__(
+        self, x_BLD, layer, rope, index_BL, start_BL, row_B=None, seed_32=None, cache=None
+    ):
+        """One layer: (new x, new cache). A query attends to slots start_BL to index_BL; index None:
+        its own slot.
 
-        seed_32 None: no dropout. New keys and values go to slots index_BL of cache (k [B, I, J, M, K], v [B, J, M, E]).
+        seed_32 None: no dropout. New keys and values go to slots index_BL of cache (k [B, I, J, M,
+        K], v [B, J, M, E]).
         """
         cfg, rate, tpu, (B, L, D) = self.cfg, self.run.dropout, self.run.tpu, x_BLD.shape
         I, K, floor = cfg.maps, cfg.head_size, cfg.diff == "seed"
@@ -222,10 +272,15 @@ class Block(nnx.Module):
         def heads(w_DIPK):
             if tpu:  # straight to head-major: no transpose of activations
                 return jnp.einsum("BLD,DIPK->BIPLK", n_BLD, w_DIPK)
-            return linear(n_BLD, w_DIPK.reshape(D, -1)).reshape(B, L, *w_DIPK.shape[1:]).transpose(0, 2, 3, 1, 4)
+            return (
+                linear(n_BLD, w_DIPK.reshape(D, -1))
+                .reshape(B, L, *w_DIPK.shape[1:])
+                .transpose(0, 2, 3, 1, 4)
+            )
 
-        # Queries and keys: from heads 2p, 2p + 1 side by side to map 1 of all pairs, then map 2. The two values of a
-        # pair stay one of size 2K. Then rotate queries and keys to their positions.
+        # Queries and keys: from heads 2p, 2p + 1 side by side to map 1 of all pairs, then map 2.
+        # The two values of a pair stay one of size 2K. Then rotate queries and keys to their
+        # positions.
         wq_DIPK = self.weight("wq", None, "tensor").reshape(D, -1, I, K).swapaxes(1, 2)
         wk_DIJK = self.weight("wk", None, "tensor").reshape(D, -1, I, K).swapaxes(1, 2)
         wv_D1JE = self.weight("wv", None, "tensor").reshape(D, 1, -1, I * K)
@@ -241,17 +296,27 @@ class Block(nnx.Module):
         lam = jnp.float32(0)
         if cfg.maps == 2:
             vectors = (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2)
-            lam = lambda_value(*(vector_K[...] for vector_K in vectors), lambda_init(layer), clamp=floor)
-        kernel = training_kernel(self.run.kernel, cfg.maps, cfg.head_size) if index_BL is None else None
+            lam = lambda_value(
+                *(vector_K[...] for vector_K in vectors), lambda_init(layer), clamp=floor
+            )
+        kernel = (
+            training_kernel(self.run.kernel, cfg.maps, cfg.head_size) if index_BL is None else None
+        )
         if kernel:
-            o_BPLE = on_each_device(functools.partial(kernel, floor=floor))(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL)
+            o_BPLE = on_each_device(functools.partial(kernel, floor=floor))(
+                q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL
+            )
         else:
-            o_BPLE = attention(q_BIPLK, k_BIJLK, v_BJLE, lam, index_BL, start_BL, floor=floor, block=self.run.block)
-        if kernel in (None, attention_tpu):  # the others name their results; with two names remat keeps them twice
+            o_BPLE = attention(
+                q_BIPLK, k_BIJLK, v_BJLE, lam, index_BL, start_BL, floor=floor, block=self.run.block
+            )
+        # the others name their results; with two names remat keeps them twice
+        if kernel in (None, attention_tpu):
             o_BPLE = checkpoint_name(o_BPLE, "attn")
 
-        # Differential heads are normed; 1 - lambda_init keeps gradients near those of a plain transformer. In V2 a pair
-        # of heads is subtracted, with a lambda per token and pair from the layer's input.
+        # Differential heads are normed; 1 - lambda_init keeps gradients near those of a plain
+        # transformer. In V2 a pair of heads is subtracted, with a lambda per token and pair from
+        # the layer's input.
         if cfg.maps == 2:
             o_BPLE = rms_norm(o_BPLE, self.subln[...], cfg.subln_eps)
             o_BPLE = o_BPLE * (1 - lambda_init(layer)).astype(o_BPLE.dtype)
@@ -280,7 +345,9 @@ class Block(nnx.Module):
         return shard(getattr(self, name)[...].astype(self.run.dtype), *spec)
 
     def barrier(self, x):
-        """x; on a TPU no fusion crosses it, which keeps norms out of the matmuls: a step is 4 % faster."""
+        """x; on a TPU no fusion crosses it, which keeps norms out of the matmuls: a step is 4 %
+        faster.
+        """
         return jax.lax.optimization_barrier(x) if self.run.tpu else x
 
 
@@ -290,31 +357,46 @@ def on_each_device(kernel):
         return kernel
     rows = batch_axes()
     specs = (PS(rows, None, "tensor"), PS(rows, None, "tensor"), PS(rows, "tensor"), PS(), PS(rows))
-    layout = {"in_specs": specs, "out_specs": PS(rows, "tensor"), "axis_names": {"tensor", *(rows or ())}}
+    layout = {
+        "in_specs": specs,
+        "out_specs": PS(rows, "tensor"),
+        "axis_names": {"tensor", *(rows or ())},
+    }
     return jax.shard_map(kernel, **layout, check_vma=False)
 
 
 def write(cache, k_BIJLK, v_BJLE, index_BL):
     """The cache with new keys and values at slots index_BL."""
     row_B1 = jnp.arange(len(index_BL))[:, None]
-    k_BIJMK = cache[0].at[row_B1, :, :, index_BL].set(k_BIJLK.transpose(0, 3, 1, 2, 4).astype(cache[0].dtype))
+    k_BIJMK = (
+        cache[0]
+        .at[row_B1, :, :, index_BL]
+        .set(k_BIJLK.transpose(0, 3, 1, 2, 4).astype(cache[0].dtype))
+    )
     v_BJME = cache[1].at[row_B1, :, index_BL].set(v_BJLE.swapaxes(1, 2).astype(cache[1].dtype))
     return k_BIJMK, v_BJME
 
 
 class MTP(nnx.Module):
-    """The second head: predicts x_{t+2} from the hidden state at x_t and the embedding of x_{t+1}."""
+    """The second head: predicts x_{t+2} from the hidden state at x_t and the embedding of
+    x_{t+1}.
+    """
 
     def __init__(self, cfg, rngs):
         D = cfg.width
-        self.norm_hidden, self.norm_embed, self.norm_out = (nnx.Param(jnp.ones(D)) for _ in range(3))
-        self.proj = nnx.Param(cfg.std(2 * D) * jax.random.normal(rngs.params(), (2 * D, D), jnp.float32))
+        self.norm_hidden, self.norm_embed, self.norm_out = (
+            nnx.Param(jnp.ones(D)) for _ in range(3)
+        )
+        self.proj = nnx.Param(
+            cfg.std(2 * D) * jax.random.normal(rngs.params(), (2 * D, D), jnp.float32)
+        )
         self.head = nnx.Param(0.02 * jax.random.normal(rngs.params(), (cfg.vocab, D), jnp.float32))
 
 
-# The backward scan adds the gradients of micro-batches to their sums in place: the sums pass through the forward pass
-# unchanged, their cotangent starts as their value, and each layer adds its gradient. A plain scan would stack the
-# gradients of all layers in a new array and then add that: 4 % of a step.
+# The backward scan adds the gradients of micro-batches to their sums in place: the sums pass
+# through the forward pass unchanged, their cotangent starts as their value, and each layer adds its
+# gradient. A plain scan would stack the gradients of all layers in a new array and then add that: 4
+# % of a step.
 
 
 @jax.custom_vjp
@@ -328,7 +410,9 @@ start_gradient.defvjp(lambda sums, x: (x, sums), lambda sums, dx: (sums, dx))
 
 @jax.custom_vjp
 def add_gradient(sums, params, layer):
-    """(params, sums); backwards, the gradient of params is added to row `layer` of the cotangent of sums."""
+    """(params, sums); backwards, the gradient of params is added to row `layer` of the cotangent of
+    sums.
+    """
     return params, sums
 
 
@@ -346,7 +430,9 @@ call_layer = jax.jit(Block.__call__)  # without dropout; traced once for all lay
 class PythonCoder(nnx.Module):
     def __init__(self, cfg, rngs, run=None):
         self.cfg, self.run = cfg, run or Run()
-        self.embed = nnx.Param(0.02 * jax.random.normal(rngs.params(), (cfg.vocab, cfg.width), jnp.float32))
+        self.embed = nnx.Param(
+            0.02 * jax.random.normal(rngs.params(), (cfg.vocab, cfg.width), jnp.float32)
+        )
         self.layers = Block(cfg, rngs, self.run)
         self.norm = nnx.Param(jnp.ones(cfg.width))
         if cfg.mtp:
@@ -355,31 +441,38 @@ class PythonCoder(nnx.Module):
     def rope(self, position_BL):
         cfg = self.cfg
         factor = cfg.yarn_factor if self.run.yarn else 1.0
-        return rope_table(position_BL, *rope_frequencies(cfg.head_size, cfg.theta, factor, cfg.positions))
+        return rope_table(
+            position_BL, *rope_frequencies(cfg.head_size, cfg.theta, factor, cfg.positions)
+        )
 
     def lookup(self, token_BL):
         """Embeddings [B, L, D] in the activations' dtype."""
         table_VD = self.embed[...]
-        # A split table is cast before it is gathered, which halves the traffic. A whole one is cast after the look-up,
-        # so that its gradient is scattered in float32.
+        # A split table is cast before it is gathered, which halves the traffic. A whole one is cast
+        # after the look-up, so that its gradient is scattered in float32.
         if batch_axes() and jax.sharding.get_abstract_mesh().size > 1:
             table_VD = shard(table_VD.astype(self.run.dtype), None)
-        scale = 50.0 if self.cfg.init_std == "fan_in" else 1.0  # a size of 0.02 suits the tied head, 1 suits the layers
+        # a size of 0.02 suits the tied head, 1 suits the layers
+        scale = 50.0 if self.cfg.init_std == "fan_in" else 1.0
         return shard(table_VD[token_BL].astype(self.run.dtype) * scale, batch_axes())
 
     def hidden(self, embed_BLD, segment_BL=None, position_BL=None, key=None, row_B=None, sums=None):
         """Final-normed hidden states [B, L, D] of whole rows, from their embeddings.
 
-        segment_BL numbers the documents packed into a row; attention does not cross them. position_BL restarts in each;
-        None counts along the row. `key` turns dropout on; row_B numbers the rows within the optimizer step. With
-        `sums`, a tree like the layers', the gradient of sums is sums + that of the layers, whose own is 0.
+        segment_BL numbers the documents packed into a row; attention does not cross them.
+        position_BL restarts in each; None counts along the row. `key` turns dropout on; row_B
+        numbers the rows within the optimizer step. With `sums`, a tree like the layers', the
+        gradient of sums is sums + that of the layers, whose own is 0.
         """
         B, L, _ = embed_BLD.shape
         slot_L = jnp.arange(L)
-        start_BL = jnp.zeros((B, L), jnp.int32)  # the slot where the document of each position starts
+        # the slot where the document of each position starts
+        start_BL = jnp.zeros((B, L), jnp.int32)
         if segment_BL is not None:
             border_BL = segment_BL[:, 1:] != segment_BL[:, :-1]
-            start_BL = start_BL.at[:, 1:].set(jax.lax.cummax(jnp.where(border_BL, slot_L[1:], 0), axis=1))
+            start_BL = start_BL.at[:, 1:].set(
+                jax.lax.cummax(jnp.where(border_BL, slot_L[1:], 0), axis=1)
+            )
         rope = self.rope(jnp.broadcast_to(slot_L, (B, L)) if position_BL is None else position_BL)
         row_B = jnp.arange(B) if row_B is None else row_B
         seed_N32 = None  # two seeds for each of the three dropouts of each layer
@@ -392,7 +485,9 @@ class PythonCoder(nnx.Module):
             return nnx.merge(graph, params)(x_BLD, layer, rope, None, start_BL, row_B, seed_32)[0]
 
         if self.run.remat != "none":
-            apply_layer = jax.checkpoint(apply_layer, policy=REMAT[self.run.remat], prevent_cse=False)
+            apply_layer = jax.checkpoint(
+                apply_layer, policy=REMAT[self.run.remat], prevent_cse=False
+            )
 
         def body(carry, inputs):
             (x_BLD, sums), (params, layer, seed_32) = carry, inputs
@@ -402,13 +497,17 @@ class PythonCoder(nnx.Module):
 
         params = nnx.to_pure_dict(params)
         params = params if sums is None else jax.lax.stop_gradient(params)
-        (x_BLD, sums), _ = jax.lax.scan(body, (embed_BLD, sums), (params, jnp.arange(self.cfg.layers), seed_N32))
+        (x_BLD, sums), _ = jax.lax.scan(
+            body, (embed_BLD, sums), (params, jnp.arange(self.cfg.layers), seed_N32)
+        )
         if sums is not None:
             x_BLD = start_gradient(sums, x_BLD)
         return rms_norm(x_BLD, self.norm[...], self.cfg.eps)
 
     def mtp_hidden(self, hidden_BLD, next_embed_BLD):
-        """Input of the MTP head at t, from the hidden state at t and the embedding of token t + 1; [B, L, D]."""
+        """Input of the MTP head at t, from the hidden state at t and the embedding of token t + 1;
+        [B, L, D].
+        """
         mtp, eps = self.mtp, self.cfg.eps
         h_BLD = rms_norm(hidden_BLD, mtp.norm_hidden[...], eps)
         e_BLD = rms_norm(next_embed_BLD, mtp.norm_embed[...], eps)
@@ -416,50 +515,83 @@ class PythonCoder(nnx.Module):
         return rms_norm(linear(jnp.concatenate([h_BLD, e_BLD], -1), proj), mtp.norm_out[...], eps)
 
     def logits(self, hidden_BLD, head="embed"):
-        """Float32 logits [B, L, V] of the main head, or of the MTP head (head="mtp"); for few positions at a time."""
+        """Float32 logits [B, L, V] of the main head, or of the MTP head (head="mtp"); for few
+        positions at a time.
+        """
         weight_VD = (self.embed if head == "embed" else self.mtp.head)[...].astype(hidden_BLD.dtype)
         return jnp.einsum("BLD,VD->BLV", hidden_BLD, weight_VD, preferred_element_type=jnp.float32)
 
-    def losses(self, token_BL, segment_BL, position_BL, key=None, row_B=None, z_loss=0.0, mtp=True, sums=None):
-        """Summed losses (main, mtp) of both heads, in nats; divide each by the sum of its mask of `target_masks`.
+    def losses(
+        self,
+        token_BL,
+        segment_BL,
+        position_BL,
+        key=None,
+        row_B=None,
+        z_loss=0.0,
+        mtp=True,
+        sums=None,
+    ):
+        """Summed losses (main, mtp) of both heads, in nats; divide each by the sum of its mask of
+        `target_masks`.
 
-        z_loss weighs logsumexp^2 of the main head. mtp=False omits the second head. For the others see `hidden`.
+        z_loss weighs logsumexp^2 of the main head. mtp=False omits the second head. For the others
+        see `hidden`.
         """
-        embed_BLD, chunk = self.lookup(token_BL), self.run.loss_tokens or (8192 if self.run.tpu else 2048)
+        embed_BLD, chunk = (
+            self.lookup(token_BL),
+            self.run.loss_tokens or (8192 if self.run.tpu else 2048),
+        )
         hidden_BLD = self.hidden(embed_BLD, segment_BL, position_BL, key, row_B, sums)
         main_BL, mtp_BL = target_masks(segment_BL)
         # labels are the tokens one and two positions on; the masks exclude those that wrap around
-        main = cross_entropy(hidden_BLD, self.embed[...], jnp.roll(token_BL, -1, 1), main_BL, z_loss, chunk)
+        main = cross_entropy(
+            hidden_BLD, self.embed[...], jnp.roll(token_BL, -1, 1), main_BL, z_loss, chunk
+        )
         if not (mtp and self.cfg.mtp):
             return main, jnp.float32(0)
         draft_BLD = self.mtp_hidden(hidden_BLD, jnp.roll(embed_BLD, -1, 1))
-        return main, cross_entropy(draft_BLD, self.mtp.head[...], jnp.roll(token_BL, -2, 1), mtp_BL, 0.0, chunk)
+        return main, cross_entropy(
+            draft_BLD, self.mtp.head[...], jnp.roll(token_BL, -2, 1), mtp_BL, 0.0, chunk
+        )
 
     def step(self, cache, token_BL, index_BL):
-        """Hidden states [B, L, D] of new tokens at slots (and positions) index_BL of a cache, and the new cache."""
+        """Hidden states [B, L, D] of new tokens at slots (and positions) index_BL of a cache, and
+        the new cache.
+        """
         x_BLD, rope = self.lookup(token_BL), self.rope(index_BL)
         start_BL, cache = jnp.zeros_like(index_BL), list(cache)
-        for i in range(self.cfg.layers):  # a cache per layer: slicing a stacked one would copy it for every token
+        # a cache per layer: slicing a stacked one would copy it for every token
+        for i in range(self.cfg.layers):
             layer = jax.tree.map(lambda a, i=i: a[i], self.layers)
-            x_BLD, cache[i] = call_layer(layer, x_BLD, jnp.int32(i), rope, index_BL, start_BL, cache=cache[i])
+            x_BLD, cache[i] = call_layer(
+                layer, x_BLD, jnp.int32(i), rope, index_BL, start_BL, cache=cache[i]
+            )
         return rms_norm(x_BLD, self.norm[...], self.cfg.eps), cache
 
     def draft(self, hidden_B1D, token_B1):
-        """Logits [B, 1, V] of the token after token_B1, from the hidden state that predicted token_B1."""
+        """Logits [B, 1, V] of the token after token_B1, from the hidden state that predicted
+        token_B1.
+        """
         return self.logits(self.mtp_hidden(hidden_B1D, self.lookup(token_B1)), "mtp")
 
     def new_cache(self, batch, slots):
         """Empty keys and values, a pair for each layer."""
         I, J, K = self.cfg.maps, self.cfg.kv_heads // self.cfg.maps, self.cfg.head_size
         shapes = (batch, I, J, slots, K), (batch, J, slots, I * K)
-        return [tuple(jnp.zeros(shape, self.run.dtype) for shape in shapes) for _ in range(self.cfg.layers)]
+        return [
+            tuple(jnp.zeros(shape, self.run.dtype) for shape in shapes)
+            for _ in range(self.cfg.layers)
+        ]
 
 
 # ---- losses --------------------------------------------------------------------------------------------------------
 
 
 def target_masks(segment_BL):
-    """(main, mtp): float32 masks [B, L] of the positions whose target, 1 or 2 on, is of their document (0: padding)."""
+    """(main, mtp): float32 masks [B, L] of the positions whose target, 1 or 2 on, is of their
+    document (0: padding).
+    """
 
     def mask(ahead):
         later_BL = jnp.roll(segment_BL, -ahead, -1)  # the last `ahead` wrap around
@@ -471,39 +603,54 @@ def target_masks(segment_BL):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, z_loss=0.0, chunk_tokens=2048):
-    """sum over mask of [logsumexp(z) - z_label + z_loss logsumexp(z)^2], z = hidden weight^T: float32, in nats.
+    """sum over mask of [logsumexp(z) - z_label + z_loss logsumexp(z)^2], z = hidden weight^T:
+    float32, in nats.
 
-    Never holds [B, L, V]: a scan over chunks of about chunk_tokens tokens makes their logits, and at once their
-    gradients, dz = mask (softmax(z) (1 + 2 z_loss lse) - onehot). That is three vocabulary matmuls; recomputing the
-    logits in the backward pass would take four. The weight is cast to hidden's dtype, its gradient summed in float32.
+    Never holds [B, L, V]: a scan over chunks of about chunk_tokens tokens makes their logits, and
+    at once their gradients, dz = mask (softmax(z) (1 + 2 z_loss lse) - onehot). That is three
+    vocabulary matmuls; recomputing the logits in the backward pass would take four. The weight is
+    cast to hidden's dtype, its gradient summed in float32.
     """
     # the forward pass makes the gradients too; where nobody wants them the compiler drops them
     return _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, z_loss, chunk_tokens)[0]
 
 
 def _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, z_loss, chunk_tokens):
-    """(loss, (dhidden, dweight)). On a mesh each device sums over its own rows; one reduction ends it."""
+    """(loss, (dhidden, dweight)). On a mesh each device sums over its own rows; one reduction ends
+    it.
+    """
     axes = batch_axes() if jax.sharding.get_abstract_mesh().size > 1 else None
-    of_rows = functools.partial(_cross_entropy_of_rows, z_loss=z_loss, chunk_tokens=chunk_tokens, axes=axes)
+    of_rows = functools.partial(
+        _cross_entropy_of_rows, z_loss=z_loss, chunk_tokens=chunk_tokens, axes=axes
+    )
     if axes:
         rows, replicated = PS(BATCH), PS()
-        layout = {"in_specs": (rows, replicated, rows, rows), "out_specs": (replicated, (rows, replicated))}
+        layout = {
+            "in_specs": (rows, replicated, rows, rows),
+            "out_specs": (replicated, (rows, replicated)),
+        }
         of_rows = jax.shard_map(of_rows, **layout, axis_names=set(axes), check_vma=False)
-    return of_rows(hidden_BLD, shard(weight_VD.astype(hidden_BLD.dtype), "tensor"), label_BL, mask_BL)
+    return of_rows(
+        hidden_BLD, shard(weight_VD.astype(hidden_BLD.dtype), "tensor"), label_BL, mask_BL
+    )
 
 
 def _cross_entropy_of_rows(hidden_BLD, weight_VD, label_BL, mask_BL, *, z_loss, chunk_tokens, axes):
     B, L, D = hidden_BLD.shape
-    # the most positions of each row that divide its length and make no more than chunk_tokens tokens
+    # the most positions of each row that divide its length and make no more than chunk_tokens
+    # tokens
     C = next(c for c in range(min(L, max(1, chunk_tokens // B)), 0, -1) if L % c == 0)
 
-    def chunks(x_BL):  # [n, T, ...], T = B C: with one axis of tokens each product is one plain matmul
+    # [n, T, ...], T = B C: with one axis of tokens each product is one plain matmul
+    def chunks(x_BL):
         x_nBC = x_BL.reshape(B, L // C, C, *x_BL.shape[2:]).swapaxes(0, 1)
         return x_nBC.reshape(L // C, B * C, *x_BL.shape[2:])
 
     step = functools.partial(_cross_entropy_of_chunk, weight_VD, z_loss)
     carry = jnp.float32(0), jnp.zeros(weight_VD.shape, jnp.float32)
-    (loss, dweight_VD), dhidden_nTD = jax.lax.scan(step, carry, jax.tree.map(chunks, (hidden_BLD, label_BL, mask_BL)))
+    (loss, dweight_VD), dhidden_nTD = jax.lax.scan(
+        step, carry, jax.tree.map(chunks, (hidden_BLD, label_BL, mask_BL))
+    )
     dhidden_BLD = dhidden_nTD.reshape(L // C, B, C, D).swapaxes(0, 1).reshape(B, L, D)
     # the one-hot part of dweight is a scatter
     dweight_VD = dweight_VD.at[label_BL].add(-hidden_BLD.astype(jnp.float32) * mask_BL[..., None])
@@ -513,10 +660,13 @@ def _cross_entropy_of_rows(hidden_BLD, weight_VD, label_BL, mask_BL, *, z_loss, 
 
 
 def _cross_entropy_of_chunk(weight_VD, z_loss, carry, chunk):
-    """A step of the scan: the carry is the loss and dweight so far without its one-hot part, the result is dhidden."""
+    """A step of the scan: the carry is the loss and dweight so far without its one-hot part, the
+    result is dhidden.
+    """
     (loss, dweight_VD), (h_TD, label_T, mask_T) = carry, chunk
-    # e^(logit - label's logit), whose sum is 1 / p(label). As no maximum comes first, a TPU sums while it multiplies.
-    # So that their sum over 10^5 ids is finite, no logit counts for more than the label's + 75.
+    # e^(logit - label's logit), whose sum is 1 / p(label). As no maximum comes first, a TPU sums
+    # while it multiplies. So that their sum over 10^5 ids is finite, no logit counts for more than
+    # the label's + 75.
     row_TD = weight_VD[label_T]
     target_T = jnp.sum(h_TD.astype(jnp.float32) * row_TD.astype(jnp.float32), -1)
     logits_TV = jnp.einsum("TD,VD->TV", h_TD, weight_VD).astype(jnp.float32)
@@ -524,7 +674,8 @@ def _cross_entropy_of_chunk(weight_VD, z_loss, carry, chunk):
     sum_T = jnp.sum(e_TV, -1, dtype=jnp.float32)
     lse_T = target_T + jnp.log(sum_T)
     loss += jnp.sum((jnp.log(sum_T) + z_loss * lse_T**2) * mask_T)
-    # dhidden = dz W: softmax = e / sum, whose factors per token wait for the product, less the label's row
+    # dhidden = dz W: softmax = e / sum, whose factors per token wait for the product, less the
+    # label's row
     scale_T1 = (mask_T * (1 + 2 * z_loss * lse_T) / sum_T)[:, None]
     dh_TD = jnp.einsum("TV,VD->TD", e_TV, weight_VD, preferred_element_type=jnp.float32) * scale_T1
     dh_TD -= row_TD * mask_T[:, None]
@@ -546,7 +697,9 @@ cross_entropy.defvjp(_cross_entropy, _cross_entropy_backward)
 
 
 def new_params(cfg, seed):
-    """Fresh float32 parameters as a plain nested dict of arrays: {"embed", "layers": {"wq", ...}, "norm", "mtp"}."""
+    """Fresh float32 parameters as a plain nested dict of arrays: {"embed", "layers": {"wq", ...},
+    "norm", "mtp"}.
+    """
     return nnx.to_pure_dict(nnx.state(PythonCoder(cfg, nnx.Rngs(seed))))
 
 
@@ -563,21 +716,28 @@ def param_shapes(cfg):
 
 def count_params(cfg):
     """{name: parameters} of the parts of the model, and their "total"."""
-    counts = {name: sum(x.size for x in jax.tree.leaves(part)) for name, part in param_shapes(cfg).items()}
+    counts = {
+        name: sum(x.size for x in jax.tree.leaves(part)) for name, part in param_shapes(cfg).items()
+    }
     return counts | {"total": sum(counts.values())}
 
 
 def flops_per_token(cfg, length):
-    """Training FLOPs of one token in a row of `length`: 6 per matmul parameter, and causal attention."""
+    """Training FLOPs of one token in a row of `length`: 6 per matmul parameter, and causal
+    attention.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(param_shapes(cfg))
     matmul = sum(leaf.size for path, leaf in leaves if path[-1].key in {*SHARDING, "w_lambda"})
-    # A head takes 2K for a score, a differential head 2E = 4K for a value: 4K per head and query-key pair in all. Three
-    # times that with the backward pass, over length / 2 keys on average.
+    # A head takes 2K for a score, a differential head 2E = 4K for a value: 4K per head and
+    # query-key pair in all. Three times that with the backward pass, over length / 2 keys on
+    # average.
     return 6 * matmul + 3 * cfg.layers * cfg.heads * 4 * cfg.head_size * length / 2
 
 
 def shardings(mesh, tree):
-    """A NamedSharding for each leaf of a tree of parameters, or of optimizer moments, by its name."""
+    """A NamedSharding for each leaf of a tree of parameters, or of optimizer moments, by its
+    name.
+    """
 
     def layout(path, _):
         # the innermost name that SHARDING knows: optimizers wrap parameters in tuples of their own
@@ -590,11 +750,19 @@ def shardings(mesh, tree):
 def read_config(folder, meta):
     """The Config of a checkpoint in `folder`, from its metadata. ValueError for another family."""
     try:
-        if min(meta["model"].get(name, 1) for name in "vocab width layers heads kv_heads head_size ffn".split()) < 1:
+        if (
+            min(
+                meta["model"].get(name, 1)
+                for name in "vocab width layers heads kv_heads head_size ffn".split()
+            )
+            < 1
+        ):
             raise ValueError(f"a size of {meta['model']} is below 1")
         return Config(**meta["model"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder} holds no PythonCoder ({error}); is it a Dream, or of another version?") from None
+        raise ValueError(
+            f"{folder} holds no PythonCoder ({error}); is it a Dream, or of another version?"
+        ) from None
 
 
 # ---- sampling ------------------------------------------------------------------------------------------------------
@@ -605,28 +773,39 @@ class Sampling:
     temperature: float = 0.0  # 0 takes the likeliest token
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
     top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches top_p
-    vocab: int = 0  # number of tokens; rows of the embedding from here on are never drawn; 0: all rows are tokens
+    # number of tokens; rows of the embedding from here on are never drawn; 0: all rows are tokens
+    vocab: int = 0
     eos: int = -1  # ends a text; -1: nothing does
     no_repeat_ngram: int = 0  # no n-gram of this length occurs twice in a text; 0: off
     speculate: bool = True  # let the MTP head draft every second token
 
 
 def probabilities(logits_V, rule):
-    """Float32 probabilities [..., V] after temperature, top-k, then top-p; temperature 0: 1 at the first maximum."""
+    """Float32 probabilities [..., V] after temperature, top-k, then top-p; temperature 0: 1 at the
+    first maximum.
+    """
     V = logits_V.shape[-1]
     if rule.vocab:
         logits_V = jnp.where(jnp.arange(V) < rule.vocab, logits_V, -jnp.inf)
     if rule.temperature == 0:
         return jax.nn.one_hot(jnp.argmax(logits_V, -1), V)
     width = 1 if jax.default_backend() == "cpu" else 3  # for speed alone
-    return diffusion.softmax(diffusion.filter_logits(logits_V, rule.temperature, rule.top_k, rule.top_p, "mdlm", width))
+    return diffusion.softmax(
+        diffusion.filter_logits(logits_V, rule.temperature, rule.top_k, rule.top_p, "mdlm", width)
+    )
 
 
 def without_repeats(logits_BV, token_BM, length_B, n):
-    """Logits of the token after token_BM[:, :length_B], -inf where it repeats an n-gram. Ref: arXiv:1705.04304, 2.5."""
+    """Logits of the token after token_BM[:, :length_B], -inf where it repeats an n-gram. Ref:
+    arXiv:1705.04304, 2.5.
+    """
     if n == 0:
         return logits_BV
-    row_B1, index_M, back_N = jnp.arange(len(length_B))[:, None], jnp.arange(token_BM.shape[1]), jnp.arange(1, n)
+    row_B1, index_M, back_N = (
+        jnp.arange(len(length_B))[:, None],
+        jnp.arange(token_BM.shape[1]),
+        jnp.arange(1, n),
+    )
     # True at tokens that follow an earlier copy of the last n - 1 tokens
     last_BN = token_BM[row_B1, length_B[:, None] - back_N]
     followed_BM = (token_BM[:, index_M[:, None] - back_N] == last_BN[:, None]).all(-1)
@@ -636,11 +815,13 @@ def without_repeats(logits_BV, token_BM, length_B, n):
 
 
 def draw(p_BV, key, position_B, rule):
-    """The token of each row at its position from unnormalised probabilities; the argmax at temperature 0.
+    """The token of each row at its position from unnormalised probabilities; the argmax at
+    temperature 0.
 
-    It is the argmax of log p plus Gumbel noise, which depends on key, row and position alone. A draft is accepted where
-    it is the token that the model draws with the same noise, so drafts do not change a text. At most 0.2 % fewer are
-    accepted than by min(1, p/q) (bench/LOG.md). Ref: arXiv:2408.07978.
+    It is the argmax of log p plus Gumbel noise, which depends on key, row and position alone. A
+    draft is accepted where it is the token that the model draws with the same noise, so drafts do
+    not change a text. At most 0.2 % fewer are accepted than by min(1, p/q) (bench/LOG.md). Ref:
+    arXiv:2408.07978.
     """
     if rule.temperature == 0:
         return jnp.argmax(p_BV, -1).astype(jnp.int32)
@@ -651,17 +832,27 @@ def draw(p_BV, key, position_B, rule):
 
 @functools.partial(jax.jit, static_argnames=("slots", "rule"))
 def start(model, prompt_BL, length_B, limit_B, key, slots, rule):
-    """Prefill: one pass over the prompts prompt_BL[:, :length_B], and one token each; the state that `advance` takes.
+    """Prefill: one pass over the prompts prompt_BL[:, :length_B], and one token each; the state
+    that `advance` takes.
 
-    Its cache and texts token_BM have `slots` > limit_B slots. A row ends at limit_B tokens or after rule.eos.
+    Its cache and texts token_BM have `slots` > limit_B slots. A row ends at limit_B tokens or after
+    rule.eos.
     """
     (B, L), row_B = prompt_BL.shape, jnp.arange(len(prompt_BL))
-    hidden_BLD, cache = model.step(model.new_cache(B, slots), prompt_BL, jnp.broadcast_to(jnp.arange(L), (B, L)))
+    hidden_BLD, cache = model.step(
+        model.new_cache(B, slots), prompt_BL, jnp.broadcast_to(jnp.arange(L), (B, L))
+    )
     hidden_B1D = hidden_BLD[row_B, length_B - 1][:, None]  # of each prompt's last token
-    logits_BV = without_repeats(model.logits(hidden_B1D)[:, 0], prompt_BL, length_B, rule.no_repeat_ngram)
+    logits_BV = without_repeats(
+        model.logits(hidden_B1D)[:, 0], prompt_BL, length_B, rule.no_repeat_ngram
+    )
     first_B = draw(probabilities(logits_BV, rule), key, length_B, rule)
     state = {
-        "token_BM": jnp.zeros((B, slots), jnp.int32).at[:, :L].set(prompt_BL).at[row_B, length_B].set(first_B),
+        "token_BM": jnp.zeros((B, slots), jnp.int32)
+        .at[:, :L]
+        .set(prompt_BL)
+        .at[row_B, length_B]
+        .set(first_B),
         "length_B": length_B + 1,
         "limit_B": limit_B,
         "done_B": (first_B == rule.eos) | (length_B + 1 >= limit_B),
@@ -678,30 +869,42 @@ def start(model, prompt_BL, length_B, limit_B, key, slots, rule):
 
 def propose(model, hidden_B1D, token_B, key, position_B, rule):
     """A draft of the token at this position, after token_B, by the MTP head."""
-    return draw(probabilities(model.draft(hidden_B1D, token_B[:, None])[:, 0], rule), key, position_B, rule)
+    return draw(
+        probabilities(model.draft(hidden_B1D, token_B[:, None])[:, 0], rule), key, position_B, rule
+    )
 
 
 @functools.partial(jax.jit, static_argnames="rule", donate_argnames="state")
 def advance(model, state, passes, rule):
-    """Up to `passes` further forward passes over all rows in one while loop, of one or two new tokens per row.
+    """Up to `passes` further forward passes over all rows in one while loop, of one or two new
+    tokens per row.
 
-    With speculation a pass reads the last token x_t and the draft of x_{t+1}: where the draft is accepted, its position
-    gives x_{t+2}. The cache slot of a rejected draft is overwritten by the next pass.
+    With speculation a pass reads the last token x_t and the draft of x_{t+1}: where the draft is
+    accepted, its position gives x_{t+2}. The cache slot of a rejected draft is overwritten by the
+    next pass.
     """
     row_B = jnp.arange(len(state["length_B"]))
 
     def body(state):
-        token_BM, length_B, done_B, key = state["token_BM"], state["length_B"], state["done_B"], state["key"]
+        token_BM, length_B, done_B, key = (
+            state["token_BM"],
+            state["length_B"],
+            state["done_B"],
+            state["key"],
+        )
         # The input is the last token, and the draft of the next one (L = 2).
         input_BL = token_BM[row_B, length_B - 1][:, None]
         if rule.speculate:
             input_BL = jnp.concatenate([input_BL, state["draft_B"][:, None]], 1)
         index_BL = length_B[:, None] + jnp.arange(input_BL.shape[1])
         hidden_BLD, cache = model.step(state["cache"], input_BL, index_BL - 1)
-        token_BM = token_BM.at[row_B[:, None], index_BL[:, :-1]].set(input_BL[:, 1:])  # the draft, for now
+        # the draft, for now
+        token_BM = token_BM.at[row_B[:, None], index_BL[:, :-1]].set(input_BL[:, 1:])
         logits_BLV = model.logits(hidden_BLD)
         texts = [(logits_BLV[:, i], token_BM, length_B + i) for i in range(input_BL.shape[1])]
-        p_BLV = probabilities(jnp.stack([without_repeats(*text, rule.no_repeat_ngram) for text in texts], 1), rule)
+        p_BLV = probabilities(
+            jnp.stack([without_repeats(*text, rule.no_repeat_ngram) for text in texts], 1), rule
+        )
         state = state | {"cache": cache, "passes": state["passes"] - 1}
         newest_B = draw(p_BLV[:, 0], key, length_B, rule)
         new_BL, extra_B = newest_B[:, None], 0
@@ -709,10 +912,14 @@ def advance(model, state, passes, rule):
             # The token after the draft counts where the draft is what was drawn.
             new_BL = jnp.stack([newest_B, draw(p_BLV[:, 1], key, length_B + 1, rule)], 1)
             accepted_B = newest_B == state["draft_B"]
-            extra_B = (accepted_B & (newest_B != rule.eos) & (length_B + 1 < state["limit_B"])).astype(jnp.int32)
+            extra_B = (
+                accepted_B & (newest_B != rule.eos) & (length_B + 1 < state["limit_B"])
+            ).astype(jnp.int32)
             # Draft the token after the newest, from the hidden state that predicted the newest.
             newest_B, of_newest_B1D = new_BL[row_B, extra_B], hidden_BLD[row_B, extra_B][:, None]
-            state["draft_B"] = propose(model, of_newest_B1D, newest_B, key, length_B + 1 + extra_B, rule)
+            state["draft_B"] = propose(
+                model, of_newest_B1D, newest_B, key, length_B + 1 + extra_B, rule
+            )
             state["accepted_B"] += accepted_B & ~done_B
         length_B = jnp.where(done_B, length_B, length_B + 1 + extra_B)
         return state | {
@@ -723,21 +930,27 @@ def advance(model, state, passes, rule):
         }
 
     state |= {"passes": passes}
-    return jax.lax.while_loop(lambda state: (state["passes"] > 0) & ~jnp.all(state["done_B"]), body, state)
+    return jax.lax.while_loop(
+        lambda state: (state["passes"] > 0) & ~jnp.all(state["done_B"]), body, state
+    )
 
 
 def generate(model, prompts, max_new, rule, key, on_tokens=None, chunk=16):
-    """Continue prompts (lists of token ids, any lengths): ([new ids of each], {"forwards", "accepted", "tokens"}).
+    """Continue prompts (lists of token ids, any lengths): ([new ids of each], {"forwards",
+    "accepted", "tokens"}).
 
-    Lengths are padded to powers of two, so that few shapes are compiled. After every `chunk` forward passes
-    on_tokens(texts so far) may print, or return True to end the call. Raises ValueError for an empty prompt, or a text
-    longer than cfg.positions * yarn_factor; above cfg.positions the rotary table is YaRN's.
+    Lengths are padded to powers of two, so that few shapes are compiled. After every `chunk`
+    forward passes on_tokens(texts so far) may print, or return True to end the call. Raises
+    ValueError for an empty prompt, or a text longer than cfg.positions * yarn_factor; above
+    cfg.positions the rotary table is YaRN's.
     """
     cfg = model.cfg
     length_B = np.array([len(prompt) for prompt in prompts], np.int32)
     longest, reach = int(length_B.max()) + max_new, int(cfg.positions * cfg.yarn_factor)
     if longest > reach:
-        raise ValueError(f"{longest} tokens do not fit: the model reaches {reach} positions; lower max_new")
+        raise ValueError(
+            f"{longest} tokens do not fit: the model reaches {reach} positions; lower max_new"
+        )
     if length_B.min() == 0:
         raise ValueError("an empty prompt: give at least one token")
 
@@ -750,10 +963,15 @@ def generate(model, prompts, max_new, rule, key, on_tokens=None, chunk=16):
     # The rotary table is chosen once, for the longest text: a cache holds rotated keys.
     run = dataclasses.replace(model.run, yarn=longest > cfg.positions)
     model = nnx.merge(graph_of(cfg, run), nnx.state(model))
-    state = start(model, prompt_BL, length_B, length_B + max_new, key, slots=padded(longest + 2), rule=rule)
+    state = start(
+        model, prompt_BL, length_B, length_B + max_new, key, slots=padded(longest + 2), rule=rule
+    )
     while True:  # waits for the device once per chunk
         token_BM, end_B, done_B = (np.asarray(state[k]) for k in ("token_BM", "length_B", "done_B"))
-        texts = [row[begin:end].tolist() for row, begin, end in zip(token_BM, length_B, end_B, strict=True)]
+        texts = [
+            row[begin:end].tolist()
+            for row, begin, end in zip(token_BM, length_B, end_B, strict=True)
+        ]
         if (on_tokens and on_tokens(texts)) or done_B.all():
             break
         state = advance(model, state, chunk, rule=rule)

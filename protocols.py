@@ -1,17 +1,21 @@
-"""How public harnesses ask a model for programs and cut its answers: one record per harness and task.
+"""How public harnesses ask a model for programs and cut its answers: one record per harness and
+task.
 
     python benchmarks.py --task=humaneval --model=dream --protocol=dream_instruct    # asks, cuts and runs as Dream's
     python bench/explain.py --task=humaneval --samples=out/humaneval/samples.jsonl   # cuts the same texts as each one
 
-Most scores that do not reproduce differ here, not in the model. Prompts, candidates and tests equal those of the
-harness byte for byte: see tests/test_golden_protocols.py. "ours" is our own record; it loses the fewest right answers.
+Most scores that do not reproduce differ here, not in the model. Prompts, candidates and tests equal
+those of the harness byte for byte: see tests/test_golden_protocols.py. "ours" is our own record; it
+loses the fewest right answers.
 
     prompt(protocol, question)           text for the tokenizer
     candidate(protocol, text, question)  the code in a model's text
-    program(protocol, code, question)    the code that runs before target(protocol, question), the tests
+    program(protocol, code, question)    the code that runs before target(protocol, question), the
+    tests
 
-Sources: lm_eval 4e7e0d4; Dream fac0a7f; Fast-dLLM 24cc59e; Dream-Coder 87409da with d3LLM e5bfcac; evalplus 26d6d00;
-Qwen2.5-Coder d5ead97; human-eval 6d43fb9. Other harnesses and older versions: bench/explain.py.
+Sources: lm_eval 4e7e0d4; Dream fac0a7f; Fast-dLLM 24cc59e; Dream-Coder 87409da with d3LLM e5bfcac;
+evalplus 26d6d00; Qwen2.5-Coder d5ead97; human-eval 6d43fb9. Other harnesses and older versions:
+bench/explain.py.
 """
 
 import ast
@@ -27,7 +31,8 @@ class Question(typing.NamedTuple):
     """What a protocol knows about a problem."""
 
     entry: str = ""  # name of the function to write
-    prompt: str = ""  # HumanEval's, or the docstring that EvalPlus makes of MBPP's text and first assert
+    # HumanEval's, or the docstring that EvalPlus makes of MBPP's text and first assert
+    prompt: str = ""
     test: str = ""  # HumanEval's check()
     text: str = ""  # MBPP's description
     tests: tuple = ()  # MBPP's asserts
@@ -39,8 +44,10 @@ class Question(typing.NamedTuple):
 class Protocol(typing.NamedTuple):
     ask: typing.Callable  # (question, solved problems) -> the user's text
     data: tuple = ("humaneval",)  # keys of DATA: the problems of the harness
-    system: str | None = None  # system text of the chat; "" is the model's own template, None is no chat
-    prefix: str = ""  # beginning of the answer, which the model continues; {prompt} is the question's
+    # system text of the chat; "" is the model's own template, None is no chat
+    system: str | None = None
+    # beginning of the answer, which the model continues; {prompt} is the question's
+    prefix: str = ""
     trims: bool = False  # transformers' continue_final_message handles the prefix, see prompt()
     shots: int = 0  # solved problems in the prompt
     bos: bool = False  # the prompt begins with the beginning-of-text token
@@ -48,17 +55,21 @@ class Protocol(typing.NamedTuple):
     max_new: int = 512  # new tokens at most
     temperature: float = 0.0
     top_p: float = 1.0
-    top_k: int = 0  # 50 where the harness names none: transformers' default (4.46 to 4.52) without a generation_config
+    # 50 where the harness names none: transformers' default (4.46 to 4.52) without a
+    # generation_config
+    top_k: int = 0
     ends: tuple = ("<|endoftext|>",)  # special tokens that end a text
     drops: bool = False  # other special tokens are removed; the text after them stays
     stops: tuple = ()  # stop strings
-    stop_rule: typing.Literal["cut", "extract", "none"] = "cut"  # cut at the first stop string, extract(), or neither
+    # cut at the first stop string, extract(), or neither
+    stop_rule: typing.Literal["cut", "extract", "none"] = "cut"
     rules: tuple = ()  # functions (text, question) -> text, applied in order
     prompt_first: bool = False  # the prompt runs in front of the candidate
     frame: tuple = ("", "")  # text in front of the tests, and after them
     ours: bool = False  # our own record, not a harness'
     limit_s: float = 3.0  # processor seconds for all tests of a candidate
-    factor: float = 0.0  # the limit is at least this times the time of the reference solution; 0: no such rule
+    # the limit is at least this times the time of the reference solution; 0: no such rule
+    factor: float = 0.0
 
 
 DATA = {  # file of the problems, and how many it holds
@@ -76,13 +87,17 @@ EXPERT = "You are an expert Python programmer, and here is your task:"
 
 
 def filled(template, q):
-    return template.format(prompt=q.prompt, stripped=q.prompt.strip(), text=q.text, tests="\n".join(q.tests[:3]))
+    return template.format(
+        prompt=q.prompt, stripped=q.prompt.strip(), text=q.text, tests="\n".join(q.tests[:3])
+    )
 
 
 def asks(question, answer=""):
-    """A function (question, solved problems) -> prompt of two templates: one for a question, one for its solution.
+    """A function (question, solved problems) -> prompt of two templates: one for a question, one
+    for its solution.
 
-    {prompt}, {stripped}, {text} and {tests}, the first three asserts, are the question's; {code} is the solution.
+    {prompt}, {stripped}, {text} and {tests}, the first three asserts, are the question's; {code} is
+    the solution.
     """
 
     def ask(q, solved=()):
@@ -93,14 +108,21 @@ def asks(question, answer=""):
 
 
 # Ref: Austin et al., arXiv:2108.07732
-ask_austin = asks(EXPERT + " {text} Your code should pass these tests:\n\n{tests}\n[BEGIN]\n", "{code}\n[DONE]\n\n")
+ask_austin = asks(
+    EXPERT + " {text} Your code should pass these tests:\n\n{tests}\n[BEGIN]\n",
+    "{code}\n[DONE]\n\n",
+)
 
 
 def ask_ours(q, solved):
-    """HumanEval's prompt without its last newline, which suits BPEs; MBPP as Austin et al., MBPP+ as EvalPlus."""
+    """HumanEval's prompt without its last newline, which suits BPEs; MBPP as Austin et al., MBPP+
+    as EvalPlus.
+    """
     if not q.text:
         return q.prompt.strip() + "\n" if q.prompt.startswith('"""') else q.prompt.rstrip()
-    *shots, last = (each._replace(text=each.text.strip(), code=each.code.strip()) for each in (*solved, q))
+    *shots, last = (
+        each._replace(text=each.text.strip(), code=each.code.strip()) for each in (*solved, q)
+    )
     return ask_austin(last, shots)
 
 
@@ -114,10 +136,11 @@ def ask_ours_chat(q, solved):
 
 
 def prompt(protocol, q, trim_prefix=True):
-    """The text for the tokenizer, before BOS. The chat template is ChatML, as in Dream, DiffuCoder and Qwen.
+    """The text for the tokenizer, before BOS. The chat template is ChatML, as in Dream, DiffuCoder
+    and Qwen.
 
-    trim_prefix: transformers 4.46, which Dream's harness pins, strips whitespace at the end of the answer's prefix;
-    4.49, which Fast-dLLM's pins, keeps it.
+    trim_prefix: transformers 4.46, which Dream's harness pins, strips whitespace at the end of the
+    answer's prefix; 4.49, which Fast-dLLM's pins, keeps it.
     """
     asked = protocol.ask(q, q.shots[: protocol.shots])
     prefix = protocol.prefix.replace("{prompt}", q.prompt)
@@ -130,14 +153,17 @@ def prompt(protocol, q, trim_prefix=True):
 
 # ---- rules: from a text to a candidate -----------------------------------------------------------------------------
 
-SPECIAL = re.compile(  # tokens that Qwen2.5's and Dream's tokenizer remove with skip_special_tokens=True
+# tokens that Qwen2.5's and Dream's tokenizer remove with skip_special_tokens=True
+SPECIAL = re.compile(
     r"<\|(endoftext|im_start|im_end|mask|beginoftext|object_ref_start|object_ref_end|box_start|box_end|quad_start|"
     r"quad_end|vision_start|vision_end|vision_pad|image_pad|video_pad)\|>"
 )
 
 
 def first_of(text, stops, start=0):
-    """Where the first of these strings begins, at `start` or after it; the length of the text if there is none."""
+    """Where the first of these strings begins, at `start` or after it; the length of the text if
+    there is none.
+    """
     return min((i for i in (text.find(stop, start) for stop in stops) if i >= 0), default=len(text))
 
 
@@ -184,7 +210,9 @@ def dream_fence(text, q):
 
 
 def last_block(text, q):
-    """LiveCodeBench's rule: the lines between the last two fences; the whole text if it has none."""
+    """LiveCodeBench's rule: the lines between the last two fences; the whole text if it has
+    none.
+    """
     lines = text.split("\n")
     fences = [i for i, line in enumerate(lines) if "```" in line]
     if not fences:
@@ -215,7 +243,8 @@ def first_error(lines):
 def longest_program(lines, least):
     """The longest run of at least `least` lines that is a program; "" if there is none.
 
-    Blank lines do not count, and only those in front stay. Of equal runs the first and shortest is taken.
+    Blank lines do not count, and only those in front stay. Of equal runs the first and shortest is
+    taken.
     """
     best, most, tried = [], 0, 0
     for first in range(len(lines)):
@@ -224,7 +253,8 @@ def longest_program(lines, least):
             run, tried = run[: error - 1], tried + len(run)
             if tried > 1_000_000:
                 raise ValueError("a text in which it takes too long to find a program")
-        while len(run) > least and not run[-1].strip() and not first_error(run[:-1]):  # after a last \ they are needed
+        # after a last \ they are needed
+        while len(run) > least and not run[-1].strip() and not first_error(run[:-1]):
             run = run[:-1]
         length = sum(bool(line.strip()) for line in run)
         if len(run) >= least and length > most:
@@ -248,7 +278,8 @@ def has_return(node):
 
 
 def dream_sanitize(text, q):
-    """The imports, and the functions with a return, classes and assignments that the entry point needs, unparsed.
+    """The imports, and the functions with a return, classes and assignments that the entry point
+    needs, unparsed.
 
     The last definition of a name counts, `a.b` uses only b, and only the first 100 lines are read.
     """
@@ -258,7 +289,9 @@ def dream_sanitize(text, q):
     for node in tree.body if tree else []:
         if isinstance(node, ast.Import | ast.ImportFrom):
             imports.append(node)
-        elif isinstance(node, ast.ClassDef) or (isinstance(node, ast.FunctionDef) and has_return(node)):
+        elif isinstance(node, ast.ClassDef) or (
+            isinstance(node, ast.FunctionDef) and has_return(node)
+        ):
             definitions[node.name] = node
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             definitions[node.targets[0].id] = node
@@ -280,8 +313,9 @@ def dream_names(node):
 def evalplus_sanitize(text, q):
     """As Dream's, but the first definition of a name counts, and the source stays as it is.
 
-    EvalPlus walks the tree of tree-sitter, to which indentation in front is no error; this finds the same nodes by
-    `ast` and its offsets, which count bytes. If nothing is left, the longest program in the text is returned.
+    EvalPlus walks the tree of tree-sitter, to which indentation in front is no error; this finds
+    the same nodes by `ast` and its offsets, which count bytes. If nothing is left, the longest
+    program in the text is returned.
     """
     lines = text.split("\n")
     code = longest_program(lines, 2) or lines[0]
@@ -289,7 +323,9 @@ def evalplus_sanitize(text, q):
     imports, definitions = [], {}
     for node in tree.body if tree else []:
         name = evalplus_name(node)
-        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module != "__future__"):
+        if isinstance(node, ast.Import) or (
+            isinstance(node, ast.ImportFrom) and node.module != "__future__"
+        ):
             imports.append(node)
         elif name and name not in definitions:
             definitions[name] = node
@@ -299,24 +335,34 @@ def evalplus_sanitize(text, q):
 
 
 def evalplus_source(data, node):
-    """The bytes of a statement in the bytes of a program. In tree-sitter comments after a block belong to it."""
+    """The bytes of a statement in the bytes of a program. In tree-sitter comments after a block
+    belong to it.
+    """
     starts = [0, *(match.end() for match in re.finditer(rb"\r\n|\r|\n", data))]  # of the lines
-    first, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+    first, end = (
+        starts[node.lineno - 1] + node.col_offset,
+        starts[node.end_lineno - 1] + node.end_col_offset,
+    )
     if hasattr(node, "body"):
         end += len(re.compile(rb"([ \t]*;)?([ \t]*#[^\n]*)?").match(data, end)[0])
         comment = re.compile(rb"(?:[ \t\r\f]*\n)+([ \t]*)#[^\n]*")
-        while (match := comment.match(data, end)) and len(match[1].expandtabs(8)) >= node.body[0].col_offset:
+        while (match := comment.match(data, end)) and len(match[1].expandtabs(8)) >= node.body[
+            0
+        ].col_offset:
             end = match.end()
     return data[first:end]
 
 
 def evalplus_name(node):
-    """The name that a statement defines according to EvalPlus, or None, as for decorated definitions."""
+    """The name that a statement defines according to EvalPlus, or None, as for decorated
+    definitions.
+    """
     if isinstance(node, ast.ClassDef):
         return None if node.decorator_list else node.name
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return node.name if has_return(node) and not node.decorator_list else None
-    if isinstance(node, ast.Assign | ast.AnnAssign):  # the first plain name of both sides: `a.b = c` defines c
+    # the first plain name of both sides: `a.b = c` defines c
+    if isinstance(node, ast.Assign | ast.AnnAssign):
         left, *more = node.targets if isinstance(node, ast.Assign) else [node.target]
         sides = [left] if more else [left, node.value]
         return next((side.id for side in sides if isinstance(side, ast.Name)), None)
@@ -338,10 +384,22 @@ def evalplus_names(node):
 # ---- ours: loses the fewest right answers --------------------------------------------------------------------------
 
 # No text continues its answer after one of these. [DONE] is Austin et al.'s.
-NO_ANSWER = ("<|endoftext|>", "<|file_sep|>", "<|im_end|>", "<|eot_id|>", "<|dlm_pad|>", "<|mask|>", "[DONE]")
-FENCE = re.compile(r"(?m)^([ \t]*)(```+)([^`\n]*)$")  # indentation, backticks, language between spaces
-# a line that begins with two words, the first not a keyword of Python, or with the mark of a list item
-PROSE = re.compile(rf"(?!({'|'.join([*keyword.kwlist, *keyword.softkwlist])})\b)[\w'’-]+[,:;]? [A-Za-z]|\d+[.)] |[-*] ")
+NO_ANSWER = (
+    "<|endoftext|>",
+    "<|file_sep|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|dlm_pad|>",
+    "<|mask|>",
+    "[DONE]",
+)
+# indentation, backticks, language between spaces
+FENCE = re.compile(r"(?m)^([ \t]*)(```+)([^`\n]*)$")
+# a line that begins with two words, the first not a keyword of Python, or with the mark of a list
+# item
+PROSE = re.compile(
+    rf"(?!({'|'.join([*keyword.kwlist, *keyword.softkwlist])})\b)[\w'’-]+[,:;]? [A-Za-z]|\d+[.)] |[-*] "
+)
 
 
 def extracted(stops, text, q):
@@ -351,16 +409,18 @@ def extracted(stops, text, q):
 def extract(text, entry, stops):
     """(code, ended) of a model's text: the code without fences, chat and text after the answer.
 
-    A text that begins indented continues the function of the prompt, up to the first stop string or prose. A text that
-    defines `entry` before any fence is code up to the first stop string, fence or prose after the definition; the
-    prompt may have opened a block. In other texts the code is a fenced block: the first that defines `entry`, else the
-    first. ended: no further text could change the code.
+    A text that begins indented continues the function of the prompt, up to the first stop string or
+    prose. A text that defines `entry` before any fence is code up to the first stop string, fence
+    or prose after the definition; the prompt may have opened a block. In other texts the code is a
+    fenced block: the first that defines `entry`, else the first. ended: no further text could
+    change the code.
     """
     written = text.replace("\r\n", "\n").removeprefix("[BEGIN]")
     text = written[: first_of(written, NO_ANSWER)]
     ended = len(text) < len(written)
     defines = re.compile(rf"(?m)^(async )?def {re.escape(entry)}\b")
-    continues = re.match(r"\s*\n[ \t]+[^\s`]|(?! [A-Z])[ \t]+[^\s`]", text)  # " Here is it:" is chat
+    # " Here is it:" is chat
+    continues = re.match(r"\s*\n[ \t]+[^\s`]|(?! [A-Z])[ \t]+[^\s`]", text)
     if continues:  # the prompt is indented by spaces
         text = re.sub(r"(?m)^\t+", lambda tabs: "    " * len(tabs[0]), text)
     restated, fences = None if continues else defines.search(text), list(FENCE.finditer(text))
@@ -379,24 +439,34 @@ def extract(text, entry, stops):
 
 
 def fenced(text, fences):
-    """[(code, whether it is closed)] of the fenced blocks of a text, without the indentation of their fences.
+    """[(code, whether it is closed)] of the fenced blocks of a text, without the indentation of
+    their fences.
 
-    A block ends at the first fence of at least its length, without a language, where the code parses.
+    A block ends at the first fence of at least its length, without a language, where the code
+    parses.
     """
     blocks, behind = [], 0
     for i, fence in enumerate(fences):
         if fence.start() < behind:
             continue
         ends = [f for f in fences[i + 1 :] if f[2].startswith(fence[2]) and not f[3].strip()][:100]
-        codes = [re.sub(f"(?m)^{fence[1]}", "", text[fence.end() + 1 : end.start()]) for end in ends]
+        codes = [
+            re.sub(f"(?m)^{fence[1]}", "", text[fence.end() + 1 : end.start()]) for end in ends
+        ]
         last = next((k for k, code in enumerate(codes) if parses(code)), 0)
         behind = ends[last].end() if ends else len(text)
-        blocks.append((codes[last], True) if ends else (re.sub(f"(?m)^{fence[1]}", "", text[fence.end() + 1 :]), False))
+        blocks.append(
+            (codes[last], True)
+            if ends
+            else (re.sub(f"(?m)^{fence[1]}", "", text[fence.end() + 1 :]), False)
+        )
     return blocks
 
 
 def parses(code):
-    """Whether a text is Python, which has at most 20,000 characters: a longer one may crash the parser."""
+    """Whether a text is Python, which has at most 20,000 characters: a longer one may crash the
+    parser.
+    """
     with contextlib.suppress(ValueError, RecursionError):
         return len(code) <= 20_000 and parsed(code) is not None
     return False
@@ -405,7 +475,8 @@ def parses(code):
 def without_prose(code, start):
     """The code without prose before and after the function whose name ends at `start`."""
     lines, first = code.split("\n"), code[:start].count("\n")
-    while first and not parses("\n".join([*lines[:first], "def f(): pass"])):  # which may have decorators
+    # which may have decorators
+    while first and not parses("\n".join([*lines[:first], "def f(): pass"])):
         lines, first = lines[1:], first - 1
     for i in range(first + 1, len(lines)):
         if PROSE.match(lines[i]) and not parses(lines[i]) and parses("\n".join(lines[:i])):
@@ -416,7 +487,8 @@ def without_prose(code, start):
 # ---- the table -----------------------------------------------------------------------------------------------------
 
 IM_END = ("<|im_end|>", "<|endoftext|>")
-CHEN = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # Chen et al., arXiv:2107.03374, as in lm_eval
+# Chen et al., arXiv:2107.03374, as in lm_eval
+CHEN = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 EVALPLUS = ("<|endoftext|>", "<|endofmask|>", "</s>", "\nif __name__", "\ndef main(", "\nprint(")
 EVALPLUS_HUMANEVAL = (*EVALPLUS, "\ndef ", "\nclass ", "\nimport ", "\nfrom ", "\nassert ")
 EVALPLUS_MBPP = (*EVALPLUS, '\n"""', "\nassert")
@@ -437,7 +509,13 @@ ask_evalplus = asks(
 ask_evalplus_base = asks("{stripped}\n")
 ask_qwen = asks("Can you complete the following Python function?\n```python\n{stripped}\n```\n")
 DREAM_RULES = (dream_fence, prepend_prompt_line, dream_sanitize)
-EVALPLUS_BASE_RULES = (first_10000, tabs_to_spaces, prepend_stripped_prompt, without_colours, evalplus_sanitize)
+EVALPLUS_BASE_RULES = (
+    first_10000,
+    tabs_to_spaces,
+    prepend_stripped_prompt,
+    without_colours,
+    evalplus_sanitize,
+)
 PLUS = ("mbppplus", "sanitized")
 
 
@@ -452,7 +530,8 @@ PROTOCOLS = {  # "harness/task"; the comments say who quotes its scores
         factor=4,
     ),
     "ours/infilling": Protocol(ask_prompt, ("infilling",), max_new=64, ends=NO_ANSWER, prompt_first=True, ours=True),
-    # DreamOn's eval_humaneval_infilling.sh: BOS before the text, EOS after it; holes grow as there, see writers.py
+    # DreamOn's eval_humaneval_infilling.sh: BOS before the text, EOS after it; holes grow as there,
+    # see writers.py
     "dreamon/infilling": Protocol(
         ask_prompt, ("infilling",), bos=True, max_new=64, temperature=0.2, top_p=0.9, prompt_first=True
     ),
@@ -462,7 +541,8 @@ PROTOCOLS = {  # "harness/task"; the comments say who quotes its scores
     ),
     # the paper of HumanEval
     "openai/humaneval": Protocol(ask_prompt, temperature=0.2, top_p=0.95, prompt_first=True),
-    # LLaDA, and most papers on base models; equal in 0.4.8, which has no instruct tasks, and 0.4.9.2
+    # LLaDA, and most papers on base models; equal in 0.4.8, which has no instruct tasks, and
+    # 0.4.9.2
     "lm_eval/humaneval": Protocol(ask_prompt, max_new=1024, drops=True, stops=CHEN, rules=(prepend_prompt,)),
     "lm_eval/mbpp": Protocol(ask_austin, ("mbpp",), shots=3, max_new=256, drops=True, stops=("[DONE]",)),
     "lm_eval/humaneval_instruct": Protocol(
@@ -484,7 +564,8 @@ PROTOCOLS = {  # "harness/task"; the comments say who quotes its scores
     ),
     # Fast-dLLM
     "fast_dllm/humaneval": Protocol(ask_prompt, bos=True, max_new=256, rules=DREAM_RULES),
-    # Dream-Coder; its MBPP is mbppplus of the Hub, 378 of the sanitized problems. d3LLM scores instruct models alike
+    # Dream-Coder; its MBPP is mbppplus of the Hub, 378 of the sanitized problems. d3LLM scores
+    # instruct models alike
     "dreamcoder_base/humaneval": Protocol(
         ask_prompt, bos=True, temperature=0.2, top_p=0.9, stops=("```python\n", "```"),
         rules=(prepend_prompt_line, dream_sanitize),
@@ -511,7 +592,8 @@ PROTOCOLS = {  # "harness/task"; the comments say who quotes its scores
         ask_evalplus, system=QWEN, prefix=BELOW, max_new=768, ends=(), drops=True, stops=(*EVALPLUS, "\n```\n"),
         rules=(first_10000, tabs_to_spaces, without_colours, evalplus_sanitize), limit_s=4, factor=4,
     ),
-    # Qwen2.5-Coder; DiffuCoder has its harness. It runs the prompt twice; here once, so that a future import can follow
+    # Qwen2.5-Coder; DiffuCoder has its harness. It runs the prompt twice; here once, so that a
+    # future import can follow
     "qwen_base/humaneval": Protocol(
         ask_evalplus_base, max_new=768, ends=IM_END, drops=True, stops=(*EVALPLUS_HUMANEVAL, "\n```\n", "```"),
         rules=(tabs_to_spaces, prepend_stripped_prompt), limit_s=1, factor=4,
@@ -524,22 +606,37 @@ PROTOCOLS = {  # "harness/task"; the comments say who quotes its scores
 base, qwen = PROTOCOLS["qwen_base/humaneval"], PROTOCOLS["qwen_instruct/humaneval"]
 PROTOCOLS["qwen_base/mbpp"] = base._replace(data=PLUS, stops=(*EVALPLUS_MBPP, "\n```\n", "```"))
 # Qwen2.5-Coder scores the answers of instruct models as they are, and sanitised.
-PROTOCOLS["qwen_instruct/humaneval_sanitized"] = qwen._replace(rules=(*qwen.rules, evalplus_sanitize))
+PROTOCOLS["qwen_instruct/humaneval_sanitized"] = qwen._replace(
+    rules=(*qwen.rules, evalplus_sanitize)
+)
 # EvalPlus asks for MBPP as for HumanEval, and so do those that use it.
-for name in ("dreamcoder_instruct/{}", "evalplus_instruct/{}", "qwen_instruct/{}", "qwen_instruct/{}_sanitized"):
+for name in (
+    "dreamcoder_instruct/{}",
+    "evalplus_instruct/{}",
+    "qwen_instruct/{}",
+    "qwen_instruct/{}_sanitized",
+):
     PROTOCOLS[name.format("mbpp")] = PROTOCOLS[name.format("humaneval")]._replace(data=PLUS)
-for task, ask in (("humaneval", ask_ours_chat), ("mbpp", ask_ours_chat), ("livecodebench", ask_prompt)):
+for task, ask in (
+    ("humaneval", ask_ours_chat),
+    ("mbpp", ask_ours_chat),
+    ("livecodebench", ask_prompt),
+):
     PROTOCOLS[f"ours_chat/{task}"] = PROTOCOLS[f"ours/{task}"]._replace(ask=ask, system="", shots=0)
 
 
 def named(name, task):
-    """("harness/task", record) for the name of a record or of a harness. ValueError lists the names of a task."""
+    """("harness/task", record) for the name of a record or of a harness. ValueError lists the names
+    of a task.
+    """
     task = task.rstrip("+").replace("humaneval_infilling", "infilling")
     for key in (name, f"{name}/{task}", f"{name}/{task}_instruct"):
         if key in PROTOCOLS and key.split("/")[1].startswith(task):
             return key, PROTOCOLS[key]
     known = ", ".join(key for key in PROTOCOLS if key.split("/")[1].startswith(task))
-    raise ValueError(f"{name!r} is no protocol of {task}; there are {known}; others are in bench/explain.py")
+    raise ValueError(
+        f"{name!r} is no protocol of {task}; there are {known}; others are in bench/explain.py"
+    )
 
 
 # ---- from a text to a program --------------------------------------------------------------------------------------
@@ -554,14 +651,18 @@ def steps(protocol):
 
 
 def candidate(protocol, text, q):
-    """The code that the harness finds in a model's text. SyntaxError, ValueError where the harness raises."""
+    """The code that the harness finds in a model's text. SyntaxError, ValueError where the harness
+    raises.
+    """
     for step in steps(protocol):
         text = step(text, q)
     return text
 
 
 def ended(protocol, text, q):
-    """Whether the candidate can no longer change, so that generation from left to right may stop."""
+    """Whether the candidate can no longer change, so that generation from left to right may
+    stop.
+    """
     if protocol.stop_rule == "extract":
         return extract(text, q.entry, protocol.stops)[1]
     return protocol.stop_rule == "cut" and first_of(text, protocol.stops) < len(text)

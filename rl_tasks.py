@@ -1,15 +1,17 @@
-"""Tasks for reinforcement learning: programming questions with tests, as JSON lines that coupled_grpo.py reads.
+"""Tasks for reinforcement learning: programming questions with tests, as JSON lines that
+coupled_grpo.py reads.
 
     python rl_tasks.py --tokenizer=out/diffucoder/tokenizer.json --out=data/acecode    # needs: pip install datasets
     python rl_tasks.py --roots rows.jsonl --difficulty=all --out=data/mine    # files in AceCode's form, no download
 
-A task is a line {"question", "test_cases"}, asked by the model's chat template, or {"prompt", "test_cases"}, the
-beginning of a program. Questions come from AceCode-87K, a download of 1 GB; the pass rates of its models say how hard
-one is, see choose(). It comes again as a function to complete if its best solution begins with one. Left out are tests
-that do not parse, rows without tests, repeated questions and, given --tokenizer, prompts over --max_prompt.
+A task is a line {"question", "test_cases"}, asked by the model's chat template, or {"prompt",
+"test_cases"}, the beginning of a program. Questions come from AceCode-87K, a download of 1 GB; the
+pass rates of its models say how hard one is, see choose(). It comes again as a function to complete
+if its best solution begins with one. Left out are tests that do not parse, rows without tests,
+repeated questions and, given --tokenizer, prompts over --max_prompt.
 
-Writes --out: train.jsonl, heldout.jsonl, with --humaneval its problems as humaneval.jsonl and, last of all,
-meta.json with what was left out and why.
+Writes --out: train.jsonl, heldout.jsonl, with --humaneval its problems as humaneval.jsonl and, last
+of all, meta.json with what was left out and why.
 
 Axes: N rows.
 """
@@ -34,23 +36,30 @@ import runs
 from runs import Count, Natural, Share
 
 ACECODE = "TIGER-Lab/AceCode-87K"  # the data set on Hugging Face, or a folder of the same
-TASK = ("id", "source", "question", "test_cases", "context_messages")  # what a task keeps of AceCode's columns
+# what a task keeps of AceCode's columns
+TASK = ("id", "source", "question", "test_cases", "context_messages")
 COUNTED = ("qwen_coder_2.5", "llama3_instruct")  # the models whose pass rates say how hard a row is
 BROKEN = EOFError, zlib.error, gzip.BadGzipFile  # what a damaged .gz raises
 SYSTEM = "You are a helpful assistant."
-CHAT = "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # Qwen2.5's
+# Qwen2.5's
+CHAT = "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    roots: tuple[str, ...] = ()  # JSONL files in AceCode's form, or folders of them; none downloads AceCode-87K
+    # JSONL files in AceCode's form, or folders of them; none downloads AceCode-87K
+    roots: tuple[str, ...] = ()
     out: str = "data/acecode"  # folder to write
-    difficulty: typing.Literal["easy", "medium", "hard", "all"] = "hard"  # by the pass rates of AceCode's models
-    tokenizer: str = ""  # tokenizer.json of the model to be trained; "" leaves prompts of any length in
-    max_prompt: Count = 200  # tokens of the longest prompt, with Qwen's chat template; counted with --tokenizer
+    # by the pass rates of AceCode's models
+    difficulty: typing.Literal["easy", "medium", "hard", "all"] = "hard"
+    # tokenizer.json of the model to be trained; "" leaves prompts of any length in
+    tokenizer: str = ""
+    # tokens of the longest prompt, with Qwen's chat template; counted with --tokenizer
+    max_prompt: Count = 200
     heldout: Share = 0.02  # fraction of the questions held out
     seed: Natural = 0  # of the held-out draw
-    humaneval: str = ""  # HumanEval.jsonl.gz, to evaluate on while training: written as tasks, humaneval.jsonl
+    # HumanEval.jsonl.gz, to evaluate on while training: written as tasks, humaneval.jsonl
+    humaneval: str = ""
 
 
 def main(cfg):
@@ -62,19 +71,29 @@ def main(cfg):
         raise ValueError(f"{lost.pop()} would be written over: choose another --out")
     out.mkdir(parents=True, exist_ok=True)
     with runs.lock(out / ".lock"):
-        inputs = [cfg.tokenizer, cfg.humaneval, *paths]  # the same settings and files give the same bytes
-        settings = {name: getattr(cfg, name) for name in ("difficulty", "max_prompt", "heldout", "seed")}
-        settings["inputs"] = [path and hashlib.sha256(runs.as_path(path).read_bytes()).hexdigest() for path in inputs]
+        # the same settings and files give the same bytes
+        inputs = [cfg.tokenizer, cfg.humaneval, *paths]
+        settings = {
+            name: getattr(cfg, name) for name in ("difficulty", "max_prompt", "heldout", "seed")
+        }
+        settings["inputs"] = [
+            path and hashlib.sha256(runs.as_path(path).read_bytes()).hexdigest() for path in inputs
+        ]
         meta = runs.read_json(out / "meta.json") if (out / "meta.json").exists() else {}
         if meta and meta.get("settings") != settings:
-            raise ValueError(f"{out} holds tasks of other settings or files; choose another --out or delete it")
+            raise ValueError(
+                f"{out} holds tasks of other settings or files; choose another --out or delete it"
+            )
         names = ("train", "heldout", "humaneval") if cfg.humaneval else ("train", "heldout")
         if meta and all((out / f"{name}.jsonl").exists() for name in names):
             print(f"{out} is complete, nothing to do")
             return
         meta = write_acecode(cfg, out, paths)
         runs.write(out / "meta.json", {"settings": settings} | meta)
-        print(f"wrote {out}: " + ", ".join(f"{split} {count:,} tasks" for split, count in meta["tasks"].items()))
+        print(
+            f"wrote {out}: "
+            + ", ".join(f"{split} {count:,} tasks" for split, count in meta["tasks"].items())
+        )
 
 
 def files_below(roots):
@@ -93,7 +112,9 @@ def files_below(roots):
 
 
 def write_acecode(cfg, out, paths):
-    """Write the tasks of AceCode; returns what meta.json says of them. A task and its twin are in the same split."""
+    """Write the tasks of AceCode; returns what meta.json says of them. A task and its twin are in
+    the same split.
+    """
     if cfg.humaneval:
         lines = (json.dumps(task) + "\n" for task in humaneval_tasks(cfg.humaneval))
         runs.write(out / "humaneval.jsonl", "".join(lines).encode())
@@ -103,21 +124,29 @@ def write_acecode(cfg, out, paths):
             tokenizer = tokenizers.Tokenizer.from_file(cfg.tokenizer)
         except Exception as error:  # tokenizers raises no narrower class
             why = runs.first_line(error)
-            raise ValueError(f"--tokenizer={cfg.tokenizer} cannot be read ({why}); name another") from None
+            raise ValueError(
+                f"--tokenizer={cfg.tokenizer} cannot be read ({why}); name another"
+            ) from None
         tokenizer.no_truncation()  # or a long prompt would look short
     hub = None if paths else download()
 
     def read():
         return tqdm(read_acecode(paths) if paths else hub, "reading", unit=" rows", disable=None)
 
-    # Percentiles are over all rows, so these are read twice: first for their rates, then for what is kept.
+    # Percentiles are over all rows, so these are read twice: first for their rates, then for what
+    # is kept.
     rates_N2 = np.array([pass_rates(row) for row in read()], np.float64).reshape(-1, 2)
     kept_N = choose(rates_N2, cfg.difficulty)
     without_N = np.isnan(rates_N2[:, 0]) & ~kept_N
-    dropped = {"without_rates": int(without_N.sum()), "difficulty": int((~kept_N & ~without_N).sum())}
+    dropped = {
+        "without_rates": int(without_N.sum()),
+        "difficulty": int((~kept_N & ~without_N).sum()),
+    }
 
     # Whether a question is held out depends on the seed and its id alone.
-    tasks = itertools.chain.from_iterable(with_twin(row) for row in itertools.compress(read(), kept_N))
+    tasks = itertools.chain.from_iterable(
+        with_twin(row) for row in itertools.compress(read(), kept_N)
+    )
     counts = {"train": 0, "heldout": 0}
     with runs.writing(out / "train.jsonl") as train, runs.writing(out / "heldout.jsonl") as heldout:
         for task in clean(tasks, dropped, tokenizer, cfg.max_prompt):
@@ -127,10 +156,14 @@ def write_acecode(cfg, out, paths):
             (heldout if split == "heldout" else train).write((json.dumps(task) + "\n").encode())
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped.items())
         if not counts["train"]:
-            raise ValueError(f"no task is left to train on (dropped: {reasons}); give more rows, or lower --heldout")
+            raise ValueError(
+                f"no task is left to train on (dropped: {reasons}); give more rows, or lower --heldout"
+            )
     print(f"{len(kept_N):,} rows | dropped: {reasons}")
     if not tokenizer:
-        print("prompts were not measured: pass the model's --tokenizer to leave out those over --max_prompt tokens")
+        print(
+            "prompts were not measured: pass the model's --tokenizer to leave out those over --max_prompt tokens"
+        )
     return {"rows": len(kept_N), "tasks": counts, "dropped": dropped}
 
 
@@ -142,7 +175,9 @@ def download():
         return datasets.load_dataset(ACECODE, split="train")
     except Exception as error:  # of the import, datasets, the network: there is no narrower class
         advice = "pip install datasets, try again, or name JSONL files of its form with --roots"
-        raise ValueError(f"{ACECODE} cannot be downloaded ({runs.first_line(error)}); {advice}") from None
+        raise ValueError(
+            f"{ACECODE} cannot be downloaded ({runs.first_line(error)}); {advice}"
+        ) from None
 
 
 def read_acecode(paths):
@@ -155,12 +190,18 @@ def read_acecode(paths):
                         row = json.loads(line)
                         texts = [row["id"], row["source"], row["question"]] + row["test_cases"]
                         for answer in row["inferences"]:
-                            texts += [answer["model_name"], answer["completion"], str(0.0 + answer["pass_rate"])]
+                            texts += [
+                                answer["model_name"],
+                                answer["completion"],
+                                str(0.0 + answer["pass_rate"]),
+                            ]
                         "".join(texts).encode()  # half a surrogate pair cannot be
                         row["context_messages"]
                     except (ValueError, RecursionError, KeyError, TypeError):
                         columns = ", ".join((*TASK, "inferences"))
-                        raise ValueError(f"{path}: line {number} is no row of AceCode, {columns} in JSON") from None
+                        raise ValueError(
+                            f"{path}: line {number} is no row of AceCode, {columns} in JSON"
+                        ) from None
                     yield row
 
 
@@ -171,10 +212,12 @@ def pass_rates(row):
 
 
 def choose(rates_N2, difficulty):
-    """bool_N: the rows of a difficulty, given pass_rates; one without rates has none and is in "all" alone.
+    """bool_N: the rows of a difficulty, given pass_rates; one without rates has none and is in
+    "all" alone.
 
-    hard: mean <= its 20th percentile and deviation >= its 40th; medium: mean between the 25th and 75th; easy: mean >=
-    the 75th. Percentiles are over all rows with rates, linear and inclusive. Ref: the data script of Coupled-GRPO.
+    hard: mean <= its 20th percentile and deviation >= its 40th; medium: mean between the 25th and
+    75th; easy: mean >= the 75th. Percentiles are over all rows with rates, linear and inclusive.
+    Ref: the data script of Coupled-GRPO.
     """
     mean_N, std_N = rates_N2.T
     known_N = ~np.isnan(mean_N)
@@ -183,19 +226,28 @@ def choose(rates_N2, difficulty):
     low, quarter, three_quarters = np.percentile(mean_N[known_N], (20, 25, 75))
     if difficulty == "hard":
         return (mean_N <= low) & (std_N >= np.percentile(std_N[known_N], 40))
-    return mean_N >= three_quarters if difficulty == "easy" else (mean_N >= quarter) & (mean_N <= three_quarters)
+    return (
+        mean_N >= three_quarters
+        if difficulty == "easy"
+        else (mean_N >= quarter) & (mean_N <= three_quarters)
+    )
 
 
 def with_twin(row):
-    """The row as a task and, if its best solution begins with a function, the same question as one to complete.
+    """The row as a task and, if its best solution begins with a function, the same question as one
+    to complete.
 
-    The head of that function is what comes before the first colon that ends a line. Not for questions with "you" in
-    them. Ref: the data script of Coupled-GRPO.
+    The head of that function is what comes before the first colon that ends a line. Not for
+    questions with "you" in them. Ref: the data script of Coupled-GRPO.
     """
     task = {name: row[name] for name in TASK}
     if "you" in row["question"].lower() or not row["inferences"]:
         return [task]
-    head = max(row["inferences"], key=lambda answer: answer["pass_rate"])["completion"].split(":\n")[0].strip()
+    head = (
+        max(row["inferences"], key=lambda answer: answer["pass_rate"])["completion"]
+        .split(":\n")[0]
+        .strip()
+    )
     if not head.startswith("def "):
         return [task]
     question = f'```\n{head}:\n    """\n    {row["question"]}\n    """\n```\n'
@@ -203,7 +255,9 @@ def with_twin(row):
 
 
 def clean(tasks, dropped, tokenizer, limit):
-    """The tasks without tests that do not parse; those that are no use are left out and counted in `dropped`."""
+    """The tasks without tests that do not parse; those that are no use are left out and counted in
+    `dropped`.
+    """
     dropped |= dict.fromkeys(("unparsable_tests", "without_tests", "duplicates", "long_prompts"), 0)
     seen = set()
     for task in tasks:
@@ -225,7 +279,9 @@ def clean(tasks, dropped, tokenizer, limit):
 
 
 def parses(source):
-    """Whether it is Python. ValueError: it has NUL bytes; RecursionError and MemoryError: it nests too deep."""
+    """Whether it is Python. ValueError: it has NUL bytes; RecursionError and MemoryError: it nests
+    too deep.
+    """
     bad = contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError)
     with bad, warnings.catch_warnings(action="ignore"):  # of invalid escapes and the like
         return bool(ast.parse(source))
@@ -233,18 +289,30 @@ def parses(source):
 
 
 def humaneval_tasks(path):
-    """The problems of an official file as AceCode's twins ask: split "humaneval", one test, so a pass is pass@1."""
+    """The problems of an official file as AceCode's twins ask: split "humaneval", one test, so a
+    pass is pass@1.
+    """
     tasks = []
     try:
         data = runs.as_path(path).read_bytes()
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
         for row in map(json.loads, text.strip().split("\n")):
-            # The test repeats the prompt's helpers, so that an answer cannot replace those that it calls.
+            # The test repeats the prompt's helpers, so that an answer cannot replace those that it
+            # calls.
             nodes = ast.parse(row["prompt"]).body
-            helpers = [ast.unparse(node) for node in nodes if getattr(node, "name", "") != row["entry_point"]]
+            helpers = [
+                ast.unparse(node)
+                for node in nodes
+                if getattr(node, "name", "") != row["entry_point"]
+            ]
             test = "\n".join([*helpers, row["test"], f"check({row['entry_point']})"])
             question = f"Please complete the following problem:\n```\n{row['prompt']}```\n"
-            task = {"source": "humaneval", "split": "humaneval", "id": row["task_id"], "question": question}
+            task = {
+                "source": "humaneval",
+                "split": "humaneval",
+                "id": row["task_id"],
+                "question": question,
+            }
             tasks.append(task | {"test_cases": [test]})
     except (ValueError, KeyError, TypeError, SyntaxError, RecursionError, *BROKEN) as error:
         raise ValueError(f"--humaneval={path} is not the official file: {error!r}") from None
@@ -252,7 +320,9 @@ def humaneval_tasks(path):
 
 
 def question_of(task):
-    """The user's turn of a chat: the question, with its first test, if it has one, unless it holds a code block."""
+    """The user's turn of a chat: the question, with its first test, if it has one, unless it holds
+    a code block.
+    """
     if "\n```\n" in task["question"] or not task["test_cases"]:
         return task["question"]
     return f"{task['question']}\nTest cases: {task['test_cases'][0]}"

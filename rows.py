@@ -3,12 +3,15 @@
     train, heldout, tokenizer_json = open_data("data/mine")
     token_BL, segment_BL, position_BL = train.batch(seed=0, step=7, size=16)
 
-Packed rows (PythonCoder, Dream) hold documents one after the other, each ended by EOS. Padded rows (MDLM) hold one
-document each: BOS, tokens, EOS, PAD. Rows of pairs hold whole pairs of prompt and response and have a fourth column,
-fixed: 1 where a token belongs to no response, 2 where the input is always MASK (see data_prep.edit).
+Packed rows (PythonCoder, Dream) hold documents one after the other, each ended by EOS. Padded rows
+(MDLM) hold one document each: BOS, tokens, EOS, PAD. Rows of pairs hold whole pairs of prompt and
+response and have a fourth column,
+fixed: 1 where a token belongs to no response, 2 where the input is always MASK (see
+data_prep.edit).
 
-A folder holds train/00000.parquet, heldout/00000.parquet, ... (COLUMNS: int32 lists of seq_len), tokenizer.json, and
-meta.json, which lists the shards with their rows and SHA-256 and is written last.
+A folder holds train/00000.parquet, heldout/00000.parquet, ... (COLUMNS: int32 lists of seq_len),
+tokenizer.json, and meta.json, which lists the shards with their rows and SHA-256 and is written
+last.
 
 Axes: R rows, L row length, V vocabulary.
 """
@@ -29,7 +32,8 @@ COLUMNS = ["input_ids", "segments", "positions", "fixed"]  # of a shard; the las
 
 
 class Rows:
-    """The rows of one split ("train" or "heldout") of a folder; their order is a function of (seed, epoch).
+    """The rows of one split ("train" or "heldout") of a folder; their order is a function of (seed,
+    epoch).
 
     FileNotFoundError or ValueError if the folder is not finished, or a file of it is damaged.
     """
@@ -38,38 +42,56 @@ class Rows:
         self.folder = runs.as_path(folder)
         path = self.folder / "meta.json"
         if not path.is_file():
-            raise FileNotFoundError(f"{folder} holds no finished data (no meta.json); write it with data_prep.py")
+            raise FileNotFoundError(
+                f"{folder} holds no finished data (no meta.json); write it with data_prep.py"
+            )
         try:
-            self.meta = runs.read_json(path, "splits", "seq_len", "tokenizer_sha256", "vocab_size", "vocab_padded")
+            self.meta = runs.read_json(
+                path, "splits", "seq_len", "tokenizer_sha256", "vocab_size", "vocab_padded"
+            )
             self.shards = self.meta["splits"][split]["shards"]
-            self.first = np.cumsum([0] + [shard["rows"] for shard in self.shards])  # first row number of each shard
+            # first row number of each shard
+            self.first = np.cumsum([0] + [shard["rows"] for shard in self.shards])
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path} is damaged; delete the folder and write it again with data_prep.py") from None
+            raise ValueError(
+                f"{path} is damaged; delete the folder and write it again with data_prep.py"
+            ) from None
         self.total = int(self.first[-1])
         self.columns = COLUMNS if self.meta.get("source") == "pairs" else COLUMNS[:3]
         self.order = functools.lru_cache(2)(self.order)  # of this epoch and the next
-        self.shard = functools.lru_cache(3 if split == "train" else 32)(self.shard)  # held-out rows are read again
+        # held-out rows are read again
+        self.shard = functools.lru_cache(3 if split == "train" else 32)(self.shard)
 
     def order(self, seed, epoch):
         """All row numbers in the order of this epoch.
 
-        Shards are permuted, then the rows of each: a step reads one or two shards, whatever the size of the data.
+        Shards are permuted, then the rows of each: a step reads one or two shards, whatever the
+        size of the data.
         """
         rng = np.random.default_rng([seed, epoch])
         shards = rng.permutation(len(self.shards))
-        return np.concatenate([self.first[i] + rng.permutation(self.shards[i]["rows"]) for i in shards])
+        return np.concatenate(
+            [self.first[i] + rng.permutation(self.shards[i]["rows"]) for i in shards]
+        )
 
     def shard(self, i):
         """Shard i as int32 [columns, R, L], when its bytes are those that were written."""
         path = self.folder / self.shards[i]["file"]
         data = path.read_bytes()
         if hashlib.sha256(data).hexdigest() != self.shards[i]["sha256"]:
-            raise ValueError(f"{path} is corrupted (its SHA-256 is another); delete it and run data_prep.py again")
+            raise ValueError(
+                f"{path} is corrupted (its SHA-256 is another); delete it and run data_prep.py again"
+            )
         table = pq.read_table(pa.BufferReader(data), columns=self.columns)
         columns = [table[name].combine_chunks() for name in self.columns]
-        stacked = np.stack([column.values.to_numpy().reshape(len(column), -1) for column in columns], dtype=np.int32)
+        stacked = np.stack(
+            [column.values.to_numpy().reshape(len(column), -1) for column in columns],
+            dtype=np.int32,
+        )
         if not 0 <= stacked[0].min() <= stacked[0].max() < self.meta["vocab_size"]:
-            raise ValueError(f"{path} holds ids that its tokenizer has not, up to {stacked[0].max()}; write it again")
+            raise ValueError(
+                f"{path} holds ids that its tokenizer has not, up to {stacked[0].max()}; write it again"
+            )
         return stacked
 
     def read(self, row_ids):
@@ -83,17 +105,23 @@ class Rows:
         return out.reshape(len(self.columns), *row_ids.shape, -1)
 
     def spread(self, count):
-        """Numbers of `count` rows, or of all where there are no more, that lie evenly over the split."""
+        """Numbers of `count` rows, or of all where there are no more, that lie evenly over the
+        split.
+        """
         count = min(count, self.total)
         return np.arange(count) * self.total // max(1, count)
 
     def padded(self, count, size):
-        """Row numbers [batches, 1, size] of `count` rows from all parts of the split; -1, an empty row, fills up."""
+        """Row numbers [batches, 1, size] of `count` rows from all parts of the split; -1, an empty
+        row, fills up.
+        """
         ids = self.spread(count)
         return np.pad(ids, (0, -len(ids) % size), constant_values=-1).reshape(-1, 1, size)
 
     def batch(self, seed, step, size):
-        """The rows of optimizer step 0, 1, ..., as read() gives them; a step may run over the end of an epoch."""
+        """The rows of optimizer step 0, 1, ..., as read() gives them; a step may run over the end
+        of an epoch.
+        """
         epoch, start = divmod(step * size, self.total)
         ids = self.order(seed, epoch)[start:]
         while len(ids) < size:
@@ -103,36 +131,53 @@ class Rows:
 
 
 def open_data(folder, seq_len=0):
-    """(training Rows, held-out Rows, content of tokenizer.json) of a folder; seq_len 0 takes rows of any length."""
+    """(training Rows, held-out Rows, content of tokenizer.json) of a folder; seq_len 0 takes rows
+    of any length.
+    """
     train, heldout = Rows(folder, "train"), Rows(folder, "heldout")
     path = train.folder / "tokenizer.json"
-    if not path.exists() or hashlib.sha256(content := path.read_bytes()).hexdigest() != train.meta["tokenizer_sha256"]:
-        raise ValueError(f"{path} is missing, or not the one that made the shards; prepare the data again")
+    if (
+        not path.exists()
+        or hashlib.sha256(content := path.read_bytes()).hexdigest()
+        != train.meta["tokenizer_sha256"]
+    ):
+        raise ValueError(
+            f"{path} is missing, or not the one that made the shards; prepare the data again"
+        )
     if seq_len and train.meta["seq_len"] != seq_len:
         advice = f"prepare it again with data_prep.py --seq_len={seq_len} and another --out"
-        raise ValueError(f"{folder} has rows of {train.meta['seq_len']} tokens, the run wants {seq_len}; {advice}")
+        raise ValueError(
+            f"{folder} has rows of {train.meta['seq_len']} tokens, the run wants {seq_len}; {advice}"
+        )
     return train, heldout, content
 
 
 def held_out(folder, data=""):
-    """(held-out Rows of `data`, or else of the model's training data; tokenizer) to score the model in a folder.
+    """(held-out Rows of `data`, or else of the model's training data; tokenizer) to score the model
+    in a folder.
 
     ValueError if no rows are held out, or if the model has other token ids.
     """
     data = data or runs.read_json(runs.as_path(folder) / "config.json").get("data")
     if not data:
-        raise ValueError(f"{folder}/config.json does not say what the model was trained on; pass --data")
+        raise ValueError(
+            f"{folder}/config.json does not say what the model was trained on; pass --data"
+        )
     heldout, tokenizer = Rows(data, "heldout"), runs.read_tokenizer(folder)
     # The model's tokenizer may have one token more, MASK.
     if not runs.read_tokenizer(data).get_vocab().items() <= tokenizer.get_vocab().items():
-        raise ValueError(f"{data} was written with another tokenizer than that of {folder}; pass --data of its own")
+        raise ValueError(
+            f"{data} was written with another tokenizer than that of {folder}; pass --data of its own"
+        )
     if not heldout.total:
         raise ValueError(f"{data} holds no held-out rows; write it again with a larger --heldout")
     return heldout, tokenizer
 
 
 def prefetch(make, first, last):
-    """Yield (step, make(step), seconds waited); a thread makes the next ones meanwhile. Its errors are raised here."""
+    """Yield (step, make(step), seconds waited); a thread makes the next ones meanwhile. Its errors
+    are raised here.
+    """
     ahead = collections.deque()
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         for step in range(first, last):
@@ -144,7 +189,13 @@ def prefetch(make, first, last):
 
 
 def token_bytes(tokenizer, vocab):
-    """Bytes of each token of a byte-level BPE, float32 [V]: one for each character; a special token has none."""
-    special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.content.strip(" \n\t")}
+    """Bytes of each token of a byte-level BPE, float32 [V]: one for each character; a special token
+    has none.
+    """
+    special = {
+        id
+        for id, token in tokenizer.get_added_tokens_decoder().items()
+        if token.content.strip(" \n\t")
+    }
     names = {id: name for name, id in tokenizer.get_vocab().items() if id not in special}
     return np.array([len(names.get(id, "")) for id in range(vocab)], np.float32)

@@ -1,17 +1,22 @@
-"""Sampling from a Dream of blocks (train_dream.py --block_length): block after block, with an exact cache.
+"""Sampling from a Dream of blocks (train_dream.py --block_length): block after block, with an exact
+cache.
 
     model, _ = checkpoints.load(model_dream, "out/blocks")
-    rows, stats = sample_block.generate(model, [[5, 6, 7]], 256, sample_block.Sampling(threshold=0.9))
+    rows, stats = sample_block.generate(model, [[5, 6, 7]], 256,
+    sample_block.Sampling(threshold=0.9))
 
-A token attends to its own block and those before it, so the keys and values of a finished block never change. The first
-pass of a block feeds the finished block before it as well: that commits the final keys and values of this one to the
-cache, and is the first denoising step of the new one. The further steps feed the new block alone, and the token before
-it, whose hidden state predicts the first of the block. Rows begin at slot 0, each with blocks of its own, so that a row
-of a batch is what it is alone. How positions are chosen is explained in sample_dream.py. With sub_block a step fills
-only the first sub-block that holds a MASK, and the first step of a block only its first token, as Fast-dLLM v2.
+A token attends to its own block and those before it, so the keys and values of a finished block
+never change. The first pass of a block feeds the finished block before it as well: that commits the
+final keys and values of this one to the cache, and is the first denoising step of the new one. The
+further steps feed the new block alone, and the token before it, whose hidden state predicts the
+first of the block. Rows begin at slot 0, each with blocks of its own, so that a row of a batch is
+what it is alone. How positions are chosen is explained in sample_dream.py. With sub_block a step
+fills only the first sub-block that holds a MASK, and the first step of a block only its first
+token, as Fast-dLLM v2.
 
-Letters: B rows, L slots, N tokens of a block, W slots of a window, M masks of a block, D width, V vocabulary, S steps.
-Refs: BD3-LM, arXiv:2503.09573; Fast-dLLM v2, arXiv:2509.26328; entropy bound: EB-Sampler, arXiv:2505.24857.
+Letters: B rows, L slots, N tokens of a block, W slots of a window, M masks of a block, D width, V
+vocabulary, S steps. Refs: BD3-LM, arXiv:2503.09573; Fast-dLLM v2, arXiv:2509.26328; entropy bound:
+EB-Sampler, arXiv:2505.24857.
 """
 
 import dataclasses
@@ -29,26 +34,40 @@ import sample_dream
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How a block is filled: by a schedule of `steps`, a threshold that may fill more, or an entropy bound."""
+    """How a block is filled: by a schedule of `steps`, a threshold that may fill more, or an
+    entropy bound.
+    """
 
     block_length: int = 0  # 0: the model's
-    sub_block: int = 0  # fill a block in sub-blocks of this length, left to right, its first token first: Fast-dLLM v2
+    # fill a block in sub-blocks of this length, left to right, its first token first: Fast-dLLM v2
+    sub_block: int = 0
     steps: int = 0  # denoising steps of a block; 0: one for each token
-    schedule: typing.Literal["block", "even", "sdar"] = "block"  # see diffusion.step_counts; sdar: even of whole blocks
-    threshold: float = 0.0  # fill all positions above this probability, but at least as many as the schedule says
-    score: typing.Literal["drawn", "distribution"] = "drawn"  # the probability that counts: the drawn token's | the max
-    entropy_bound: float = 0.0  # fill positions of lowest entropy, while those before add up to at most this; 0: steps
+    # see diffusion.step_counts; sdar: even of whole blocks
+    schedule: typing.Literal["block", "even", "sdar"] = "block"
+    # fill all positions above this probability, but at least as many as the schedule says
+    threshold: float = 0.0
+    # the probability that counts: the drawn token's | the max
+    score: typing.Literal["drawn", "distribution"] = "drawn"
+    # fill positions of lowest entropy, while those before add up to at most this; 0: steps
+    entropy_bound: float = 0.0
     temperature: float = 0.0  # 0 takes the argmax
     top_p: float = 1.0  # a token is dropped if those before it have more than top_p; 1 keeps all
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
     vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
-    eos_ids: tuple[int, ...] = ()  # each ends a text if nothing before it is MASK; eos_ids[0] fills the rest
+    # each ends a text if nothing before it is MASK; eos_ids[0] fills the rest
+    eos_ids: tuple[int, ...] = ()
     likeliest: int = 0  # keep this many of the likeliest tokens in the Record, too
 
 
 def settings_of(rule):
-    """A sample_dream.Sampling as one of blocks. ValueError for what only the filling of a canvas has."""
-    foreign = [x for x in "alg_temp cache fast_dllm eos_penalty late_eos guidance".split() if getattr(rule, x)]
+    """A sample_dream.Sampling as one of blocks. ValueError for what only the filling of a canvas
+    has.
+    """
+    foreign = [
+        x
+        for x in "alg_temp cache fast_dllm eos_penalty late_eos guidance".split()
+        if getattr(rule, x)
+    ]
     if rule.alg not in ("entropy", "maskgit_plus"):
         foreign.append(f"order by {rule.alg}")
     if foreign:
@@ -68,7 +87,9 @@ class State(typing.NamedTuple):
 
 
 class Given(typing.NamedTuple):
-    """What stays as it is while a block is filled. Arrays, so that another value needs no other program."""
+    """What stays as it is while a block is filled. Arrays, so that another value needs no other
+    program.
+    """
 
     see_BL: jax.Array  # False after the end of a text
     made_BL: jax.Array  # masked at the start
@@ -79,12 +100,15 @@ class Given(typing.NamedTuple):
     banned_V: jax.Array  # ids that are never drawn
     key_B: jax.Array  # the data of a random key for each row
     bound: float  # the threshold, or the entropy bound
-    filters: tuple = ()  # (temperature or 1, top_p, False for the argmax) of each row, [B, 1, 1] each; () is the rule's
+    # (temperature or 1, top_p, False for the argmax) of each row, [B, 1, 1] each; () is the rule's
+    filters: tuple = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """What a compiled program is made for. watch(state) is traced and runs after every step; it changes nothing."""
+    """What a compiled program is made for. watch(state) is traced and runs after every step; it
+    changes nothing.
+    """
 
     graph: typing.Any  # model_dream.graph_of: the model without its parameters
     rule: Sampling
@@ -97,32 +121,47 @@ class Sampler:
         return jnp.take_along_axis(masked_BL, slot_BN, 1)
 
     def propose(self, model, hidden_BWD, start_B, given, slot_BN, i, shift):
-        """For each position a token, its probability and the entropy in the model's own distribution, and for the
-        record its log p and the likeliest tokens: (token_BN, prob_BN, entropy_BN, logp_BN, likely).
+        """For each position a token, its probability and the entropy in the model's own
+        distribution, and for the record its log p and the likeliest tokens: (token_BN, prob_BN,
+        entropy_BN, logp_BN, likely).
         """
         rule = self.rule
-        # With shift the token at p comes from the hidden state at p - 1, the first of a text from its own.
+        # With shift the token at p comes from the hidden state at p - 1, the first of a text from
+        # its own.
         shifted_BN = shift & (slot_BN > 0)
         source_BN = slot_BN - shifted_BN - start_B[:, None]
         logits_BNV = model.logits(jnp.take_along_axis(hidden_BWD, source_BN[..., None], 1))
         logits_BNV = jnp.where(given.banned_V, -jnp.inf, logits_BNV)
-        prob_BNV = diffusion.softmax(logits_BNV)  # not filtered: top-k of 1 would raise every token to 1
-        temperature, top_p, draws = given.filters or (rule.temperature, rule.top_p, bool(rule.temperature))
+        # not filtered: top-k of 1 would raise every token to 1
+        prob_BNV = diffusion.softmax(logits_BNV)
+        temperature, top_p, draws = given.filters or (
+            rule.temperature,
+            rule.top_p,
+            bool(rule.temperature),
+        )
         filtered_BNV, u_BNV = logits_BNV, None
         if given.filters or draws:
 
             def uniform(key, slot):  # a function of row, step and slot alone: not of the batch
                 key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key), i), slot)
-                return jax.random.uniform(key, prob_BNV.shape[-1:], minval=jnp.finfo(jnp.float32).tiny)
+                return jax.random.uniform(
+                    key, prob_BNV.shape[-1:], minval=jnp.finfo(jnp.float32).tiny
+                )
 
             u_BNV = jax.vmap(jax.vmap(uniform, (None, 0)))(given.key_B, slot_BN)
             u_BNV = jnp.where(draws, u_BNV, jnp.exp(-1.0))  # the same for all tokens: the argmax
-            filters, width = (temperature, rule.top_k, top_p), 1 if model.run.platform == "cpu" else 3
+            filters, width = (
+                (temperature, rule.top_k, top_p),
+                1 if model.run.platform == "cpu" else 3,
+            )
             filtered_BNV = diffusion.filter_logits(logits_BNV, *filters, rule="dream", width=width)
-        token_BN = diffusion.sample_tokens(filtered_BNV, u_BNV, 0 if u_BNV is None else 1.0).astype(jnp.int32)
+        token_BN = diffusion.sample_tokens(filtered_BNV, u_BNV, 0 if u_BNV is None else 1.0).astype(
+            jnp.int32
+        )
         prob_BN = jnp.take_along_axis(prob_BNV, token_BN[..., None], -1)[..., 0]
         logp_BN = jnp.log(prob_BN)
-        if rule.score == "distribution":  # the choice of positions then does not depend on what is drawn
+        # the choice of positions then does not depend on what is drawn
+        if rule.score == "distribution":
             prob_BN = prob_BNV.max(-1)
         likely = jax.lax.top_k(jnp.log(prob_BNV), rule.likeliest)[::-1] if rule.likeliest else ()
         return token_BN, prob_BN, -diffusion.confidence(prob_BNV, "entropy"), logp_BN, tuple(likely)
@@ -130,7 +169,8 @@ class Sampler:
     def choose(self, masked_BN, prob_BN, entropy_BN, given, masks_B, i):
         """The positions [B, N] that step i of the block writes."""
         rule, slot_N = self.rule, jnp.arange(masked_BN.shape[1])
-        if rule.sub_block:  # only the first part with a MASK is open, and of a new block its first token alone
+        # only the first part with a MASK is open, and of a new block its first token alone
+        if rule.sub_block:
             part_N = slot_N // rule.sub_block
             masked_BN &= part_N == jnp.where(masked_BN, part_N, len(slot_N)).min(-1, keepdims=True)
             masked_BN &= (slot_N == 0) | (i > 0) | ~masked_BN[:, :1]
@@ -142,9 +182,9 @@ class Sampler:
         return diffusion.surest(prob_BN, masked_BN, count_B)
 
     def step(self, model, state, given, start_B, width, masks_B, i, seeds=False):
-        """Step i of a block: a pass over `width` slots of each row from start_B on, to fill positions of highest
-        confidence. With `seeds` attention is causal, and only the first token of the block is filled: the next one of
-        an autoregressive model.
+        """Step i of a block: a pass over `width` slots of each row from start_B on, to fill
+        positions of highest confidence. With `seeds` attention is causal, and only the first token
+        of the block is filled: the next one of an autoregressive model.
         """
         slot_BW = start_B[:, None] + jnp.arange(width)
         row_B1 = jnp.arange(len(slot_BW))[:, None]
@@ -152,24 +192,33 @@ class Sampler:
         keys = diffusion.Place(given.see_BL.astype(jnp.int32), given.block_BL)
         first_B1, block_BW = given.first_B[:, None], keys.block[row_B1, slot_BW]
         if model.cfg.causal and not seeds:  # with the shift the window begins with a finished token
-            block_BW = jnp.where(slot_BW < first_B1, block_BW, first_B1 + self.rule.block_length - 1)
+            block_BW = jnp.where(
+                slot_BW < first_B1, block_BW, first_B1 + self.rule.block_length - 1
+            )
         queries = diffusion.Place(keys.document[row_B1, slot_BW], block_BW)
-        hidden_BWD, cache = model.hidden(token_BW, slot_BW, None, state.cache, start_B, queries, keys)
+        hidden_BWD, cache = model.hidden(
+            token_BW, slot_BW, None, state.cache, start_B, queries, keys
+        )
 
         slot_BN = given.first_B[:, None] + jnp.arange(self.rule.block_length)
         shift, masked_BN = model.cfg.shift or seeds, self.masked(model, state, given)
-        token_BN, prob_BN, *rest = self.propose(model, hidden_BWD, start_B, given, slot_BN, i, shift)
+        token_BN, prob_BN, *rest = self.propose(
+            model, hidden_BWD, start_B, given, slot_BN, i, shift
+        )
         entropy_BN, logp_BN, likely = rest
         masked_BN &= (jnp.arange(self.rule.block_length) == 0) | (not seeds)
         written_BN = self.choose(masked_BN, prob_BN, entropy_BN, given, masks_B, i)
-        index_BN = jnp.where(written_BN, slot_BN, state.token_BL.shape[1])  # out of the row: dropped
+        # out of the row: dropped
+        index_BN = jnp.where(written_BN, slot_BN, state.token_BL.shape[1])
 
         def write(x_BL, new_BN):
             return x_BL.at[row_B1, index_BN].set(new_BN, mode="drop")
 
         step_BL, drawn_BL, logp_BL, likely_BL = state.record
         likely = jax.tree.map(write, likely_BL, likely)
-        record = sample_dream.Record(step_BL, write(drawn_BL, token_BN), write(logp_BL, logp_BN), likely)
+        record = sample_dream.Record(
+            step_BL, write(drawn_BL, token_BN), write(logp_BL, logp_BN), likely
+        )
         token_BL = write(state.token_BL, token_BN)
         state = State(token_BL, record, state.step, cache)
         state = sample_dream.settle(state, given, model.cfg.mask_id, self.rule.eos_ids)
@@ -180,7 +229,9 @@ class Sampler:
 
 @functools.partial(jax.jit, static_argnames=("sampler", "width"), donate_argnames=("state",))
 def fill_block(params, state, given, *, sampler, width):
-    """Fill a block of each row: its first pass feeds `width` slots from given.start_B on. A State."""
+    """Fill a block of each row: its first pass feeds `width` slots from given.start_B on. A
+    State.
+    """
     model, N = nnx.merge(sampler.graph, params), sampler.rule.block_length
     masks_B, seeds = sampler.masked(model, state, given).sum(-1), model.cfg.causal
     state = sampler.step(model, state, given, given.start_B, width, masks_B, jnp.int32(0), seeds)
@@ -205,7 +256,11 @@ def counts(rule):
     steps = min(rule.steps, N) or N
     count_MS = np.ones((N + 1, N), np.int32)  # after the schedule one a step
     for masks in range(1, N + 1):
-        whole = (N, steps, "even") if rule.schedule == "sdar" else (masks, min(steps, masks), rule.schedule)
+        whole = (
+            (N, steps, "even")
+            if rule.schedule == "sdar"
+            else (masks, min(steps, masks), rule.schedule)
+        )
         count_S = diffusion.step_counts(*whole)
         count_S = count_S[count_S > 0]
         count_MS[masks, : len(count_S)] = count_S
@@ -213,10 +268,11 @@ def counts(rule):
 
 
 def prepare(cfg, rule, prompts, rows=0, width=0, key=None, dtype=jnp.float32):
-    """(State, Given, slots that the first pass feeds) of prompts that end in MASKs, before anything is filled.
+    """(State, Given, slots that the first pass feeds) of prompts that end in MASKs, before anything
+    is filled.
 
-    The first pass is over the prompts and a block. With a width it is over all slots, and these are as many for all
-    texts up to that width.
+    The first pass is over the prompts and a block. With a width it is over all slots, and these are
+    as many for all texts up to that width.
     """
     N, given_B = rule.block_length, [[*ids, cfg.mask_id].index(cfg.mask_id) for ids in prompts]
     if any(set(ids[start:]) - {cfg.mask_id} for ids, start in zip(prompts, given_B, strict=True)):
@@ -225,10 +281,13 @@ def prepare(cfg, rule, prompts, rows=0, width=0, key=None, dtype=jnp.float32):
     B = max(rows, len(prompts))
     without_text = (0, B - len(prompts))
     end_B = np.pad([len(ids) for ids in prompts], without_text)
-    begin_B = np.pad(given_B, without_text)  # the first block with a MASK; after a causal prompt blocks begin anywhere
+    # the first block with a MASK; after a causal prompt blocks begin anywhere
+    begin_B = np.pad(given_B, without_text)
     begin_B = begin_B if cfg.causal else begin_B // N * N
     if max(end_B) > cfg.positions:
-        raise ValueError(f"{max(end_B)} tokens do not fit: the model reaches {cfg.positions} positions; lower max_new")
+        raise ValueError(
+            f"{max(end_B)} tokens do not fit: the model reaches {cfg.positions} positions; lower max_new"
+        )
 
     prefix = max(2 * N, int(begin_B.max()) + N)
     needed = max(prefix, int(end_B.max()) + N)
@@ -253,32 +312,47 @@ def prepare(cfg, rule, prompts, rows=0, width=0, key=None, dtype=jnp.float32):
 
     shape = B, cfg.kv_heads, L, cfg.head_size
     cache = [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(cfg.layers)]
-    likely = tuple(np.zeros((B, L, rule.likeliest), dtype) for dtype in (np.int32, np.float32) if rule.likeliest)
-    record = sample_dream.Record(np.full((B, L), -1, np.int32), token_BL.copy(), np.zeros((B, L), np.float32), likely)
+    likely = tuple(
+        np.zeros((B, L, rule.likeliest), dtype)
+        for dtype in (np.int32, np.float32)
+        if rule.likeliest
+    )
+    record = sample_dream.Record(
+        np.full((B, L), -1, np.int32), token_BL.copy(), np.zeros((B, L), np.float32), likely
+    )
     return State(token_BL, record, np.int32(0), cache), given, prefix
 
 
 def sampler_of(graph, rule, watch=None):
-    """The Sampler of a rule, without the values that `Given` holds: changing these compiles no new program."""
+    """The Sampler of a rule, without the values that `Given` holds: changing these compiles no new
+    program.
+    """
     # of these it only matters whether they are set
     bounds = {name: float(getattr(rule, name) > 0) for name in ("threshold", "entropy_bound")}
-    return Sampler(graph, dataclasses.replace(rule, steps=0, schedule="block", vocab=0, **bounds), watch)
+    return Sampler(
+        graph, dataclasses.replace(rule, steps=0, schedule="block", vocab=0, **bounds), watch
+    )
 
 
-def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, watch=None, on_block=None):
+def generate(
+    model, prompts, max_new, rule=None, key=None, widths=(), rows=0, watch=None, on_block=None
+):
     """Continue prompts (lists of ids, any lengths) with max_new tokens each: (rows of ids, stats).
 
-    A prompt may end in MASKs already. The batch has the first of the widths that holds its longest text: with the same
-    widths and rows other prompts need no other program. on_block is called after each block with the rows so far: what
-    stands before their first MASK stays as it is.
-    stats: "forwards", "steps", "passes" (of each row), "begun" (steps before each block), "windows" (slots fed in each
-    pass); and NumPy arrays [B, L]: "record", a Record, "when", the step that wrote a token, from 1 on, and
-    "probability", its probability then. Raises ValueError for what does not fit.
+    A prompt may end in MASKs already. The batch has the first of the widths that holds its longest
+    text: with the same widths and rows other prompts need no other program. on_block is called
+    after each block with the rows so far: what stands before their first MASK stays as it is.
+    stats: "forwards", "steps", "passes" (of each row), "begun" (steps before each block), "windows"
+    (slots fed in each pass); and NumPy arrays [B, L]: "record", a Record, "when", the step that
+    wrote a token, from 1 on, and "probability", its probability then. Raises ValueError for what
+    does not fit.
     """
     cfg, rule = model.cfg, rule or Sampling()
     N = rule.block_length or cfg.block_length
     if not N:
-        raise ValueError("the model has no blocks: sample_dream.generate samples from it, or set block_length")
+        raise ValueError(
+            "the model has no blocks: sample_dream.generate samples from it, or set block_length"
+        )
     rule = dataclasses.replace(rule, block_length=N)
     prompts = [[*ids, *[cfg.mask_id] * max_new] for ids in prompts]
     width = next((width for width in widths if width >= max(map(len, prompts))), 0)
@@ -287,7 +361,10 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, wa
     sampler = sampler_of(graph, rule, watch)
 
     def texts_of(state):
-        return [row[: len(ids)].tolist() for row, ids in zip(np.asarray(state.token_BL), prompts, strict=False)]
+        return [
+            row[: len(ids)].tolist()
+            for row, ids in zip(np.asarray(state.token_BL), prompts, strict=False)
+        ]
 
     # Block after block; a row that is done repeats its last.
     begun, windows = [], []
@@ -301,18 +378,27 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, wa
         start_B = np.maximum(first_B - N, 0) if i else 0 * first_B
         width = (N if cfg.causal else 2 * N) if i else prefix
         given = given._replace(first_B=first_B.astype(np.int32), start_B=start_B.astype(np.int32))
-        state = fill_block(params, sample_dream.beside(params, state), given, sampler=sampler, width=width)
+        state = fill_block(
+            params, sample_dream.beside(params, state), given, sampler=sampler, width=width
+        )
         windows += [width] + [N + cfg.shift] * (int(state.step) - len(windows) - 1)
         if on_block:
             on_block(texts_of(state))
     record, steps = jax.tree.map(np.asarray, state.record), int(state.step)
-    stats = {"forwards": steps, "steps": steps, "passes": [steps] * len(prompts), "begun": begun, "windows": windows}
+    stats = {
+        "forwards": steps,
+        "steps": steps,
+        "passes": [steps] * len(prompts),
+        "begun": begun,
+        "windows": windows,
+    }
     stats |= {"record": record, "when": record.step_BL + 1, "probability": np.exp(record.logp_BL)}
     return texts_of(state), stats
 
 
 def fill(model, token_BL, see_BL, rule, key):
-    """Fill the MASKs after left-padded prompts: (token_BL, stats of `generate`, whose texts begin at slot 0).
+    """Fill the MASKs after left-padded prompts: (token_BL, stats of `generate`, whose texts begin
+    at slot 0).
 
     see_BL is False at padding. All canvases of one width take one program.
     """

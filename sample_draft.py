@@ -1,20 +1,24 @@
-"""Self-speculative decoding of a Dream: draft a block, verify it causally; the same text, in fewer passes.
+"""Self-speculative decoding of a Dream: draft a block, verify it causally; the same text, in fewer
+passes.
 
     model, _ = checkpoints.load(model_dream, "out/nemotron")    # finished tokens attend causally
     rows, stats = sample_draft.generate(model, [[5, 6, 7]], 256, sample_draft.Sampling(draft=8))
 
-Where finished tokens attend causally, the model has two modes over the same keys: causal, and bidirectional among MASKs
-after the last token. A step fills MASKs in the second mode (the drafts), then verifies them in the first: that pass
-predicts the token of each slot, and its keys are final. The longest prefix of drafts that equal the predictions stays,
-and the model's own next token follows. With draft_steps=0 that pass also makes the next drafts, for each number of
-drafts that may stay: a single pass, of drafts that do not see the token which follows.
+Where finished tokens attend causally, the model has two modes over the same keys: causal, and
+bidirectional among MASKs after the last token. A step fills MASKs in the second mode (the drafts),
+then verifies them in the first: that pass predicts the token of each slot, and its keys are final.
+The longest prefix of drafts that equal the predictions stays, and the model's own next token
+follows. With draft_steps=0 that pass also makes the next drafts, for each number of drafts that may
+stay: a single pass, of drafts that do not see the token which follows.
 
-A token is the argmax of its logits plus Gumbel noise, a function of the row's key and the slot alone: drafts and
-verification use the same noise. What is written is always the verified token. So the text of a key is the same for
-every length of drafts, none among them, in every batch, at every temperature; in float32, but for near-ties.
+A token is the argmax of its logits plus Gumbel noise, a function of the row's key and the slot
+alone: drafts and verification use the same noise. What is written is always the verified token. So
+the text of a key is the same for every length of drafts, none among them, in every batch, at every
+temperature; in float32, but for near-ties.
 
 Letters: B rows, L slots, N drafts, W slots of a pass, V vocabulary.
-Refs: Nemotron-Labs-Diffusion's linear self-speculation; coupling, arXiv:2408.07978; one pass: TiDAR, arXiv:2511.08923.
+Refs: Nemotron-Labs-Diffusion's linear self-speculation; coupling, arXiv:2408.07978; one pass:
+TiDAR, arXiv:2511.08923.
 """
 
 import dataclasses
@@ -47,18 +51,28 @@ class Sampling:
 
 def check(cfg):
     if not cfg.autoregressive:
-        raise ValueError("drafts need a model whose finished tokens attend causally: train_dream.py --context=causal")
+        raise ValueError(
+            "drafts need a model whose finished tokens attend causally: train_dream.py --context=causal"
+        )
 
 
 def settings_of(rule, flags, cfg):
-    """A sample_dream.Sampling as one of drafts. ValueError for a model, or settings, of which there are none."""
+    """A sample_dream.Sampling as one of drafts. ValueError for a model, or settings, of which there
+    are none.
+    """
     check(cfg)
     foreign = "steps alg_temp threshold entropy_bound cache fast_dllm eos_penalty late_eos guidance sub_block".split()
-    foreign = [x for x in foreign if getattr(rule, x)] + (["block_length"] if rule.block_length > 1 else [])
+    foreign = [x for x in foreign if getattr(rule, x)] + (
+        ["block_length"] if rule.block_length > 1 else []
+    )
     if foreign or (rule.alg, rule.schedule) != ("entropy", "dream"):
-        raise ValueError(f"drafts and single tokens go without {', '.join(foreign or ['alg or schedule'])}")
+        raise ValueError(
+            f"drafts and single tokens go without {', '.join(foreign or ['alg or schedule'])}"
+        )
     shared = "temperature", "top_p", "top_k", "vocab", "eos_ids"
-    return Sampling(flags.draft, flags.draft_steps, **{name: getattr(rule, name) for name in shared})
+    return Sampling(
+        flags.draft, flags.draft_steps, **{name: getattr(rule, name) for name in shared}
+    )
 
 
 class State(typing.NamedTuple):
@@ -90,9 +104,13 @@ class Sampler:
     rule: Sampling
 
     def read(self, model, token_BW, place_BW, reach_BW, cache, seen_BWL=None):
-        """(hidden states, cache with the tokens' keys); a token attends to slots up to its reach, where seen_BWL is."""
+        """(hidden states, cache with the tokens' keys); a token attends to slots up to its reach,
+        where seen_BWL is.
+        """
         shape_BL = len(token_BW), cache[0][0].shape[2]
-        keys = diffusion.Place(jnp.ones(shape_BL, jnp.int32), jnp.broadcast_to(jnp.arange(shape_BL[1]), shape_BL))
+        keys = diffusion.Place(
+            jnp.ones(shape_BL, jnp.int32), jnp.broadcast_to(jnp.arange(shape_BL[1]), shape_BL)
+        )
         queries = diffusion.Place(jnp.ones_like(token_BW), reach_BW, seen=seen_BWL)
         return model.hidden(token_BW, place_BW, None, cache, place_BW[:, 0], queries, keys)
 
@@ -105,13 +123,22 @@ class Sampler:
 
             def uniform(key, slot):  # of row and slot, of no step, batch or draft
                 key = jax.random.fold_in(jax.random.wrap_key_data(key), slot)
-                return jax.random.uniform(key, given.banned_V.shape, minval=jnp.finfo(jnp.float32).tiny)
+                return jax.random.uniform(
+                    key, given.banned_V.shape, minval=jnp.finfo(jnp.float32).tiny
+                )
 
             u_BWV = jax.vmap(jax.vmap(uniform, (None, 0)))(given.key_B, slot_BW)
-            filters, width = (rule.temperature, rule.top_k, rule.top_p), 1 if model.run.platform == "cpu" else 3
+            filters, width = (
+                (rule.temperature, rule.top_k, rule.top_p),
+                1 if model.run.platform == "cpu" else 3,
+            )
             filtered_BWV = diffusion.filter_logits(logits_BWV, *filters, rule="dream", width=width)
-        token_BW = diffusion.sample_tokens(filtered_BWV, u_BWV, 1.0 if rule.temperature else 0).astype(jnp.int32)
-        return token_BW, jnp.take_along_axis(diffusion.softmax(logits_BWV), token_BW[..., None], -1)[..., 0]
+        token_BW = diffusion.sample_tokens(
+            filtered_BWV, u_BWV, 1.0 if rule.temperature else 0
+        ).astype(jnp.int32)
+        return token_BW, jnp.take_along_axis(
+            diffusion.softmax(logits_BWV), token_BW[..., None], -1
+        )[..., 0]
 
     def drafted(self, model, token_B1, slot_BW, given, cache):
         """(drafts [B, N] after the last tokens, cache), by one pass over MASKs that see each other.
@@ -129,34 +156,56 @@ class Sampler:
         """Draft, read the drafts, and write those that the reading repeats, and its next token."""
         N, (B, L), shift = self.rule.draft, state.token_BL.shape, model.cfg.shift
         slot_BN = state.last_B[:, None] + jnp.arange(N + 1)
-        read_BW, cache, draft_BN = jnp.take_along_axis(state.token_BL, slot_BN[:, :1], 1), state.cache, state.draft_BN
+        read_BW, cache, draft_BN = (
+            jnp.take_along_axis(state.token_BL, slot_BN[:, :1], 1),
+            state.cache,
+            state.draft_BN,
+        )
         if N and self.rule.draft_steps:
             draft_BN, cache = self.drafted(model, read_BW, slot_BN, given, cache)
 
-        # Set 0 is the last token and the drafts, attended causally. A single pass adds a set for each outcome: set j
-        # holds the MASKs that follow if j - 1 drafts are accepted, and attends to itself, the last token and those
-        # drafts. Without the shift it has one MASK more, for the token after the drafts.
-        counts = [N + 1] + ([N if shift else N + 1] * (N + 1) if N and not self.rule.draft_steps else [])
+        # Set 0 is the last token and the drafts, attended causally. A single pass adds a set for
+        # each outcome: set j holds the MASKs that follow if j - 1 drafts are accepted, and attends
+        # to itself, the last token and those drafts. Without the shift it has one MASK more, for
+        # the token after the drafts.
+        counts = [N + 1] + (
+            [N if shift else N + 1] * (N + 1) if N and not self.rule.draft_steps else []
+        )
         set_W = np.repeat(np.arange(len(counts)), counts)
         at_W = np.concatenate([j + np.arange(n) for j, n in enumerate(counts)])
-        reach_BW, seen_BWL, single = slot_BN[:, :1] + np.where(set_W, len(set_W) - 1, at_W), None, len(counts) > 1
+        reach_BW, seen_BWL, single = (
+            slot_BN[:, :1] + np.where(set_W, len(set_W) - 1, at_W),
+            None,
+            len(counts) > 1,
+        )
         if single:
-            seen_WW = jnp.asarray((set_W == set_W[:, None]) | (set_W == 0) & (at_W < set_W[:, None]))
+            seen_WW = jnp.asarray(
+                (set_W == set_W[:, None]) | (set_W == 0) & (at_W < set_W[:, None])
+            )
             behind_BL = jnp.arange(L) - state.last_B[:, None]
             seen_WBL = (behind_BL < 0) | seen_WW[:, jnp.clip(behind_BL, 0, len(set_W) - 1)]
             seen_BWL = seen_WBL.swapaxes(0, 1)
-        read_BW = jnp.concatenate((read_BW, draft_BN, jnp.full((B, len(set_W) - N - 1), model.cfg.mask_id)), 1)
-        hidden_BWD, cache = self.read(model, read_BW, slot_BN[:, :1] + at_W, reach_BW, cache, seen_BWL)
+        read_BW = jnp.concatenate(
+            (read_BW, draft_BN, jnp.full((B, len(set_W) - N - 1), model.cfg.mask_id)), 1
+        )
+        hidden_BWD, cache = self.read(
+            model, read_BW, slot_BN[:, :1] + at_W, reach_BW, cache, seen_BWL
+        )
         token_BN, prob_BN = self.draw(model, hidden_BWD[:, : N + 1], slot_BN + 1, given)
-        count_B = 1 + jnp.cumprod(draft_BN == token_BN[:, :-1], 1).sum(1)  # drafts that agree, and one more
+        # drafts that agree, and one more
+        count_B = 1 + jnp.cumprod(draft_BN == token_BN[:, :-1], 1).sum(1)
         if single:  # the set after them
             index_BN = N + 1 + ((count_B - 1) * counts[1] + (not shift))[:, None] + jnp.arange(N)
             hidden_BND = jnp.take_along_axis(hidden_BWD, index_BN[..., None], 1)
             draft_BN, _ = self.draw(model, hidden_BND, slot_BN[:, 1:] + count_B[:, None], given)
-        return self.write(state._replace(cache=cache, draft_BN=draft_BN), given, token_BN, prob_BN, count_B)
+        return self.write(
+            state._replace(cache=cache, draft_BN=draft_BN), given, token_BN, prob_BN, count_B
+        )
 
     def write(self, state, given, token_BW, prob_BW, count_B):
-        """The state with the first count_B of the tokens after the last one, up to an end token or a row's end."""
+        """The state with the first count_B of the tokens after the last one, up to an end token or
+        a row's end.
+        """
         (B, L), W = state.token_BL.shape, token_BW.shape[1]
         slot_BW = state.last_B[:, None] + 1 + jnp.arange(W)
         eos_BW = self.ends(token_BW)
@@ -164,7 +213,9 @@ class Sampler:
         written_BW &= (slot_BW < given.end_B[:, None]) & ~self.ended(state, given)[:, None]
         at = jnp.arange(B)[:, None], jnp.where(written_BW, slot_BW, L)  # out of the row: dropped
         new = {"token_BL": token_BW, "when_BL": state.step + 1, "prob_BL": prob_BW}
-        new = {name: getattr(state, name).at[at].set(x_BW, mode="drop") for name, x_BW in new.items()}
+        new = {
+            name: getattr(state, name).at[at].set(x_BW, mode="drop") for name, x_BW in new.items()
+        }
         return state._replace(**new, last_B=state.last_B + written_BW.sum(1), step=state.step + 1)
 
     def ends(self, token_BW):
@@ -178,10 +229,14 @@ class Sampler:
 
 @functools.partial(jax.jit, static_argnames=("sampler", "width"), donate_argnames=("state",))
 def begin(params, state, given, *, sampler, width):
-    """The state with the keys of the prompts, from a pass over `width` slots, and the first new token of each row."""
+    """The state with the keys of the prompts, from a pass over `width` slots, and the first new
+    token of each row.
+    """
     model, (B, _) = nnx.merge(sampler.graph, params), state.token_BL.shape
     slot_BP = jnp.broadcast_to(jnp.arange(width), (B, width))
-    hidden_BPD, cache = sampler.read(model, state.token_BL[:, :width], slot_BP, slot_BP, state.cache)
+    hidden_BPD, cache = sampler.read(
+        model, state.token_BL[:, :width], slot_BP, slot_BP, state.cache
+    )
     hidden_B1D = jnp.take_along_axis(hidden_BPD, state.last_B[:, None, None], 1)
     token_B1, prob_B1 = sampler.draw(model, hidden_B1D, state.last_B[:, None] + 1, given)
     state = state._replace(cache=sample_dream.split(cache))
@@ -193,26 +248,40 @@ def advance(params, state, given, *, sampler):
     """(State after STEPS more steps, or fewer where all rows end; whether they have ended)."""
     model, end = nnx.merge(sampler.graph, params), state.step + STEPS
     step = functools.partial(sampler.step, model, given=given)
-    state = jax.lax.while_loop(lambda s: (s.step < end) & ~sampler.ended(s, given).all(), step, state)
-    return sample_dream.split((state, sampler.ended(state, given)))  # every host gets all but the cache
+    state = jax.lax.while_loop(
+        lambda s: (s.step < end) & ~sampler.ended(s, given).all(), step, state
+    )
+    # every host gets all but the cache
+    return sample_dream.split((state, sampler.ended(state, given)))
 
 
 def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, on_block=None):
-    """Continue prompts (lists of ids, any lengths above 0) with max_new tokens each: (rows of ids, stats).
+    """Continue prompts (lists of ids, any lengths above 0) with max_new tokens each: (rows of ids,
+    stats).
 
-    A prompt may end in MASKs already. The batch has the first of the widths that holds its longest text: with the same
-    widths and rows other prompts need no other program. on_block(rows of ids so far) is called after every STEPS steps.
-    stats: "forwards", "steps", "passes" of each row; and NumPy arrays [B, L]: "record", a Record, "when", the step that
-    wrote a token, from 1 on, and "probability", its probability then. Raises ValueError for what does not fit.
+    A prompt may end in MASKs already. The batch has the first of the widths that holds its longest
+    text: with the same widths and rows other prompts need no other program. on_block(rows of ids so
+    far) is called after every STEPS steps.
+    stats: "forwards", "steps", "passes" of each row; and NumPy arrays [B, L]: "record", a Record,
+    "when", the step that wrote a token, from 1 on, and "probability", its probability then. Raises
+    ValueError for what does not fit.
     """
     cfg, rule = model.cfg, rule or Sampling()
     check(cfg)
     prompts = [[*ids, *[cfg.mask_id] * max_new] for ids in prompts]
-    begin_B, end_B = np.array([((*ids, cfg.mask_id).index(cfg.mask_id), len(ids)) for ids in prompts]).T
-    if any(set(ids[n:]) - {cfg.mask_id} for ids, n in zip(prompts, begin_B, strict=True)) or not all(begin_B):
-        raise ValueError("a text that is written from left to right needs a prompt, and has none after its masks")
+    begin_B, end_B = np.array(
+        [((*ids, cfg.mask_id).index(cfg.mask_id), len(ids)) for ids in prompts]
+    ).T
+    if any(
+        set(ids[n:]) - {cfg.mask_id} for ids, n in zip(prompts, begin_B, strict=True)
+    ) or not all(begin_B):
+        raise ValueError(
+            "a text that is written from left to right needs a prompt, and has none after its masks"
+        )
     if max(end_B) > cfg.positions:
-        raise ValueError(f"{max(end_B)} tokens do not fit: the model reaches {cfg.positions} positions; lower max_new")
+        raise ValueError(
+            f"{max(end_B)} tokens do not fit: the model reaches {cfg.positions} positions; lower max_new"
+        )
     pad = (0, max(rows - len(prompts), 0))  # rows without a text have one token, and are full
     begin_B, end_B = (np.pad(x_B, pad, constant_values=1) for x_B in (begin_B, end_B))
     B, longest = len(begin_B), next((width for width in widths if width >= max(end_B)), max(end_B))
@@ -223,13 +292,25 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, on
         row[: len(ids)] = ids
     id_V = np.arange(cfg.vocab)
     banned_V = np.isin(id_V, (cfg.mask_id, cfg.expand_id)) | (id_V >= (rule.vocab or cfg.vocab))
-    given = Given(begin_B, end_B, banned_V, sample_dream.keys_of_rows(jax.random.key(0) if key is None else key, B))
+    given = Given(
+        begin_B,
+        end_B,
+        banned_V,
+        sample_dream.keys_of_rows(jax.random.key(0) if key is None else key, B),
+    )
 
     graph, params = nnx.split(model)
     sampler = Sampler(graph, dataclasses.replace(rule, vocab=0))
     shape = B, cfg.kv_heads, L, cfg.head_size
-    cache = [(jnp.zeros(shape, model.run.dtype), jnp.zeros(shape, model.run.dtype)) for _ in range(cfg.layers)]
-    empty = np.zeros((B, L), np.int32), np.zeros((B, L), np.float32), np.full((B, rule.draft), cfg.mask_id, np.int32)
+    cache = [
+        (jnp.zeros(shape, model.run.dtype), jnp.zeros(shape, model.run.dtype))
+        for _ in range(cfg.layers)
+    ]
+    empty = (
+        np.zeros((B, L), np.int32),
+        np.zeros((B, L), np.float32),
+        np.full((B, rule.draft), cfg.mask_id, np.int32),
+    )
     state = State(token_BL, begin_B - 1, *empty, np.int32(0), cache)
     state = sample_dream.beside(params, jax.tree.map(jnp.asarray, state))
     width = L if widths else min(sample_dream.canvas_width(int(max(begin_B)), 1 << 30), L)
@@ -238,12 +319,25 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, on
         state, done_B = advance(params, state, given, sampler=sampler)
         token_BL, last_B, done_B = map(np.asarray, (state.token_BL, state.last_B, done_B))
         if on_block:
-            on_block([row[: last + 1].tolist() for row, last in zip(token_BL, last_B[: len(prompts)], strict=False)])
+            on_block(
+                [
+                    row[: last + 1].tolist()
+                    for row, last in zip(token_BL, last_B[: len(prompts)], strict=False)
+                ]
+            )
 
     ended = zip(token_BL[: len(prompts)], last_B, end_B, strict=False)
-    texts = [row[: last + 1].tolist() + [*rule.eos_ids[:1]] * int(end - last - 1) for row, last, end in ended]
+    texts = [
+        row[: last + 1].tolist() + [*rule.eos_ids[:1]] * int(end - last - 1)
+        for row, last, end in ended
+    ]
     forwards = 1 + (int(state.step) - 1) * (1 + (rule.draft_steps if rule.draft else 0))
     when_BL, prob_BL = map(np.asarray, (state.when_BL, state.prob_BL))
     record = sample_dream.Record(when_BL - 1, token_BL, np.log(np.where(when_BL, prob_BL, 1)))
-    stats = {"forwards": forwards, "steps": int(state.step), "passes": [forwards] * len(prompts), "record": record}
+    stats = {
+        "forwards": forwards,
+        "steps": int(state.step),
+        "passes": [forwards] * len(prompts),
+        "record": record,
+    }
     return texts, stats | {"when": when_BL, "probability": prob_BL}

@@ -1,4 +1,5 @@
-"""Texts that join and leave a running batch between its steps (continuous batching); each becomes what it is alone.
+"""Texts that join and leave a running batch between its steps (continuous batching); each becomes
+what it is alone.
 
     loop = sample_rows.Loop(sample_rows.Dream("out/diffucoder", rows=8, bits=8), queue=64)    # or PythonCoder
     loop.start()
@@ -6,8 +7,9 @@
     row = sample_rows.Row([*prompt_ids, *[None] * 64], ask, wake=on_step)
     loop.submit([row])    # then row.written grows, until row.ended is set
 
-Temperature, top-p, schedule, bound and random numbers belong to a row and are arrays of one compiled program: three
-programs for each canvas width of a Dream, four with blocks, two of PythonCoder. serve.py serves the loop by HTTP.
+Temperature, top-p, schedule, bound and random numbers belong to a row and are arrays of one
+compiled program: three programs for each canvas width of a Dream, four with blocks, two of
+PythonCoder. serve.py serves the loop by HTTP.
 
 Letters: B rows, L slots of a canvas, M slots of a cache, D width, V vocabulary, N likeliest tokens.
 """
@@ -44,9 +46,11 @@ class Row:
     """A text that is generated: what was asked, and what there is of it so far."""
 
     ids: list  # tokens; None where the model generates
-    ask: dict  # temperature, top_p, seed, stop; of a Dream also steps, threshold, entropy_bound, block_length
+    # temperature, top_p, seed, stop; of a Dream also steps, threshold, entropy_bound, block_length
+    ask: dict
     number: int = 0  # of this completion among those of one prompt and seed
-    written: dict = dataclasses.field(default_factory=dict)  # slot: (id, log p, likeliest ids, their log p)
+    # slot: (id, log p, likeliest ids, their log p)
+    written: dict = dataclasses.field(default_factory=dict)
     steps: list = dataclasses.field(default_factory=list)  # slots that each step wrote
     passes: int = 0  # forward passes that it took part in
     begun: float = dataclasses.field(default_factory=time.perf_counter)
@@ -67,7 +71,9 @@ class Row:
         self.passes, self.seconds = self.passes + passes, time.perf_counter() - self.begun
 
     def completion(self, ends):
-        """(slots of the completion so far, up to its first mask; whether an end token stands there)."""
+        """(slots of the completion so far, up to its first mask; whether an end token stands
+        there).
+        """
         slots = []
         for slot in (slot for slot, token in enumerate(self.ids) if token is None):
             if slot not in self.written or self.written[slot][0] in ends:
@@ -77,22 +83,34 @@ class Row:
 
 
 def filters_of(rows):
-    """What diffusion.filter_logits takes for rows: temperature or 1, top_p, and whether it draws, [B, 1, 1] each."""
+    """What diffusion.filter_logits takes for rows: temperature or 1, top_p, and whether it draws,
+    [B, 1, 1] each.
+    """
     asks = [row.ask if row else {"temperature": 0, "top_p": 1} for row in rows]
-    temperature_B, top_p_B = (np.array([ask[name] for ask in asks], np.float32) for name in ("temperature", "top_p"))
+    temperature_B, top_p_B = (
+        np.array([ask[name] for ask in asks], np.float32) for name in ("temperature", "top_p")
+    )
     draws_B, keeps_all_B = temperature_B > 0, top_p_B >= 1
-    arrays = np.where(draws_B, temperature_B, 1), np.where(keeps_all_B, 2, np.maximum(top_p_B, 1e-9)), draws_B
+    arrays = (
+        np.where(draws_B, temperature_B, 1),
+        np.where(keeps_all_B, 2, np.maximum(top_p_B, 1e-9)),
+        draws_B,
+    )
     return tuple(x_B[:, None, None] for x_B in arrays)
 
 
 @jax.jit
 def key_of(seed, number):
     """The data of a row's random key; for a Dream that of generate.py --seed --n."""
-    return jax.random.key_data(jax.random.fold_in(jax.random.split(jax.random.key(seed))[1], number))
+    return jax.random.key_data(
+        jax.random.fold_in(jax.random.split(jax.random.key(seed))[1], number)
+    )
 
 
 def forget(record, i, end):
-    """Clear row i of a record: what an end fills is not drawn, and would keep what an earlier text had there."""
+    """Clear row i of a record: what an end fills is not drawn, and would keep what an earlier text
+    had there.
+    """
     logp_BL, (ids_BLN, likely_BLN) = record[2:]
     logp_BL[i], ids_BLN[i], likely_BLN[i] = 0, end, -np.inf
     likely_BLN[i, :, 0] = 0
@@ -102,7 +120,9 @@ class Family:
     """A model and its batches, one for each canvas width and order of positions."""
 
     def __init__(self, module, folder, rows, bits=0, **how):
-        self.model, _, mesh = inference.load_for_inference(module, folder, rows=rows, bits=bits, **how)
+        self.model, _, mesh = inference.load_for_inference(
+            module, folder, rows=rows, bits=bits, **how
+        )
         self.context = functools.partial(inference.mesh_context, mesh)
         self.tokenizer = runs.read_tokenizer(folder, self.model.cfg.vocab)
         self.rows, self.vocab, self.batches = rows, self.tokenizer.get_vocab_size(), {}
@@ -118,10 +138,23 @@ class Family:
         return next(width for width in self.widths if width >= len(row.ids) + self.extra)
 
     def batch_of(self, row):
-        """The narrowest batch with a free place and a text that needs its full width; else that of the row's width."""
-        own = self.width_of(row), next((order for order in self.ORDERS[1:] if row.ask.get(order)), self.ORDERS[0])
-        free = [batch for (_, order), batch in self.batches.items() if order == own[1] and None in batch.rows]
-        wide = (x.width for x in free if own[0] <= x.width and x.width in map(self.width_of, filter(None, x.rows)))
+        """The narrowest batch with a free place and a text that needs its full width; else that of
+        the row's width.
+        """
+        own = (
+            self.width_of(row),
+            next((order for order in self.ORDERS[1:] if row.ask.get(order)), self.ORDERS[0]),
+        )
+        free = [
+            batch
+            for (_, order), batch in self.batches.items()
+            if order == own[1] and None in batch.rows
+        ]
+        wide = (
+            x.width
+            for x in free
+            if own[0] <= x.width and x.width in map(self.width_of, filter(None, x.rows))
+        )
         return self.batch(min(wide, default=own[0]), own[1])
 
 
@@ -129,8 +162,9 @@ class Family:
 
 
 class Canvases:
-    """Rows that are filled together. Each has a schedule, block, bound and filters of its own, so a step may be the
-    first of one row and the last of another: fill_block() runs for a single step, with arrays that are set up here.
+    """Rows that are filled together. Each has a schedule, block, bound and filters of its own, so a
+    step may be the first of one row and the last of another: fill_block() runs for a single step,
+    with arrays that are set up here.
     """
 
     def __init__(self, family, width, order):
@@ -139,9 +173,15 @@ class Canvases:
         watched = {"history": True, "likeliest": canvas.LIKELIEST}
         rule = sample_dream.Sampling(vocab=family.vocab, eos_ids=family.ends, **watched, **bound)
         empty_BL = np.full((family.rows, width), cfg.pad_id, np.int32)
-        self.state, given, _ = sample_dream.prepare(cfg, rule, empty_BL, np.ones(empty_BL.shape, bool))
-        most_B1 = np.full((family.rows, 1), width, np.int32)  # tokens that a step with a bound may fill
-        arrays = {name: np.array(getattr(given, name)) for name in ("see_BL", "made_BL", "offset_BL", "key_B")}
+        self.state, given, _ = sample_dream.prepare(
+            cfg, rule, empty_BL, np.ones(empty_BL.shape, bool)
+        )
+        # tokens that a step with a bound may fill
+        most_B1 = np.full((family.rows, 1), width, np.int32)
+        arrays = {
+            name: np.array(getattr(given, name))
+            for name in ("see_BL", "made_BL", "offset_BL", "key_B")
+        }
         self.given = given._replace(steps=1, budget_BS=most_B1, **arrays)
         graph, self.params = nnx.split(family.model)
         self.sampler = sample_dream.sampler_of(graph, cfg, rule)
@@ -153,17 +193,30 @@ class Canvases:
         (state.token_BL[i],), (given.see_BL[i],) = sample_dream.canvas([ids], 0, cfg, self.width)
         given.made_BL[i] = given.see_BL[i] & (state.token_BL[i] == cfg.mask_id)
         given.offset_BL[i] = np.maximum(np.arange(self.width) - (self.width - len(ids)), 0)
-        given.key_B[i], state.step_B[i], state.left_B[i] = key_of(ask["seed"] % (1 << 31), row.number), 0, 0
+        given.key_B[i], state.step_B[i], state.left_B[i] = (
+            key_of(ask["seed"] % (1 << 31), row.number),
+            0,
+            0,
+        )
         forget(state.record, i, self.family.ends[0])
-        # blocks from the first mask to the last, and the share of a block's masks that each of its steps fills
+        # blocks from the first mask to the last, and the share of a block's masks that each of its
+        # steps fills
         first, last = np.flatnonzero(given.made_BL[i])[[0, -1]]
         size = ask.get("block_length") or self.width
-        row.blocks = [(max(0, min(begin, self.width - size)), size) for begin in range(first, last + 1, size)]
-        steps = -(-ask["steps"] // len(row.blocks)) if ask.get("steps") else min(size, row.ids.count(None))
+        row.blocks = [
+            (max(0, min(begin, self.width - size)), size) for begin in range(first, last + 1, size)
+        ]
+        steps = (
+            -(-ask["steps"] // len(row.blocks))
+            if ask.get("steps")
+            else min(size, row.ids.count(None))
+        )
         row.shares, row.at = diffusion.dream_shares(steps), 0
 
     def step(self):
-        """A denoising step: each row fills what its own schedule or bound says, of its own block."""
+        """A denoising step: each row fills what its own schedule or bound says, of its own
+        block.
+        """
         old, cfg, B = self.state, self.family.model.cfg, len(self.rows)
         first_B1, size_B1 = np.zeros((2, B, 1), np.int32)
         bound_B1, share_1B = np.ones((B, 1), np.float32), np.zeros((1, B), np.float32)
@@ -180,11 +233,14 @@ class Canvases:
         arrays = {"first": first_B1, "size": size_B1, "bound": bound_B1, "share_S": share_1B}
         given = self.given._replace(begun=old.step, filters=filters_of(self.rows), **arrays)
         on_device = sample_dream.beside(self.params, old)
-        new = sample_dream.fill_block(self.params, on_device, given, sampler=self.sampler, width=self.width)
+        new = sample_dream.fill_block(
+            self.params, on_device, given, sampler=self.sampler, width=self.width
+        )
         self.state = new = jax.tree.map(np.array, new)
         written_BL = (old.token_BL == cfg.mask_id) & (new.token_BL != cfg.mask_id) & given.see_BL
         ids_BLN, logp_BLN = new.record.likely
-        arrays = new.token_BL, new.record.logp_BL, ids_BLN, np.maximum(logp_BLN, -9999)  # JSON has no infinity
+        # JSON has no infinity
+        arrays = new.token_BL, new.record.logp_BL, ids_BLN, np.maximum(logp_BLN, -9999)
         for i, row in enumerate(self.rows):
             if row:
                 slots = np.flatnonzero(written_BL[i])
@@ -194,10 +250,18 @@ class Canvases:
 
 
 class Blocks:
-    """Rows of a Dream of blocks: a step fills a block of each, with an exact cache. Rows join between two blocks."""
+    """Rows of a Dream of blocks: a step fills a block of each, with an exact cache. Rows join
+    between two blocks.
+    """
 
     def __init__(self, family, width, order):
-        self.family, self.width, self.order, self.rows, self.state = family, width, order, [None] * family.rows, None
+        self.family, self.width, self.order, self.rows, self.state = (
+            family,
+            width,
+            order,
+            [None] * family.rows,
+            None,
+        )
 
     def begin(self):
         """Make room for the cache; not before a row joins, as the device may have none left."""
@@ -206,9 +270,13 @@ class Blocks:
         block = {"block_length": cfg.block_length, "likeliest": canvas.LIKELIEST}
         rule = sample_block.Sampling(vocab=family.vocab, eos_ids=family.ends, **block, **bound)
         nothing = [[cfg.pad_id]] * family.rows
-        state, given, _ = sample_block.prepare(cfg, rule, nothing, width=width, dtype=family.model.run.dtype)
+        state, given, _ = sample_block.prepare(
+            cfg, rule, nothing, width=width, dtype=family.model.run.dtype
+        )
         self.state = self.on_host(state)
-        self.given = given._replace(**{name: np.array(x) for name, x in given._asdict().items() if name != "filters"})
+        self.given = given._replace(
+            **{name: np.array(x) for name, x in given._asdict().items() if name != "filters"}
+        )
         self.graph, self.params = nnx.split(family.model)
         self.sampler = sample_block.sampler_of(self.graph, rule)
 
@@ -217,7 +285,9 @@ class Blocks:
         return jax.tree.map(np.array, state._replace(cache=[]))._replace(cache=state.cache)
 
     def join(self, i, row):
-        """Put a row into the batch, with the keys and values of all its blocks that are finished."""
+        """Put a row into the batch, with the keys and values of all its blocks that are
+        finished.
+        """
         if self.state is None:
             self.begin()
         given, state, cfg, length = self.given, self.state, self.family.model.cfg, len(row.ids)
@@ -225,11 +295,18 @@ class Blocks:
         state.token_BL[i, :length] = [cfg.mask_id if token is None else token for token in row.ids]
         given.see_BL[i] = np.arange(given.see_BL.shape[1]) < length
         given.made_BL[i] = given.see_BL[i] & (state.token_BL[i] == cfg.mask_id)
-        state.record.step_BL[i], given.key_B[i] = -1, key_of(row.ask["seed"] % (1 << 31), row.number)
+        state.record.step_BL[i], given.key_B[i] = (
+            -1,
+            key_of(row.ask["seed"] % (1 << 31), row.number),
+        )
         forget(state.record, i, self.family.ends[0])
-        given.first_B[i] = row.ids.index(None) // (size := 1 if cfg.causal else cfg.block_length) * size
+        given.first_B[i] = (
+            row.ids.index(None) // (size := 1 if cfg.causal else cfg.block_length) * size
+        )
         inputs = state.token_BL[i], given.see_BL[i], given.block_BL[i]
-        self.state = state._replace(cache=prefill_blocks(self.params, state.cache, i, *inputs, graph=self.graph))
+        self.state = state._replace(
+            cache=prefill_blocks(self.params, state.cache, i, *inputs, graph=self.graph)
+        )
 
     def step(self):
         """Fill a block of each row."""
@@ -241,17 +318,28 @@ class Blocks:
                 self.given.see_BL[i] = False
                 continue
             bound_B1[i] = row.ask.get(self.order) or 0
-            self.given.first_B[i] += (masked_BL[i].argmax() - self.given.first_B[i]) // N * N  # the block of a mask
+            # the block of a mask
+            self.given.first_B[i] += (masked_BL[i].argmax() - self.given.first_B[i]) // N * N
         start_B = np.maximum(self.given.first_B - N, 0)
         given = self.given._replace(start_B=start_B, bound=bound_B1, filters=filters_of(self.rows))
         on_device = sample_dream.beside(self.params, old)
         width = N if cfg.causal else 2 * N
-        new = sample_block.fill_block(self.params, on_device, given, sampler=self.sampler, width=width)
+        new = sample_block.fill_block(
+            self.params, on_device, given, sampler=self.sampler, width=width
+        )
         self.state = new = self.on_host(new)
-        written_BL, (ids_BLN, logp_BLN) = masked_BL & (new.token_BL != cfg.mask_id), new.record.likely
-        arrays = new.token_BL, new.record.logp_BL, ids_BLN, np.maximum(logp_BLN, -9999)  # JSON has no infinity
+        written_BL, (ids_BLN, logp_BLN) = (
+            masked_BL & (new.token_BL != cfg.mask_id),
+            new.record.likely,
+        )
+        # JSON has no infinity
+        arrays = new.token_BL, new.record.logp_BL, ids_BLN, np.maximum(logp_BLN, -9999)
         for i, row in enumerate(self.rows):
-            for step in range(int(old.step), 1 + new.record.step_BL[i][written_BL[i]].max(initial=-1)) if row else ():
+            for step in (
+                range(int(old.step), 1 + new.record.step_BL[i][written_BL[i]].max(initial=-1))
+                if row
+                else ()
+            ):
                 slots = np.flatnonzero(written_BL[i] & (new.record.step_BL[i] == step))
                 found = zip(*(x_BL[i, slots].tolist() for x_BL in arrays), strict=True)
                 row.write(dict(zip(slots.tolist(), found, strict=True)))
@@ -259,35 +347,50 @@ class Blocks:
 
 @functools.partial(jax.jit, static_argnames="graph", donate_argnames="cache")
 def prefill_blocks(params, cache, i, token_L, see_L, block_L, *, graph):
-    """The cache with the keys and values of a text in row i; those of blocks that hold masks are overwritten."""
+    """The cache with the keys and values of a text in row i; those of blocks that hold masks are
+    overwritten.
+    """
     model, slot_1L = nnx.merge(graph, params), jnp.arange(len(token_L))[None]
-    place, start_B = diffusion.Place(see_L[None].astype(jnp.int32), block_L[None]), jnp.zeros(1, jnp.int32)
+    place, start_B = (
+        diffusion.Place(see_L[None].astype(jnp.int32), block_L[None]),
+        jnp.zeros(1, jnp.int32),
+    )
     empty = jax.tree.map(lambda x_BJLK: jnp.zeros_like(x_BJLK[:1]), cache)
     _, new = model.hidden(token_L[None], slot_1L, None, empty, start_B, place, place)
-    return sample_dream.split(jax.tree.map(lambda all_rows, row: all_rows.at[i].set(row[0]), cache, new))
+    return sample_dream.split(
+        jax.tree.map(lambda all_rows, row: all_rows.at[i].set(row[0]), cache, new)
+    )
 
 
 class Dream(Family):
     """A Dream: canvases without a cache, or, if it was trained in blocks, blocks with one."""
 
     extra, defaults = 0, {"temperature": 0.2, "top_p": 0.95}
-    ORDERS = "steps", "threshold", "entropy_bound"  # what says how many tokens a step writes; a program each
+    # what says how many tokens a step writes; a program each
+    ORDERS = "steps", "threshold", "entropy_bound"
 
     def __init__(self, folder, rows, bits=0, **how):
         super().__init__(model_dream, folder, rows, bits, **how)
         cfg = self.model.cfg
         self.Batch = Blocks if cfg.block_length else Canvases
-        self.settings = {"threshold", "entropy_bound"} | (set() if cfg.block_length else {"steps", "block_length"})
+        self.settings = {"threshold", "entropy_bound"} | (
+            set() if cfg.block_length else {"steps", "block_length"}
+        )
         self.tokenizer = sample_dream.load_tokenizer(folder, cfg)
         ends = map(self.tokenizer.token_to_id, ("<|endoftext|>", *canvas.TURN_ENDS, "<|dlm_pad|>"))
         ends = dict.fromkeys((cfg.eos_id, cfg.pad_id, *ends))
-        self.ends = tuple(i for i in ends if i not in (None, cfg.expand_id))  # the first one fills a text that ended
+        # the first one fills a text that ended
+        self.ends = tuple(i for i in ends if i not in (None, cfg.expand_id))
         self.wrap = canvas.chat_template(runs.as_path(folder))
 
     def check(self, ids, ask):
         if len(given := [order for order in self.ORDERS if ask.get(order)]) > 1:
             raise ValueError(f"{' and '.join(given)} do not go together")
-        if self.model.cfg.block_length and None in ids and ids[ids.index(None) :] != [None] * ids.count(None):
+        if (
+            self.model.cfg.block_length
+            and None in ids
+            and ids[ids.index(None) :] != [None] * ids.count(None)
+        ):
             raise ValueError("a model of blocks does not see the text after a hole")
 
 
@@ -298,17 +401,31 @@ class Caches:
     """Rows that are continued together, without drafts: the same texts as with them."""
 
     def __init__(self, family, width, order):
-        self.family, self.width, self.order, self.rows, self.cache = family, width, order, [None] * family.rows, None
-        self.token_BM, self.length_B = np.zeros((family.rows, width), np.int32), np.ones(family.rows, np.int32)
+        self.family, self.width, self.order, self.rows, self.cache = (
+            family,
+            width,
+            order,
+            [None] * family.rows,
+            None,
+        )
+        self.token_BM, self.length_B = (
+            np.zeros((family.rows, width), np.int32),
+            np.ones(family.rows, np.int32),
+        )
         self.key_B = np.zeros((family.rows, 2), np.uint32)
 
     def join(self, i, row):
         """Prefill the prompt of a row, but for its last token, which a step reads."""
         prompt = self.family.in_order(row.ids)
-        self.length_B[i], self.key_B[i] = len(prompt), key_of(row.ask["seed"] % (1 << 31), row.number)
+        self.length_B[i], self.key_B[i] = (
+            len(prompt),
+            key_of(row.ask["seed"] % (1 << 31), row.number),
+        )
         self.token_BM[i] = [*prompt, *[0] * (self.width - len(prompt))]
         model = self.family.model
-        cache = self.cache or sample_dream.beside(model, model.new_cache(len(self.rows), self.width))
+        cache = self.cache or sample_dream.beside(
+            model, model.new_cache(len(self.rows), self.width)
+        )
         self.cache = prefill(model, cache, i, self.token_BM[i])
 
     def step(self):
@@ -319,11 +436,14 @@ class Caches:
             if row:
                 self.token_BM[i, self.length_B[i]] = token[0]
                 self.length_B[i] += 1
-                row.write({row.ids.index(None) + len(row.written): tuple(x.tolist() for x in token)})
+                row.write(
+                    {row.ids.index(None) + len(row.written): tuple(x.tolist() for x in token)}
+                )
 
 
 class PythonCoder(Family):
-    Batch, extra, defaults = Caches, 4, {"temperature": 0.6, "top_p": 0.95}  # extra slots: prefix, suffix, middle
+    # extra slots: prefix, suffix, middle
+    Batch, extra, defaults = Caches, 4, {"temperature": 0.6, "top_p": 0.95}
     ORDERS, settings, wrap = ("steps",), frozenset(), None
 
     def __init__(self, folder, rows, bits=0, **how):
@@ -346,27 +466,35 @@ class PythonCoder(Family):
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def prefill(model, cache, i, token_M):
-    """The cache with the keys and values of a text in row i; those after its end are overwritten in their turn."""
-    _, new = model.step(model.new_cache(1, len(token_M)), token_M[None], jnp.arange(len(token_M))[None])
+    """The cache with the keys and values of a text in row i; those after its end are overwritten in
+    their turn.
+    """
+    _, new = model.step(
+        model.new_cache(1, len(token_M)), token_M[None], jnp.arange(len(token_M))[None]
+    )
     return jax.tree.map(lambda all_rows, row: all_rows.at[i].set(row[0]), cache, new)
 
 
 @functools.partial(jax.jit, static_argnames="vocab", donate_argnames="cache")
 def advance(model, cache, token_BM, length_B, key_B, filters, *, vocab):
-    """(cache, (id, log p, likeliest ids, their log p) of the next token of each row) by one forward pass."""
+    """(cache, (id, log p, likeliest ids, their log p) of the next token of each row) by one forward
+    pass.
+    """
     last_B1, row_B = length_B[:, None] - 1, jnp.arange(len(length_B))
     hidden_B1D, cache = model.step(cache, jnp.take_along_axis(token_BM, last_B1, 1), last_B1)
     logits_BV = model.logits(hidden_B1D)[:, 0]
     logits_BV = jnp.where(jnp.arange(logits_BV.shape[1]) < vocab, logits_BV, -jnp.inf)
     logp_BV = diffusion.log_softmax(logits_BV)
-    logits_BV = pc.without_repeats(logits_BV, token_BM, length_B, 6)  # as generate.py --no_repeat_ngram
+    # as generate.py --no_repeat_ngram
+    logits_BV = pc.without_repeats(logits_BV, token_BM, length_B, 6)
     temperature_B1, top_p_B1, draws_B1 = (x_B11[:, 0] for x_B11 in filters)
     width = 1 if jax.default_backend() == "cpu" else 3
     kept_BV = diffusion.filter_logits(logits_BV, temperature_B1, 0, top_p_B1, "mdlm", width)
     key_B = jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.wrap_key_data)(key_B), length_B)
     drawn_B = jax.vmap(jax.random.categorical)(key_B, kept_BV)
     token_B = jnp.where(draws_B1[:, 0], drawn_B, jnp.argmax(logits_BV, -1))
-    likely_BN, ids_BN = jax.lax.top_k(jnp.maximum(logp_BV, -9999), canvas.LIKELIEST)  # JSON has no infinity
+    # JSON has no infinity
+    likely_BN, ids_BN = jax.lax.top_k(jnp.maximum(logp_BV, -9999), canvas.LIKELIEST)
     return cache, (token_B, logp_BV[row_B, token_B], ids_BN, likely_BN)
 
 
@@ -374,7 +502,9 @@ def advance(model, cache, token_BM, length_B, key_B, filters, *, vocab):
 
 
 def reported(error):
-    """What a client is told of an error on the device; the traceback of one that is not a lack of memory is printed."""
+    """What a client is told of an error on the device; the traceback of one that is not a lack of
+    memory is printed.
+    """
     if isinstance(error, MemoryError) or re.search("RESOURCE_EXHAUSTED|out of memory", str(error)):
         return MemoryError("out of memory: ask for less, or try again")
     traceback.print_exception(error)
@@ -382,13 +512,18 @@ def reported(error):
 
 
 class Loop(threading.Thread):
-    """Runs the batches of a model. Rows wait in a queue of this length until their batch has a free place."""
+    """Runs the batches of a model. Rows wait in a queue of this length until their batch has a free
+    place.
+    """
 
     def __init__(self, model, queue, warm=False):
         super().__init__(daemon=True)
         self.model, self.queue, self.waiting = model, queue, []
         self.changed, self.closing = threading.Condition(), False
-        print("compiling" if warm else "programs are compiled when they are asked for", file=sys.stderr)
+        print(
+            "compiling" if warm else "programs are compiled when they are asked for",
+            file=sys.stderr,
+        )
         with model.context():
             for width, order in itertools.product(model.widths, model.ORDERS if warm else ()):
                 batch = model.batch(width, order)
@@ -397,13 +532,17 @@ class Loop(threading.Thread):
                 model.batches.clear()
 
     def submit(self, rows):
-        """Queue rows. OverflowError if the queue is too short for them now, ValueError if it always is."""
+        """Queue rows. OverflowError if the queue is too short for them now, ValueError if it always
+        is.
+        """
         if len(rows) > self.queue:
             raise ValueError(f"{len(rows)} texts are more than the {self.queue} that may wait")
         with self.changed:
             self.waiting = [row for row in self.waiting if not row.gone]
             if len(self.waiting) + len(rows) > self.queue:
-                raise OverflowError(f"{len(self.waiting)} texts are waiting, at most {self.queue} may; try again later")
+                raise OverflowError(
+                    f"{len(self.waiting)} texts are waiting, at most {self.queue} may; try again later"
+                )
             self.waiting += rows
             self.changed.notify()
 
@@ -422,15 +561,21 @@ class Loop(threading.Thread):
                     waiting = [row for row in self.waiting if not row.gone]
                 taken = {row for row in waiting if self.admitted(row)}
                 with self.changed:  # a row that waits counts until it has a place
-                    self.waiting = [row for row in self.waiting if not row.gone and row not in taken]
+                    self.waiting = [
+                        row for row in self.waiting if not row.gone and row not in taken
+                    ]
                 for batch in self.running():
                     self.attempt(batch, batch.step)
 
     def running(self):
-        """The batches that have rows, when those that have ended or whose reader has gone have left; the others go."""
+        """The batches that have rows, when those that have ended or whose reader has gone have
+        left; the others go.
+        """
         for batch in self.model.batches.values():
             batch.rows = [None if row and (row.gone or row.ended) else row for row in batch.rows]
-        self.model.batches = {key: batch for key, batch in self.model.batches.items() if any(batch.rows)}
+        self.model.batches = {
+            key: batch for key, batch in self.model.batches.items() if any(batch.rows)
+        }
         return [*self.model.batches.values()]
 
     def admitted(self, row):
@@ -448,7 +593,9 @@ class Loop(threading.Thread):
         return free
 
     def attempt(self, batch, work):
-        """Do work on the device. What fails ends the rows of the batch, and the next rows get a new one."""
+        """Do work on the device. What fails ends the rows of the batch, and the next rows get a new
+        one.
+        """
         rows = [row for row in batch.rows if row]
         try:
             work()

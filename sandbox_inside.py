@@ -1,8 +1,10 @@
-"""What sandbox.py runs in the child: confinement, the program, the judge, and the template that forks them.
+"""What sandbox.py runs in the child: confinement, the program, the judge, and the template that
+forks them.
 
-sandbox.py starts an interpreter for each of its workers, the template, which executes the texts of sandbox_wire.py and
-of this file: the standard library alone. For every test it forks run_judge() and run_program(). The template itself
-never reads a program or a test, so that nothing of one is left in the memory of the next.
+sandbox.py starts an interpreter for each of its workers, the template, which executes the texts of
+sandbox_wire.py and of this file: the standard library alone. For every test it forks run_judge()
+and run_program(). The template itself never reads a program or a test, so that nothing of one is
+left in the memory of the next.
 """
 
 import ast
@@ -42,19 +44,30 @@ def check(returned, what):
 
 # ---- namespaces ----------------------------------------------------------------------------------------------------
 def enter_namespaces(libc, scratch, readable):
-    """Continue as process 1 of new user, mount, process, network, IPC and host-name namespaces, in a root of their own.
+    """Continue as process 1 of new user, mount, process, network, IPC and host-name namespaces, in
+    a root of their own.
 
-    The new root holds `readable`, read-only, and the folder /.sandbox. The caller exits with the status of process 1.
+    The new root holds `readable`, read-only, and the folder /.sandbox. The caller exits with the
+    status of process 1.
     """
     uid, gid = os.getuid(), os.getgid()
     # CLONE_NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET: nothing is shared with the machine
-    check(libc.unshare(0x20000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000), "unshare")
+    check(
+        libc.unshare(0x20000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000),
+        "unshare",
+    )
     libc.sethostname(b"sandbox", 7)
-    # Inside, we are user 65534 with all capabilities over these namespaces, and none over anything else.
-    for name, text in (("setgroups", "deny"), ("uid_map", f"65534 {uid} 1"), ("gid_map", f"65534 {gid} 1")):
+    # Inside, we are user 65534 with all capabilities over these namespaces, and none over anything
+    # else.
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"65534 {uid} 1"),
+        ("gid_map", f"65534 {gid} 1"),
+    ):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
-    # The next child is process 1 of the new namespace: when it ends, the kernel kills all others in it.
+    # The next child is process 1 of the new namespace: when it ends, the kernel kills all others in
+    # it.
     parent, first = os.pidfd_open(os.getpid()), os.fork()
     if first:
         os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) & 0xFF)
@@ -62,7 +75,8 @@ def enter_namespaces(libc, scratch, readable):
     if select.select([parent], [], [], 0)[0]:  # it was killed before that call
         os._exit(1)
     os.close(parent)
-    # A small file system in memory becomes the root; the readable paths of the old root are mounted into it.
+    # A small file system in memory becomes the root; the readable paths of the old root are mounted
+    # into it.
     root = scratch.encode()
     check(libc.mount(b"none", b"/", None, 0x44000, None), "private mounts")  # MS_REC | MS_PRIVATE
     check(libc.mount(b"tmpfs", root, b"tmpfs", 6, b"size=1m,nr_inodes=4k,mode=755"), "tmpfs")
@@ -78,7 +92,9 @@ def enter_namespaces(libc, scratch, readable):
     os.makedirs(root + b"/.sandbox/test")
     # Swap the roots, unmount the old one, and make the new one and all below it read-only.
     os.chdir(root)
-    check(libc.syscall({"x86_64": 155, "aarch64": 41}[os.uname().machine], b".", b"."), "pivot_root")
+    check(
+        libc.syscall({"x86_64": 155, "aarch64": 41}[os.uname().machine], b".", b"."), "pivot_root"
+    )
     check(libc.umount2(b".", 2), "umount")
     os.chdir("/")
     flags = struct.pack("4Q", 3, 0, 0, 0)  # MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID
@@ -87,20 +103,34 @@ def enter_namespaces(libc, scratch, readable):
 
 # ---- Landlock ------------------------------------------------------------------------------------------------------
 # What a program may read besides Python itself and its installed libraries. /proc is not among it.
-READABLE = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom")
+READABLE = (
+    "/usr",
+    "/bin",
+    "/lib",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/dev/null",
+    "/dev/zero",
+    "/dev/urandom",
+)
 
 
 def file_rules(libc, job, writable):
-    """A Landlock ruleset: read and execute below job["readable"], all below `writable`; no TCP, no signals to others.
+    """A Landlock ruleset: read and execute below job["readable"], all below `writable`; no TCP, no
+    signals to others.
 
-    Without namespaces no new folders, and no file is removed: what is written can be counted, see overfull().
+    Without namespaces no new folders, and no file is removed: what is written can be counted, see
+    overfull().
     """
     abi = job["landlock"]
-    rights = 0xFFFF if abi >= 5 else 0x7FFF  # all that this kernel knows: what no rule allows is refused
-    size = 8 if abi < 4 else 16 if abi < 6 else 24  # files; since 4 also TCP, since 6 abstract sockets and signals
+    # all that this kernel knows: what no rule allows is refused
+    rights = 0xFFFF if abi >= 5 else 0x7FFF
+    # files; since 4 also TCP, since 6 abstract sockets and signals
+    size = 8 if abi < 4 else 16 if abi < 6 else 24
     ruleset = check(libc.syscall(444, struct.pack("3Q", rights, 3, 3)[:size], size, 0), "landlock")
     for path in [*job["readable"], writable]:
-        allowed = 6 if path.startswith("/dev/") else 13  # write and read a file; execute, read a file, list a folder
+        # write and read a file; execute, read a file, list a folder
+        allowed = 6 if path.startswith("/dev/") else 13
         if path == writable:
             allowed = rights if job["namespaces"] else rights & ~(128 + 32)  # MAKE_DIR, REMOVE_FILE
         if not os.path.isdir(path):
@@ -112,7 +142,8 @@ def file_rules(libc, job, writable):
 
 
 # ---- seccomp -------------------------------------------------------------------------------------------------------
-# The system calls that a program may make, what Python, NumPy and pandas need: their numbers on x86-64 and aarch64.
+# The system calls that a program may make, what Python, NumPy and pandas need: their numbers on
+# x86-64 and aarch64.
 CALLS = """
 read 0 63, write 1 64, open 2 -, close 3 57, stat 4 -, fstat 5 80, lstat 6 -, poll 7 -, lseek 8 62, mmap 9 222,
 mprotect 10 226, munmap 11 215, brk 12 214, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139,
@@ -133,11 +164,15 @@ epoll_pwait 281 22, eventfd2 290 19, epoll_create1 291 20, dup3 292 24, pipe2 29
 preadv 295 69, pwritev 296 70, getcpu 309 168, renameat2 316 276, getrandom 318 278, membarrier 324 283,
 copy_file_range 326 285, statx 332 291, rseq 334 293
 """
-ALLOWED = {name: (int(x), None if a == "-" else int(a)) for name, x, a in map(str.split, CALLS.split(","))}
+ALLOWED = {
+    name: (int(x), None if a == "-" else int(a)) for name, x, a in map(str.split, CALLS.split(","))
+}
 # Of these only with one of these values as the argument of this number.
 ARGUMENT = {
-    "fcntl": (1, (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032)),  # F_DUPFD .. F_SETLKW, F_OFD_*, a pipe's size
-    "ioctl": (1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),  # terminal or not, its size, bytes to read, flags
+    # F_DUPFD .. F_SETLKW, F_OFD_*, a pipe's size
+    "fcntl": (1, (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032)),
+    # terminal or not, its size, bytes to read, flags
+    "ioctl": (1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
     "prctl": (0, (15, 16)),  # PR_SET_NAME, PR_GET_NAME
     "clock_gettime": (0, tuple(range(12))),  # no clock of another process
     "socketpair": (0, (1,)),  # AF_UNIX, which asyncio needs; harmless where it reaches nothing
@@ -148,21 +183,30 @@ ENOSYS, ALLOW = 0x50026, 0x7FFF0000
 
 
 def call_filter(machine, more, threads=False, tmpfile=True):
-    """A seccomp filter, bytes: the calls of ALLOWED and `more`, with their arguments; ENOSYS for every other.
+    """A seccomp filter, bytes: the calls of ALLOWED and `more`, with their arguments; ENOSYS for
+    every other.
 
-    The C library falls back from newer calls to older ones. threads: clone with CLONE_THREAD. tmpfile False: no files
-    without a name. Numbers are found by bisection: the kernel tries a new filter on every call there is.
+    The C library falls back from newer calls to older ones. threads: clone with CLONE_THREAD.
+    tmpfile False: no files without a name. Numbers are found by bisection: the kernel tries a new
+    filter on every call there is.
     """
     column, audit, _ = MACHINES[machine]
-    calls = ALLOWED | {name: MORE[name] for name in more} | ({"clone": MORE["clone"]} if threads else {})
+    calls = (
+        ALLOWED
+        | {name: MORE[name] for name in more}
+        | ({"clone": MORE["clone"]} if threads else {})
+    )
     number = {name: row[column] for name, row in calls.items() if row[column] is not None}
     # argument, operation, operands, whether the call is allowed where one of these gives true
     rules = {name: (argument, 0x15, values, True) for name, (argument, values) in ARGUMENT.items()}
     rules["clone"] = (0, 0x45, [0x10000], True)  # CLONE_THREAD
     if not tmpfile:
-        rules |= {"open": (1, 0x45, [0x400000], False), "openat": (2, 0x45, [0x400000], False)}  # O_TMPFILE
-    # A row: operation, rows to skip if true, if false, operand. 0x20 loads, 0x15 is ==, 0x35 >=, 0x45 &, 6 returns.
-    rows = [(0x20, 0, 0, 4), (0x15, 1, 0, audit), (6, 0, 0, 0x80000000)]  # calls of another machine: kill
+        # O_TMPFILE
+        rules |= {"open": (1, 0x45, [0x400000], False), "openat": (2, 0x45, [0x400000], False)}
+    # A row: operation, rows to skip if true, if false, operand. 0x20 loads, 0x15 is ==, 0x35 >=,
+    # 0x45 &, 6 returns.
+    # calls of another machine: kill
+    rows = [(0x20, 0, 0, 4), (0x15, 1, 0, audit), (6, 0, 0, 0x80000000)]
     rows += [(0x20, 0, 0, 0)]  # the number of the call
     for name in rules.keys() & number.keys():
         argument, operation, values, allowed = rules[name]
@@ -170,7 +214,11 @@ def call_filter(machine, more, threads=False, tmpfile=True):
         body = [(0x20, 0, 0, 16 + 8 * argument)]
         body += [(operation, len(values) - i, 0, value) for i, value in enumerate(values)]
         ends = (ENOSYS, ALLOW) if allowed else (ALLOW, ENOSYS)
-        rows += [(0x15, 0, len(body) + 2, number.pop(name)), *body, *((6, 0, 0, end) for end in ends)]
+        rows += [
+            (0x15, 0, len(body) + 2, number.pop(name)),
+            *body,
+            *((6, 0, 0, end) for end in ends),
+        ]
 
     def search(numbers):
         if len(numbers) <= 4:
@@ -184,37 +232,54 @@ def call_filter(machine, more, threads=False, tmpfile=True):
 
 
 def confine(libc, job, tests=1, execs=False):
-    """Give up all rights of this process for good: resource limits, Landlock, capabilities, seccomp."""
+    """Give up all rights of this process for good: resource limits, Landlock, capabilities,
+    seccomp.
+    """
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     os.setsid()
     os.chdir(job["folder"])
-    limits = {"CPU": tests * (int(job["timeout_s"]) + 2), "AS": job["memory_mb"] << 20, "FSIZE": job["disk_mb"] << 20}
+    limits = {
+        "CPU": tests * (int(job["timeout_s"]) + 2),
+        "AS": job["memory_mb"] << 20,
+        "FSIZE": job["disk_mb"] << 20,
+    }
     limits |= {"NOFILE": 64, "CORE": 0}
     if not job["threads"]:
-        limits["NPROC"] = 0  # no new threads and processes for an ordinary user; seccomp refuses them to root too
+        # no new threads and processes for an ordinary user; seccomp refuses them to root too
+        limits["NPROC"] = 0
     for name, limit in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         most = resource.getrlimit(kind)[1]
         limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
         resource.setrlimit(kind, (limit, limit))
-    libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS, without which an ordinary user may not install the two below
+    # PR_SET_NO_NEW_PRIVS, without which an ordinary user may not install the two below
+    libc.prctl(38, 1, 0, 0, 0)
     if job["landlock"]:
         check(libc.syscall(446, job["ruleset"], 0), "landlock")
         os.close(job["ruleset"])
     machine = os.uname().machine
     if machine in MACHINES:  # no capabilities, so that root is an ordinary user too
-        check(libc.syscall(MACHINES[machine][2], struct.pack("Ii", 0x20080522, 0), bytes(24)), "capset")
+        check(
+            libc.syscall(MACHINES[machine][2], struct.pack("Ii", 0x20080522, 0), bytes(24)),
+            "capset",
+        )
     if job["seccomp"]:  # the filter judges every call from here on
         code = job["filters"][execs]
-        check(libc.prctl(22, 2, struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(code)), 0, 0), "seccomp")
+        check(
+            libc.prctl(
+                22, 2, struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(code)), 0, 0
+            ),
+            "seccomp",
+        )
 
 
 # ---- the program's process -----------------------------------------------------------------------------------------
 def run_program(libc, job, test, read, pipe):
-    """Read the program, confine this process, run it, and do what the judge asks for. Never returns.
+    """Read the program, confine this process, run it, and do what the judge asks for. Never
+    returns.
 
-    Writes "+" when it is confined and "=" when the program has run, then messages to the judge, or what the program
-    prints (mode stdin); "!" and why, or "m" for memory, where it cannot be run.
+    Writes "+" when it is confined and "=" when the program has run, then messages to the judge, or
+    what the program prints (mode stdin); "!" and why, or "m" for memory, where it cannot be run.
     """
     # before the program can replace them
     write, leave, clock = os.write, os._exit, time.process_time
@@ -231,7 +296,8 @@ def run_program(libc, job, test, read, pipe):
     if test["mode"] == "status":  # the exit status of another Python is the verdict
         write(pipe, b"=")
         os.set_inheritable(pipe, True)  # open until it ends
-        python = os.path.realpath(sys._base_executable)  # sys.executable of a virtual environment is not readable here
+        # sys.executable of a virtual environment is not readable here
+        python = os.path.realpath(sys._base_executable)
         os.execv(python, [python, "-B", "-c", request["program"]])
     # From here on nothing in this process can be trusted: what comes through the pipe is data.
     name = "__main__" if job["main_block"] or test["mode"] == "stdin" else "program"
@@ -254,7 +320,9 @@ def run_program(libc, job, test, read, pipe):
             if end.code:  # 0 and None: the end of a main block
                 raise
         write(pipe, b"=")
-        OPERATIONS["names"] = lambda *names: {n: main.__dict__[n] for n in names if n in main.__dict__}
+        OPERATIONS["names"] = lambda *names: {
+            n: main.__dict__[n] for n in names if n in main.__dict__
+        }
         OPERATIONS.update(evaluate=evaluate, timed=timed)
         peer = Peer(read, pipe)
         while True:
@@ -291,9 +359,12 @@ def run_on_input(program, main, pipe):
 
 
 # ---- the judge's process -------------------------------------------------------------------------------------------
-# Modules by which tests compare, under their usual names: a program's own object of that name does not count. Nor do
-# its functions of these names, in a test that calls others too; they are taken from the first module that has them.
-COMPARING = {name: name for name in ("math", "cmath", "numpy", "pytest", "unittest")} | {"np": "numpy"}
+# Modules by which tests compare, under their usual names: a program's own object of that name does
+# not count. Nor do its functions of these names, in a test that calls others too; they are taken
+# from the first module that has them.
+COMPARING = {name: name for name in ("math", "cmath", "numpy", "pytest", "unittest")} | {
+    "np": "numpy"
+}
 COMPARERS = {"approx": "pytest", "raises": "pytest", "isclose": "math", "Counter": "collections"}
 COMPARERS |= dict.fromkeys("allclose array_equal array_equiv".split(), "numpy")
 COMPARERS |= dict.fromkeys(
@@ -302,11 +373,13 @@ COMPARERS |= dict.fromkeys(
 
 
 def permits(operation, target, *rest):
-    """What a program may do with a test's objects: call and iterate, and read or set attributes of its own classes.
+    """What a program may do with a test's objects: call and iterate, and read or set attributes of
+    its own classes.
 
     It sets no attribute that the class defines, such as a method.
     """
-    if operation == "get" and rest[0] in ("__name__", "__qualname__", "__doc__"):  # for functools.wraps
+    # for functools.wraps
+    if operation == "get" and rest[0] in ("__name__", "__qualname__", "__doc__"):
         return isinstance(target, types.FunctionType)
     if operation in ("get", "set", "getitem", "setitem", "len", "bool", "str", "repr"):
         name = rest[0] if rest and isinstance(rest[0], str) else ""
@@ -317,11 +390,15 @@ def permits(operation, target, *rest):
 
 def names_of(code):
     """The names that compiled code uses, and code within it."""
-    return {*code.co_names}.union(*(names_of(item) for item in code.co_consts if isinstance(item, types.CodeType)))
+    return {*code.co_names}.union(
+        *(names_of(item) for item in code.co_consts if isinstance(item, types.CodeType))
+    )
 
 
 def names_set(tree):
-    """The names that a test gives a value before it reads them, by import, =, for, with: they are not the program's."""
+    """The names that a test gives a value before it reads them, by import, =, for, with: they are
+    not the program's.
+    """
     found, loaded = set(), set()
     for statement in tree.body:
         nodes = [*ast.walk(statement)]
@@ -329,10 +406,14 @@ def names_set(tree):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.For):
-                found |= {each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)} - loaded
+                found |= {
+                    each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)
+                } - loaded
         changed = [node.target for node in nodes if isinstance(node, ast.AugAssign)]
         names = [node for node in nodes if isinstance(node, ast.Name)]
-        loaded |= {node.id for node in names if isinstance(node.ctx, ast.Load) or node in changed} - found
+        loaded |= {
+            node.id for node in names if isinstance(node.ctx, ast.Load) or node in changed
+        } - found
         found |= {node.id for node in names if isinstance(node.ctx, ast.Store)} - loaded
     return found
 
@@ -341,20 +422,30 @@ def run_test(text, peer, main):
     """Run a test, with the program's objects for the names that it uses and does not define."""
     tree = ast.parse(text)
     last = tree.body[-1] if tree.body else None
-    if isinstance(last, ast.Assert) and isinstance(last.test, ast.Compare) and isinstance(last.test.left, ast.Call):
-        last.test.left = ast.NamedExpr(ast.Name("_got", ast.Store()), last.test.left)  # for the report
+    if (
+        isinstance(last, ast.Assert)
+        and isinstance(last.test, ast.Compare)
+        and isinstance(last.test.left, ast.Call)
+    ):
+        # for the report
+        last.test.left = ast.NamedExpr(ast.Name("_got", ast.Store()), last.test.left)
     code = compile(ast.fix_missing_locations(tree), "<test>", "exec")
     used, its = sorted(names_of(code)), names_set(tree)
     peer.stops = "StopIteration" in used
     # In plain Python what a test imports is there for the program, too.
-    imports = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    imports = [
+        ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
     if imports:
         with contextlib.suppress(Exception):
             peer.ask("evaluate", "\n".join(imports), "None")
-    # A builtin's name is the program's only if nothing else is, but for modules: a problem may ask for sum().
-    # Exceptions and __name__, not in lower case or not letters alone, are never the program's.
+    # A builtin's name is the program's only if nothing else is, but for modules: a problem may ask
+    # for sum(). Exceptions and __name__, not in lower case or not letters alone, are never the
+    # program's.
     own = [name for name in used if not hasattr(builtins, name) and name not in its]
-    builtin = [name for name in used if hasattr(builtins, name) and name.isalpha() and name.islower()]
+    builtin = [
+        name for name in used if hasattr(builtins, name) and name.isalpha() and name.islower()
+    ]
     offered = peer.ask("names", *own, *builtin)
     if type(offered) is not dict:  # of a class of its own it could answer each time otherwise
         raise TypeError("names are offered in a dict")
@@ -366,9 +457,16 @@ def run_test(text, peer, main):
     read = {(node.value.id, node.attr) for node in attributes if isinstance(node.value, ast.Name)}
     for name in taken:  # whatever else it offers
         value = offered[name]
-        # a module that only the program imports is replaced by ours of that name, and so is what poses as one
-        asked = {attribute for owner, attribute in read if owner == name and name in sys.stdlib_module_names}
-        poses = isinstance(value, types.ModuleType) or (asked and asked <= {*dir(importlib.import_module(name))})
+        # a module that only the program imports is replaced by ours of that name, and so is what
+        # poses as one
+        asked = {
+            attribute
+            for owner, attribute in read
+            if owner == name and name in sys.stdlib_module_names
+        }
+        poses = isinstance(value, types.ModuleType) or (
+            asked and asked <= {*dir(importlib.import_module(name))}
+        )
         if module := COMPARING.get(name) or (poses and {"dt": "datetime"}.get(name, name)):
             value = importlib.import_module(module)
         elif name in COMPARERS and others:
@@ -380,7 +478,9 @@ def run_test(text, peer, main):
 
 
 def run_calls(request, peer, main, write):
-    """Call a function with one input after another: a line for every value; with a check, up to the first wrong one."""
+    """Call a function with one input after another: a line for every value; with a check, up to the
+    first wrong one.
+    """
     function = peer.ask("evaluate", "", request["call"])
     main.data = unwire(request["data"])
     for i, form in enumerate(request["inputs"]):
@@ -393,10 +493,11 @@ def run_calls(request, peer, main, write):
 
 
 def run_judge(libc, job, test, orders, ends, out, pipes):
-    """Run the tests of a program, each with its pipes to a process of the program's, as they are ordered.
+    """Run the tests of a program, each with its pipes to a process of the program's, as they are
+    ordered.
 
-    Reads a test, writes "r" to `ends`; then to `out` what the test gives back, its token and [verdict, what a failed
-    assert got]; and "e" to `ends`.
+    Reads a test, writes "r" to `ends`; then to `out` what the test gives back, its token and
+    [verdict, what a failed assert got]; and "e" to `ends`.
     """
     for number, (read, ask) in enumerate(pipes):
         if not os.read(orders, 1):
@@ -407,7 +508,8 @@ def run_judge(libc, job, test, orders, ends, out, pipes):
         os.chdir(job["folder"])  # which may be another one by now
         os.write(ends, b"r")
         judge(request, test, read, ask, functools.partial(write, out))
-        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 1 << 17:  # 128 MB, which the next test may need
+        # 128 MB, which the next test may need
+        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 1 << 17:
             break
         os.write(ends, b"e")
 
@@ -446,7 +548,11 @@ def judge(request, test, read, ask, give):
                 if test["mode"] == "calls":
                     verdict = "pass" if run_calls(request, peer, main, give) else "fail"
                 elif test["mode"] == "value":
-                    give(json.dumps(wire(peer.ask("evaluate", request["before"], request["call"]), opaque)).encode())
+                    give(
+                        json.dumps(
+                            wire(peer.ask("evaluate", request["before"], request["call"]), opaque)
+                        ).encode()
+                    )
                 else:
                     run_test(request["text"], peer, main)
     except MemoryError:
@@ -463,7 +569,9 @@ def judge(request, test, read, ask, give):
 
 # ---- the template: two confined processes for each test -------------------------------------------------------------
 def receive(fd):
-    """The next message from a pipe: 16 hexadecimal digits of its size, and JSON. At its end this process exits."""
+    """The next message from a pipe: 16 hexadecimal digits of its size, and JSON. At its end this
+    process exits.
+    """
 
     def read(size):
         text = b""
@@ -478,7 +586,9 @@ def receive(fd):
 
 
 def empty(libc, job):
-    """Make the folder of tests empty. A file system that no file was made in or removed from serves the next test."""
+    """Make the folder of tests empty. A file system that no file was made in or removed from serves
+    the next test.
+    """
     folder = job["folder"]
     if not job["namespaces"]:  # it holds no folders
         for name in os.listdir(folder):
@@ -492,7 +602,9 @@ def empty(libc, job):
 
 
 def overfull(folder, megabytes):
-    """Whether a folder, which holds no folders, holds more than `megabytes` or more than 2,000 files."""
+    """Whether a folder, which holds no folders, holds more than `megabytes` or more than 2,000
+    files.
+    """
     sizes = []
     for entry in os.scandir(folder):
         with contextlib.suppress(FileNotFoundError):  # removed meanwhile
@@ -510,7 +622,8 @@ def processor_s(pids):
 
 
 def follow_test(job, test, pids, out, ends):
-    """Read what a test gives back until there is something at `ends`: ("done", "timeout" or "output limit", its size).
+    """Read what a test gives back until there is something at `ends`: ("done", "timeout" or "output
+    limit", its size).
 
     It is in job["buffer"], which no process of a later test has.
     """
@@ -518,22 +631,32 @@ def follow_test(job, test, pids, out, ends):
         job["buffer"] = memory_of_ours(test["cap"] + 65536)
     buffer, size, counted, lines = job["buffer"], 0, 0, 0
     watched, ended, next_look = [out, ends], False, 0.0
-    deadline, earlier_s = time.monotonic() + min(3 * job["timeout_s"], test["left_s"]), processor_s(pids)
-    limits = [*test["limits"], job["timeout_s"]]  # processor seconds of every call; other tests are one call
-    call, call_cpu_s, call_begun = -1, 0.0, 0.0  # the call that runs now, and both clocks when it began
-    while (now := time.monotonic()) < deadline or not size:  # what is not read before "+" the next process would read
+    deadline, earlier_s = (
+        time.monotonic() + min(3 * job["timeout_s"], test["left_s"]),
+        processor_s(pids),
+    )
+    # processor seconds of every call; other tests are one call
+    limits = [*test["limits"], job["timeout_s"]]
+    # the call that runs now, and both clocks when it began
+    call, call_cpu_s, call_begun = -1, 0.0, 0.0
+    # what is not read before "+" the next process would read
+    while (now := time.monotonic()) < deadline or not size:
         if now > next_look:
             next_look, cpu_s = now + 0.1, processor_s(pids) - earlier_s
             while len(limits) > 1 and (end := buffer.find(b"\n", counted, size)) >= 0:
                 counted, lines = end + 1, lines + 1
             if (number := min(lines, len(limits) - 1)) != call:
                 call, call_cpu_s, call_begun = number, cpu_s if number else 0.0, now
-            if size and (cpu_s > limits[-1] or max(cpu_s - call_cpu_s, (now - call_begun) / 3) > limits[call]):
+            if size and (
+                cpu_s > limits[-1] or max(cpu_s - call_cpu_s, (now - call_begun) / 3) > limits[call]
+            ):
                 return "timeout", size
             # a file system of its own would be full
             if not job["namespaces"] and overfull(job["folder"], job["disk_mb"]):
                 return "output limit", 0
-        ready = select.select(watched, [], [], 0 if ended else max(0.01, min(0.1, deadline - now)))[0]
+        ready = select.select(watched, [], [], 0 if ended else max(0.01, min(0.1, deadline - now)))[
+            0
+        ]
         chunk = os.readv(out, [memoryview(buffer)[size : size + 65536]]) if out in ready else 0
         size += chunk
         if size > test["cap"]:
@@ -542,7 +665,8 @@ def follow_test(job, test, pids, out, ends):
             watched.remove(out)
         if ended and not chunk:
             return "done", size
-        ended |= ends in ready and not chunk  # once more: both may have been written between two looks
+        # once more: both may have been written between two looks
+        ended |= ends in ready and not chunk
     return "timeout", size
 
 
@@ -554,7 +678,9 @@ def memory_of_ours(size):
 
 
 def spawn(files, function, *args):
-    """The id of a process that calls a function and ends; it has only these files, and an error goes to the last."""
+    """The id of a process that calls a function and ends; it has only these files, and an error
+    goes to the last.
+    """
     pid = os.fork()
     if not pid:
         try:
@@ -573,7 +699,9 @@ def spawn(files, function, *args):
 
 
 class Judge:
-    """Our ends of the pipes of a judge and of the programs' processes that it asks, one for each of `count` tests."""
+    """Our ends of the pipes of a judge and of the programs' processes that it asks, one for each of
+    `count` tests.
+    """
 
     def __init__(self, libc, job, test, count):
         self.out, out = os.pipe()  # the only way out of a test
@@ -614,14 +742,17 @@ def clear(job, judge):
 
 
 def run_confined(libc, job, test, judge):
-    """Run a test, and leave nothing of it but the judge for the next one: (its row, what it gave back, judge or None).
+    """Run a test, and leave nothing of it but the judge for the next one: (its row, what it gave
+    back, judge or None).
 
-    A judge never runs a line of the program, so one serves up to JUDGED tests of it; the program has a process for
-    each.
+    A judge never runs a line of the program, so one serves up to JUDGED tests of it; the program
+    has a process for each.
     """
     empty(libc, job)
     job["timeout_s"] = test["timeout_s"]
-    judge = judge or Judge(libc, job, test, min(test["tests"], JUDGED) if test["mode"] == "test" else 1)
+    judge = judge or Judge(
+        libc, job, test, min(test["tests"], JUDGED) if test["mode"] == "test" else 1
+    )
     pipes = judge.begin()
     pids = [judge.pid, spawn([*job["kept"], *pipes], run_program, libc, job, test, *pipes)]
     for file in pipes:
@@ -638,11 +769,18 @@ def run_confined(libc, job, test, judge):
             clear(job, judge)
             judge = None
     buffer = job["buffer"]
-    if outcome == "done" and (not size or buffer[:1] != b"+"):  # it failed before the program ran: no verdict
+    # it failed before the program ran: no verdict
+    if outcome == "done" and (not size or buffer[:1] != b"+"):
         sys.exit(f"a test process could not be confined: {buffer[:size].decode(errors='replace')}")
     loaded = size > 1 and buffer[1:2] == b"="
     given = memoryview(buffer)[1 + loaded : max(size, 1 + loaded)]
-    row = {"outcome": outcome, "status": status, "loaded": loaded, "cpu_s": cpu_s, "size": len(given)}
+    row = {
+        "outcome": outcome,
+        "status": status,
+        "loaded": loaded,
+        "cpu_s": cpu_s,
+        "size": len(given),
+    }
     return row, given, judge
 
 
@@ -652,43 +790,64 @@ def remove(base):
 
 
 def orphaned(*_):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the kernel may send one for every thread of the trainer that ends
+    # the kernel may send one for every thread of the trainer that ends
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit("whoever started this was killed")
 
 
 def launch():
-    """Read the settings from standard input, confine this process, then run tests as they come and report each."""
+    """Read the settings from standard input, confine this process, then run tests as they come and
+    report each.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     job = receive(0)
-    job["texts"] = os.dup(0)  # a test's text follows its settings, where only the judge reads it; then the program's
-    # The report goes to a copy of standard output that no test inherits; what programs print goes nowhere.
+    # a test's text follows its settings, where only the judge reads it; then the program's
+    job["texts"] = os.dup(0)
+    # The report goes to a copy of standard output that no test inherits; what programs print goes
+    # nowhere.
     report, null = os.dup(1), os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
     signal.signal(signal.SIGTERM, orphaned)
     base = job["folder"]  # for what tests write; "" with namespaces
-    libc.prctl(1, signal.SIGTERM if base else signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG; SIGTERM: clean up
+    # PR_SET_PDEATHSIG; SIGTERM: clean up
+    libc.prctl(1, signal.SIGTERM if base else signal.SIGKILL, 0, 0, 0)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # when memory runs out, the kernel kills this process before the trainer
 
-    # Ask the kernel what it offers. Namespaces were tried before, by layers(), in a launcher without tests.
+    # Ask the kernel what it offers. Namespaces were tried before, by layers(), in a launcher
+    # without tests.
     landlock, machine = libc.syscall(444, None, 0, 1), os.uname().machine
     job["landlock"] = landlock if landlock >= 3 else 0  # older versions let files be truncated
     refused = libc.prctl(22, 2, None, 0, 0) == -1 and ctypes.get_errno()
-    job["seccomp"] = machine in MACHINES and refused == 14  # EFAULT: known, only there was no filter
+    # EFAULT: known, only there was no filter
+    job["seccomp"] = machine in MACHINES and refused == 14
     if job["seccomp"]:
-        kinds = (["socketpair"], ["socketpair", "execve"]) if job["namespaces"] else ([], ["execve"])
+        kinds = (
+            (["socketpair"], ["socketpair", "execve"]) if job["namespaces"] else ([], ["execve"])
+        )
         filters = [call_filter(machine, more, job["threads"], job["namespaces"]) for more in kinds]
         job["filters"] = [ctypes.create_string_buffer(code, len(code)) for code in filters]
-    exposed = sys.base_prefix in map(os.path.expanduser, ("~", "~/.local"))  # programs may read all of it
-    job["readable"] = [path for path in (sys.base_prefix, *job["packages"], *READABLE) if os.path.exists(path)]
+    # programs may read all of it
+    exposed = sys.base_prefix in map(os.path.expanduser, ("~", "~/.local"))
+    job["readable"] = [
+        path for path in (sys.base_prefix, *job["packages"], *READABLE) if os.path.exists(path)
+    ]
     if job["namespaces"]:
-        enter_namespaces(libc, "/proc", job["readable"])  # mounts its root there, where nothing readable lies
-    libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no core; no other process may trace this one or its forks
+        # mounts its root there, where nothing readable lies
+        enter_namespaces(libc, "/proc", job["readable"])
+    # PR_SET_DUMPABLE: no core; no other process may trace this one or its forks
+    libc.prctl(4, 0, 0, 0, 0)
     found = {name: job[name] for name in ("namespaces", "landlock", "seccomp")}
     write(report, json.dumps(found | {"size": 0}).encode() + b"\n")
-    if not job["allow_unsafe"] and (exposed or not (job["seccomp"] and (job["namespaces"] or job["landlock"]))):
-        sys.exit("this Python lies in a home folder: use another" if exposed else "less than the safe minimum")
+    if not job["allow_unsafe"] and (
+        exposed or not (job["seccomp"] and (job["namespaces"] or job["landlock"]))
+    ):
+        sys.exit(
+            "this Python lies in a home folder: use another"
+            if exposed
+            else "less than the safe minimum"
+        )
 
     folder = f"{base or '/.sandbox'}/test"
     job |= {"folder": folder, "made": 0, "buffer": memory_of_ours(1 << 20)}
@@ -705,7 +864,8 @@ def launch():
             os.mkdir(base, 0o700)
             os.mkdir(folder, 0o700)
         job["kept"], judge = [job["texts"]], None  # files that a test process begins with
-        if job["landlock"]:  # a rule for what is above the folder's file system, where nothing can be written
+        # a rule for what is above the folder's file system, where nothing can be written
+        if job["landlock"]:
             job["ruleset"] = file_rules(libc, job, folder if base else "/.sandbox")
             job["kept"].append(job["ruleset"])
         while True:

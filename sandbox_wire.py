@@ -1,7 +1,9 @@
-"""What a test's judge and a program's process say to each other: values as JSON, and objects that stay where they are.
+"""What a test's judge and a program's process say to each other: values as JSON, and objects that
+stay where they are.
 
-Standard library alone, as sandbox_inside.py, which runs beside it. wire() and unwire() are the format of values; a
-Remote stands for an object of the other process; a Peer is one end of the pipes between the two.
+Standard library alone, as sandbox_inside.py, which runs beside it. wire() and unwire() are the
+format of values; a Remote stands for an object of the other process; a Peer is one end of the pipes
+between the two.
 """
 
 import builtins
@@ -15,8 +17,11 @@ import sys
 import types
 
 # ---- the wire format of values -------------------------------------------------------------------------------------
-# Types that are built anew from arguments: name -> the arguments that make a value. VIEWS: how to make views of a dict.
-REDUCED = "builtins.range builtins.slice collections.Counter decimal.Decimal datetime.date datetime.time"
+# Types that are built anew from arguments: name -> the arguments that make a value. VIEWS: how to
+# make views of a dict.
+REDUCED = (
+    "builtins.range builtins.slice collections.Counter decimal.Decimal datetime.date datetime.time"
+)
 REDUCED += " datetime.datetime datetime.timedelta"
 ARGUMENTS = dict.fromkeys(REDUCED.split(), lambda value: value.__reduce__()[1]) | {
     "fractions.Fraction": lambda value: [value.numerator, value.denominator],
@@ -24,7 +29,10 @@ ARGUMENTS = dict.fromkeys(REDUCED.split(), lambda value: value.__reduce__()[1]) 
     "collections.deque": lambda value: [list(value), value.maxlen],
     "collections.OrderedDict": lambda value: [list(value.items())],
     "collections.defaultdict": lambda value: [value.default_factory, dict(value)],
-    **dict.fromkeys(("builtins.dict_keys", "builtins.dict_values", "builtins.dict_items"), lambda value: [list(value)]),
+    **dict.fromkeys(
+        ("builtins.dict_keys", "builtins.dict_values", "builtins.dict_items"),
+        lambda value: [list(value)],
+    ),
 }
 VIEWS = {
     "builtins.dict_keys": lambda items: dict.fromkeys(items).keys(),
@@ -32,7 +40,8 @@ VIEWS = {
     "builtins.dict_items": lambda items: dict(items).items(),
 }
 LARGE = 1 << 63  # larger integers travel as hexadecimal digits: Python limits decimal ones
-EXACT = {"fractions.Fraction": int, "builtins.range": int, "decimal.Decimal": str}  # the only type of their arguments
+# the only type of their arguments
+EXACT = {"fractions.Fraction": int, "builtins.range": int, "decimal.Decimal": str}
 BUILTIN = (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict)
 MUTABLE = "builtins.list builtins.bytearray builtins.set builtins.dict collections.deque collections.OrderedDict"
 MUTABLE = {*MUTABLE.split(), "collections.defaultdict", "collections.Counter", "numpy.ndarray"}
@@ -41,9 +50,10 @@ MUTABLE = {*MUTABLE.split(), "collections.defaultdict", "collections.Counter", "
 def wire(value, other, share=None):
     """The JSON form of a value: exact for builtin types, those in ARGUMENTS and NumPy's.
 
-    other(value, form) gives that of any other object; `form` is that of its builtin value, None if its class has none.
-    It is read by the builtin type's own methods, so that a subclass cannot misreport it. share(container) gives its
-    number and whether it is new; one that is known is its number alone.
+    other(value, form) gives that of any other object; `form` is that of its builtin value, None if
+    its class has none. It is read by the builtin type's own methods, so that a subclass cannot
+    misreport it. share(container) gives its number and whether it is new; one that is known is its
+    number alone.
     """
     kind = type(value)
     if share and f"{kind.__module__}.{kind.__qualname__}" in MUTABLE:
@@ -85,7 +95,12 @@ def contents(value, other, share=None):
     elif base is complex:
         form = {"c": [complex.real.__get__(value), complex.imag.__get__(value)]}
     elif base is dict:
-        form = {"d": [[wire(key, other, share), wire(item, other, share)] for key, item in dict.items(value)]}
+        form = {
+            "d": [
+                [wire(key, other, share), wire(item, other, share)]
+                for key, item in dict.items(value)
+            ]
+        }
     elif base in (bytes, bytearray):
         form = {"b" if base is bytes else "y": b"".join([value]).decode("latin-1")}
     else:
@@ -95,14 +110,18 @@ def contents(value, other, share=None):
 
 
 class Opaque:
-    """Stands for an object that is not data: equal to nothing; callable, so that it can be a factory."""
+    """Stands for an object that is not data: equal to nothing; callable, so that it can be a
+    factory.
+    """
 
     def __call__(self):
         raise TypeError("this object is the program's")
 
 
 def unwire(form, other=lambda tag, content: Opaque()):
-    """The value of a JSON form; other(tag, content) resolves those of objects. It raises anything for a wrong form."""
+    """The value of a JSON form; other(tag, content) resolves those of objects. It raises anything
+    for a wrong form.
+    """
     if isinstance(form, list):
         return [*form] if is_plain(form) else [unwire(item, other) for item in form]
     if not isinstance(form, dict):
@@ -122,12 +141,17 @@ def unwire(form, other=lambda tag, content: Opaque()):
         if not re.fullmatch(r"[<>|]?[biufcSU]\d+", content[0]):
             raise TypeError(f"no type of NumPy's: {content[0]!r}")
         numpy = importlib.import_module("numpy")
-        return numpy.frombuffer(content[2].encode("latin-1"), content[0]).reshape(content[1]).copy()[()]
+        return (
+            numpy.frombuffer(content[2].encode("latin-1"), content[0])
+            .reshape(content[1])
+            .copy()[()]
+        )
     if tag == "r" and content[0] in ARGUMENTS:
         module, _, name = content[0].rpartition(".")
         make = VIEWS.get(content[0]) or getattr(importlib.import_module(module), name)
         arguments = [unwire(argument, other) for argument in content[1:]]
-        # a short line that would make a large value: a range written out, a fraction such as 1e999999999
+        # a short line that would make a large value: a range written out, a fraction such as
+        # 1e999999999
         exact = EXACT.get(content[0])
         if range in map(type, arguments) or (exact and {exact} != {*map(type, arguments)}):
             raise TypeError(f"no arguments of {content[0]}: {arguments}")
@@ -143,7 +167,9 @@ def plain(value, form):
 
 
 def opaque(value, form):
-    """For wire(): an object of a subclass counts as its builtin value, of others it says that there is one."""
+    """For wire(): an object of a subclass counts as its builtin value, of others it says that there
+    is one.
+    """
     if type(value) is Remote and value.__own__.has_base:
         return wire(value.__value__, opaque)
     return {"o": 0} if form is None else form
@@ -154,9 +180,12 @@ UNARY = "len iter next reversed bool str repr int float complex index abs round 
 ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
 BINARY = ["eq", "ne", "lt", "le", "gt", "ge", "divmod", *ARITHMETIC]
 ITEMS = ["getitem", "setitem", "delitem", "contains"]
-READING = {*"len bool str repr int float complex index abs round hash base".split()}  # these change nothing
+# these change nothing
+READING = {*"len bool str repr int float complex index abs round hash base".split()}
 OPERATIONS = {
-    name: getattr(operator, f"__{name}__") for name in [*BINARY, *ITEMS, "neg", "pos", "invert"] if name != "divmod"
+    name: getattr(operator, f"__{name}__")
+    for name in [*BINARY, *ITEMS, "neg", "pos", "invert"]
+    if name != "divmod"
 }
 OPERATIONS |= {f"i{name}": getattr(operator, f"__i{name}__") for name in ARITHMETIC}
 OPERATIONS |= {name: getattr(builtins, name) for name in UNARY if hasattr(builtins, name)} | {
@@ -174,7 +203,9 @@ OPERATIONS |= {name: getattr(builtins, name) for name in UNARY if hasattr(builti
     "run": lambda coroutine: importlib.import_module("asyncio").run(coroutine),
 }
 # What changes an object: methods of builtin types that are asked for at its own side.
-CHANGING = {*"append extend insert pop remove clear sort reverse update setdefault popitem add discard".split()}
+CHANGING = {
+    *"append extend insert pop remove clear sort reverse update setdefault popitem add discard".split()
+}
 CHANGING |= {"difference_update", "intersection_update", "symmetric_difference_update"}
 
 
@@ -185,22 +216,38 @@ class Own(types.SimpleNamespace):
 class Remote:
     """An object of the other side: calls, attributes, items and iteration are asked for there.
 
-    Its builtin value, if it has one, is read once, and counts in its stead wherever a test looks at it. Operators are
-    asked for there between two such objects only: an object that claims to equal all never sees what it is compared
-    with. One that the test made itself, by a class that it names, has its own methods, and + * divmod and `in` with
-    anything.
+    Its builtin value, if it has one, is read once, and counts in its stead wherever a test looks at
+    it. Operators are asked for there between two such objects only: an object that claims to equal
+    all never sees what it is compared with. One that the test made itself, by a class that it
+    names, has its own methods, and + * divmod and `in` with anything.
     """
 
     def __init__(self, peer, number, has_base):
         # under names that no program has
-        own = {"peer": peer, "number": number, "has_base": has_base, "answers": {}, "made": False, "is_class": False}
+        own = {
+            "peer": peer,
+            "number": number,
+            "has_base": has_base,
+            "answers": {},
+            "made": False,
+            "is_class": False,
+        }
         vars(self)["__own__"] = Own(**own, nothing=object())
 
     def __read__(self, operation):
-        """The answer to an operation of READING, kept until the other side is asked to do something."""
-        # So an object cannot be one number where it is first looked at and another where it is looked at again.
-        if operation not in self.__own__.answers or self.__own__.answers[operation][0] != self.__own__.peer.changes:
-            self.__own__.answers[operation] = self.__own__.peer.changes, self.__own__.peer.ask(operation, self)
+        """The answer to an operation of READING, kept until the other side is asked to do
+        something.
+        """
+        # So an object cannot be one number where it is first looked at and another where it is
+        # looked at again.
+        if (
+            operation not in self.__own__.answers
+            or self.__own__.answers[operation][0] != self.__own__.peer.changes
+        ):
+            self.__own__.answers[operation] = (
+                self.__own__.peer.changes,
+                self.__own__.peer.ask(operation, self),
+            )
         return self.__own__.answers[operation][1]
 
     @property
@@ -208,13 +255,19 @@ class Remote:
         """Its builtin value as it is now, or an object that equals nothing."""
         return self.__read__("base") if self.__own__.has_base else self.__own__.nothing
 
-    __class__ = property(lambda self: type(self.__value__))  # so that isinstance(a named tuple, tuple)
+    # so that isinstance(a named tuple, tuple)
+    __class__ = property(lambda self: type(self.__value__))
 
     def __getattr__(self, name):
         if name.startswith("__") and name not in ("__name__", "__qualname__"):
             raise AttributeError(name)
         own = self.__own__
-        if own.has_base and not own.made and name not in CHANGING and hasattr(type(self.__value__), name):
+        if (
+            own.has_base
+            and not own.made
+            and name not in CHANGING
+            and hasattr(type(self.__value__), name)
+        ):
             return getattr(self.__value__, name)
         return own.peer.ask("get", self, name)
 
@@ -230,7 +283,10 @@ class Remote:
     def __contains__(self, item):
         if self.__own__.made:
             return self.__own__.peer.ask("contains", self, item)
-        return any(each is item or each == item for each in (self.__value__ if self.__own__.has_base else self))
+        return any(
+            each is item or each == item
+            for each in (self.__value__ if self.__own__.has_base else self)
+        )
 
     def __instancecheck__(self, value):
         return self.__own__.peer.ask("isinstance", value, self)
@@ -239,11 +295,13 @@ class Remote:
         return self.__own__.peer.ask("issubclass", other, self)
 
     def __exit__(self, *raised):
-        self.__own__.peer.ask("exit", self)  # its answer does not count: it could suppress a failed assertion
+        # its answer does not count: it could suppress a failed assertion
+        self.__own__.peer.ask("exit", self)
 
 
 Remote.__doc__ = property(lambda self: self.__own__.peer.ask("get", self, "__doc__"))
-LOCAL = OPERATIONS.keys() - {"str", "repr", "setitem", "delitem", "next"}  # done with a builtin value
+# done with a builtin value
+LOCAL = OPERATIONS.keys() - {"str", "repr", "setitem", "delitem", "next"}
 
 
 def forwarded(name):
@@ -252,7 +310,11 @@ def forwarded(name):
     def apply(self, *args):
         if self.__own__.has_base and not self.__own__.made and name in LOCAL:
             return OPERATIONS[name](self.__value__, *args)
-        return self.__read__(name) if name in READING and not args else self.__own__.peer.ask(name, self, *args)
+        return (
+            self.__read__(name)
+            if name in READING and not args
+            else self.__own__.peer.ask(name, self, *args)
+        )
 
     return apply
 
@@ -262,10 +324,14 @@ def between(name):
 
     def apply(left, right):
         remote = [side for side in (left, right) if isinstance(side, Remote)]
-        with_anything = name in ("add", "iadd", "mul", "imul", "divmod") and any(side.__own__.made for side in remote)
+        with_anything = name in ("add", "iadd", "mul", "imul", "divmod") and any(
+            side.__own__.made for side in remote
+        )
         if len(remote) == 2 or with_anything:
             return remote[0].__own__.peer.ask(name, left, right)
-        return OPERATIONS[name](*(side.__value__ if isinstance(side, Remote) else side for side in (left, right)))
+        return OPERATIONS[name](
+            *(side.__value__ if isinstance(side, Remote) else side for side in (left, right))
+        )
 
     return apply, lambda right, left: apply(left, right)
 
@@ -280,7 +346,9 @@ for name in ARITHMETIC:
 
 
 def state(container):
-    """What a container holds: its very items, as those that can change are shared by themselves; or its bytes."""
+    """What a container holds: its very items, as those that can change are shared by themselves; or
+    its bytes.
+    """
     if hasattr(container, "dtype"):
         return container.tobytes()
     if isinstance(container, dict):
@@ -295,23 +363,27 @@ def same(before, now):
 
 
 class Peer:
-    """One end of the pipes between a test and a program: asks the other end, and meanwhile answers its questions.
+    """One end of the pipes between a test and a program: asks the other end, and meanwhile answers
+    its questions.
 
-    A message is a line of JSON: [kind, content, containers that changed, containers to forget]. Its content is
-    [operation, arguments, options] of an "ask", the value of a "got", or the exception of a "raised". Data is copied,
-    and lists and the like are kept equal at both ends as long as both use them; any other object travels as the number
-    that its own side gave it. permits(operation, target, ...) is set at the judge's end: the program may ask about
-    objects that it was given, and no others, and name types but no functions, or it could name exec.
+    A message is a line of JSON: [kind, content, containers that changed, containers to forget]. Its
+    content is [operation, arguments, options] of an "ask", the value of a "got", or the exception
+    of a "raised". Data is copied, and lists and the like are kept equal at both ends as long as
+    both use them; any other object travels as the number that its own side gave it.
+    permits(operation, target, ...) is set at the judge's end: the program may ask about objects
+    that it was given, and no others, and name types but no functions, or it could name exec.
     """
 
     def __init__(self, read, write, permits=None):
         self.lines = open(read, "rb")
         self.pipe = open(write, "wb")
         self.permits = permits
-        self.held, self.numbers = [], {}  # our objects that the other end knows, and their numbers by id
+        # our objects that the other end knows, and their numbers by id
+        self.held, self.numbers = [], {}
         self.remotes, self.errors = {}, {}  # its objects by number, its exception classes by name
         self.changes = 0  # how often the other end was asked for what may change its objects
-        # containers at both ends, with what they held; their numbers by id, below 0 for its own; how many are ours
+        # containers at both ends, with what they held; their numbers by id, below 0 for its own;
+        # how many are ours
         self.shared, self.ids, self.count = {}, {}, 0
         self.stops = False  # whether the test names StopIteration
 
@@ -365,7 +437,11 @@ class Peer:
         if tag == "raised":
             return self.error_of(*content)
         if tag == "builtin":
-            return {each.__name__: each for each in BUILTIN}[content] if self.permits else getattr(builtins, content)
+            return (
+                {each.__name__: each for each in BUILTIN}[content]
+                if self.permits
+                else getattr(builtins, content)
+            )
         if tag == "module":
             return types.ModuleType(content)
         number, has_base = content
@@ -378,7 +454,10 @@ class Peer:
 
     def form_of_error(self, error):
         """[family of its class, arguments, attributes, text]."""
-        parts = {"args": list(error.args), **{k: v for k, v in vars(error).items() if not k.startswith("_")}}
+        parts = {
+            "args": list(error.args),
+            **{k: v for k, v in vars(error).items() if not k.startswith("_")},
+        }
         forms = {}
         for name, value in parts.items():
             with contextlib.suppress(Exception):
@@ -393,13 +472,18 @@ class Peer:
         return names
 
     def error(self, name, parents, as_base=False):
-        """An exception class like that of the other end: the library's own, or one derived as that one is."""
+        """An exception class like that of the other end: the library's own, or one derived as that
+        one is.
+        """
         kind = library_class(name)
-        # never the class of a failed assertion: a test that expects the program's class would hide its own failure
+        # never the class of a failed assertion: a test that expects the program's class would hide
+        # its own failure
         if kind and (as_base or not (self.permits and issubclass(AssertionError, kind))):
             return kind
         if name not in self.errors:
-            bases = (kind,) if kind else tuple(self.error(*parent, as_base=True) for parent in parents)
+            bases = (
+                (kind,) if kind else tuple(self.error(*parent, as_base=True) for parent in parents)
+            )
             text = {"__str__": lambda self: vars(self).get("_text", "")}
             if not bases:
                 raise TypeError(f"{name} is no exception")
@@ -416,12 +500,16 @@ class Peer:
             error = kind.__new__(kind, *args)
             error.args = tuple(args)
         with contextlib.suppress(AttributeError):
-            vars(error).update({k: unwire(v, self.resolve) for k, v in attributes.items()}, _text=text)
+            vars(error).update(
+                {k: unwire(v, self.resolve) for k, v in attributes.items()}, _text=text
+            )
         return error
 
     # Messages.
     def send(self, kind, content):
-        """Send a message, and with it what has changed since the last one in containers that both ends have."""
+        """Send a message, and with it what has changed since the last one in containers that both
+        ends have.
+        """
         changed, waiting = [], [*self.shared]
         while waiting:
             entry, known = self.shared[number := waiting.pop()], self.count
@@ -430,7 +518,9 @@ class Peer:
                     changed.append([number, contents(entry[0], self.refer, self.share)])
                 entry[1] = state(entry[0])
             waiting += range(known + 1, self.count + 1)  # what is new in it
-        forgotten = [number for number in [*self.shared] if sys.getrefcount(self.shared[number][0]) <= 2]
+        forgotten = [
+            number for number in [*self.shared] if sys.getrefcount(self.shared[number][0]) <= 2
+        ]
         for number in forgotten:
             del self.ids[id(self.shared.pop(number)[0])]
         self.pipe.write(json.dumps([kind, content, changed, forgotten]).encode() + b"\n")
@@ -467,7 +557,14 @@ class Peer:
         """The result of an operation at the other end, or the exception that it raises there."""
         if operation not in READING:
             self.changes += 1
-        self.send("ask", [operation, [self.form(arg) for arg in args], {k: self.form(v) for k, v in options.items()}])
+        self.send(
+            "ask",
+            [
+                operation,
+                [self.form(arg) for arg in args],
+                {k: self.form(v) for k, v in options.items()},
+            ],
+        )
         while True:
             kind, content, *news = self.receive()
             if kind == "ask":
@@ -477,11 +574,17 @@ class Peer:
             self.update(*news)
             if kind == "raised":
                 # in a map or a generator of the test it would end the loop, and the test with it
-                ends = isinstance(value, StopIteration | StopAsyncIteration) and operation != "next" and not self.stops
+                ends = (
+                    isinstance(value, StopIteration | StopAsyncIteration)
+                    and operation != "next"
+                    and not self.stops
+                )
                 raise RuntimeError("StopIteration") if ends else value
             if type(value) is Remote:
                 makes = operation == "call" and type(args[0]) is Remote and args[0].__own__.is_class
-                made = operation in OPERATIONS and any(type(arg) is Remote and arg.__own__.made for arg in args)
+                made = operation in OPERATIONS and any(
+                    type(arg) is Remote and arg.__own__.made for arg in args
+                )
                 if makes or (made and operation not in ("call", "get", "getitem", "next")):
                     value.__own__.made = True
             return value
@@ -493,7 +596,9 @@ class Peer:
             args = [unwire(form, self.resolve) for form in forms]
             options = {key: unwire(form, self.resolve) for key, form in options.items()}
             self.update(*news)
-            if self.permits and not (forms[0].keys() == {"mine"} and self.permits(operation, *args)):
+            if self.permits and not (
+                forms[0].keys() == {"mine"} and self.permits(operation, *args)
+            ):
                 raise (AttributeError if operation == "get" else PermissionError)(operation)
             value = OPERATIONS[operation](*args, **options)
             reply = "got", self.form(value)
@@ -504,23 +609,41 @@ class Peer:
 
 
 def family(kind):
-    """[full name of an exception class, families of the exceptions that it is derived from: [] of the library's]."""
+    """[full name of an exception class, families of the exceptions that it is derived from: [] of
+    the library's].
+    """
     name = f"{kind.__module__}.{kind.__qualname__}"
-    bases = [] if library_class(name) is kind else [base for base in kind.__bases__ if issubclass(base, BaseException)]
+    bases = (
+        []
+        if library_class(name) is kind
+        else [base for base in kind.__bases__ if issubclass(base, BaseException)]
+    )
     return [name, [*map(family, bases)]]
 
 
 STEERING = {"unittest", "asyncio", "doctest"}  # their exceptions skip a test or cancel it
-NUMPY = {"numpy", *(f"numpy.{name}" for name in ("exceptions", "linalg", "_core._exceptions", "core._exceptions"))}
+NUMPY = {
+    "numpy",
+    *(
+        f"numpy.{name}"
+        for name in ("exceptions", "linalg", "_core._exceptions", "core._exceptions")
+    ),
+}
 
 
 def library_class(name):
-    """The exception class of this full name in the standard library or NumPy; None if there is none, or in STEERING."""
+    """The exception class of this full name in the standard library or NumPy; None if there is
+    none, or in STEERING.
+    """
     module, _, name = name.rpartition(".")
-    # Importing runs a module, in the judge and in a folder of the program's: of NumPy none but those of its exceptions.
-    if module in NUMPY or (module.partition(".")[0] in sys.stdlib_module_names - STEERING and "__main__" not in module):
+    # Importing runs a module, in the judge and in a folder of the program's: of NumPy none but
+    # those of its exceptions.
+    if module in NUMPY or (
+        module.partition(".")[0] in sys.stdlib_module_names - STEERING and "__main__" not in module
+    ):
         with contextlib.suppress(ImportError, AttributeError):
             kind = getattr(importlib.import_module(module), name)
-            hidden = STEERING & {base.__module__.partition(".")[0] for base in kind.__mro__}  # as test.support has
+            # as test.support has
+            hidden = STEERING & {base.__module__.partition(".")[0] for base in kind.__mro__}
             return kind if issubclass(kind, BaseException) and not hidden else None
     return None

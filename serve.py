@@ -1,10 +1,12 @@
-"""Serve a model over HTTP: completions in OpenAI's form, filling in the middle, and a page that shows the denoising.
+"""Serve a model over HTTP: completions in OpenAI's form, filling in the middle, and a page that
+shows the denoising.
 
     python serve.py                                # weights/dream, or weights/pythoncoder; open the address it prints
     python serve.py --model=dream --ckpt=out/diffucoder --int8 --warm
 
-/v1/models, /v1/completions, /v1/chat/completions and Mistral's /v1/fim/completions take what OpenAI's clients send, for
-a Dream also steps, threshold, entropy_bound and block_length. Requests join a running batch, see sample_rows.py.
+/v1/models, /v1/completions, /v1/chat/completions and Mistral's /v1/fim/completions take what
+OpenAI's clients send, for a Dream also steps, threshold, entropy_bound and block_length. Requests
+join a running batch, see sample_rows.py.
 """
 
 import asyncio
@@ -39,43 +41,57 @@ except ModuleNotFoundError as error:
     raise SystemExit(f"{error}: pip install -r requirements-serve.txt") from None
 
 BODY, READING_S = 1 << 18, 20  # bytes of a request at most, seconds that a client has to send it
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    model: typing.Literal["", "pythoncoder", "dream"] = ""  # family; "" is Dream if weights/dream exists
+    # family; "" is Dream if weights/dream exists
+    model: typing.Literal["", "pythoncoder", "dream"] = ""
     ckpt: str = ""  # folder of a run or of convert_weights.py; "" is that in weights/
     int8: bool = False  # Dream's matrices in 8 bits, half the memory of bfloat16
     host: str = "127.0.0.1"  # address to listen at; 0.0.0.0 is open to the network
-    port: typing.Annotated[int, (0, 65535)] = 8000  # 0 takes a free one, printed when the model is read
+    # 0 takes a free one, printed when the model is read
+    port: typing.Annotated[int, (0, 65535)] = 8000
     api_key: str = "UNMASK_API_KEY"  # environment variable with the key that clients have to send
-    batch_size: Count = 8  # texts that are generated together; those of another canvas width are another batch
+    # texts that are generated together; those of another canvas width are another batch
+    batch_size: Count = 8
     queue: Count = 64  # texts that may wait; more are refused with status 429
     warm: bool = False  # compile all programs before the first request
     grace: Count = 30  # seconds for running requests after SIGTERM
-    compile_cache: str = "~/.cache/unmask"  # folder of compiled programs, for later runs; "" keeps none
+    # folder of compiled programs, for later runs; "" keeps none
+    compile_cache: str = "~/.cache/unmask"
 
 
 def main(cfg):
     if cfg.api_key not in ("", Config.api_key) and not os.environ.get(cfg.api_key):
-        raise ValueError("--api_key names an environment variable that holds the key, and that one is not set")
+        raise ValueError(
+            "--api_key names an environment variable that holds the key, and that one is not set"
+        )
     weights = Path(__file__).with_name("weights")  # small trained models, a folder for each family
     family = cfg.model or ("dream" if (weights / "dream").is_dir() else "pythoncoder")
     folder = cfg.ckpt or str(weights / family)
-    host, kind = (f"[{cfg.host}]", socket.AF_INET6) if ":" in cfg.host else (cfg.host, socket.AF_INET)
-    socket.create_server((cfg.host, cfg.port), family=kind).close()  # a port in use is told before the model is read
+    host, kind = (
+        (f"[{cfg.host}]", socket.AF_INET6) if ":" in cfg.host else (cfg.host, socket.AF_INET)
+    )
+    # a port in use is told before the model is read
+    socket.create_server((cfg.host, cfg.port), family=kind).close()
     read = sample_rows.Dream if family == "dream" else sample_rows.PythonCoder
     model = read(folder, cfg.batch_size, bits=8 if cfg.int8 else 0, compile_cache=cfg.compile_cache)
     (loop := sample_rows.Loop(model, cfg.queue, cfg.warm)).start()
-    sys.setswitchinterval(5e-4)  # a step that has ended waits for the interpreter no longer than this
+    # a step that has ended waits for the interpreter no longer than this
+    sys.setswitchinterval(5e-4)
     how = {"log_level": "warning", "timeout_graceful_shutdown": cfg.grace, "lifespan": "off"}
     server = uvicorn.Server(uvicorn.Config(app(loop, Path(folder).resolve().name, cfg), **how))
-    signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))  # uvicorn raises it at its end
+    # uvicorn raises it at its end
+    signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
     with socket.create_server((cfg.host, cfg.port), family=kind) as listener:
         print(f"http://{host}:{listener.getsockname()[1]}", flush=True)
         server.run(sockets=[listener])
-    if not loop.close():  # it compiles, which nothing can end, and to leave as Python does would abort
+    # it compiles, which nothing can end, and to leave as Python does would abort
+    if not loop.close():
         os._exit(0)
 
 
@@ -89,25 +105,50 @@ NUMBERS = {  # lowest and highest; a field whose limits are of type int is one
 TYPES = {"model": str, "user": str, "suffix": str, "messages": list, "ids": list}
 TYPES |= {"stream": bool, "stream_options": dict}
 # fmt: on
-COMMON = {"model", "user", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "stream"}
+COMMON = {
+    "model",
+    "user",
+    "max_tokens",
+    "max_completion_tokens",
+    "temperature",
+    "top_p",
+    "seed",
+    "stop",
+    "stream",
+}
 FORMS = {  # the fields of each path, beside COMMON and those of the model
     "/v1/completions": {"prompt", "suffix", "n", "logprobs", "stream_options"},
     "/v1/chat/completions": {"messages", "n", "logprobs", "top_logprobs", "stream_options"},
     "/v1/fim/completions": {"prompt", "suffix", "random_seed", "stream_options"},
     "/v1/canvas": {"prompt", "suffix", "ids"},
 }
-NO_EFFECT = {"best_of": 1, "echo": False, "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "tools": []}
+NO_EFFECT = {
+    "best_of": 1,
+    "echo": False,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "logit_bias": {},
+    "tools": [],
+}
 
 
 class Refusal(Exception):
     def __init__(self, status, message, param=None, code=None, headers=None):
-        kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+        kind = (
+            "server_error"
+            if status >= 500
+            else "rate_limit_error"
+            if status == 429
+            else "invalid_request_error"
+        )
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
         self.status, self.headers = status, headers
 
 
 async def read(request):
-    """The JSON object in a request, without what is null. Refusal if it is none, or too large, or too slow."""
+    """The JSON object in a request, without what is null. Refusal if it is none, or too large, or
+    too slow.
+    """
     data = b""
     try:
         async with asyncio.timeout(READING_S):
@@ -125,8 +166,12 @@ async def read(request):
 
 
 def checked(fields, path, model, name):
-    """The settings of a request. Refusal for a field that is unknown, of another type, or out of its limits."""
-    fields = {field: value for field, value in fields.items() if NO_EFFECT.get(field, object) != value}
+    """The settings of a request. Refusal for a field that is unknown, of another type, or out of
+    its limits.
+    """
+    fields = {
+        field: value for field, value in fields.items() if NO_EFFECT.get(field, object) != value
+    }
     for field, value in fields.items():
         if field not in FORMS[path] | COMMON | model.settings:
             raise Refusal(400, f"{field} is not supported here", field)
@@ -137,13 +182,23 @@ def checked(fields, path, model, name):
         right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
         if not right or (limits and not limits[0] <= value <= limits[1]):
             span = " from {} to {}".format(*limits) if limits else ""
-            raise Refusal(400, f"{field} has to be of type {getattr(kind, '__name__', kind)}{span}", field)
+            raise Refusal(
+                400, f"{field} has to be of type {getattr(kind, '__name__', kind)}{span}", field
+            )
     stop = fields.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or len(stop) > 32 or not all(isinstance(x, str) and 0 < len(x) < 100 for x in stop):
-        raise Refusal(400, "stop has to be a text of 1 to 99 characters, or a list of at most 32", "stop")
+    if (
+        not isinstance(stop, list)
+        or len(stop) > 32
+        or not all(isinstance(x, str) and 0 < len(x) < 100 for x in stop)
+    ):
+        raise Refusal(
+            400, "stop has to be a text of 1 to 99 characters, or a list of at most 32", "stop"
+        )
     if fields.get("model", name) != name:
-        raise Refusal(404, f"there is no model {fields['model']!r}, but {name!r}", "model", "model_not_found")
+        raise Refusal(
+            404, f"there is no model {fields['model']!r}, but {name!r}", "model", "model_not_found"
+        )
     if "top_logprobs" in FORMS[path]:
         fields["logprobs"] = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
     defaults = {"n": 1, "logprobs": None, "seed": fields.get("random_seed", random.getrandbits(31))}
@@ -156,27 +211,51 @@ def rows_of(ask, path, model, wake):
     most, masks = model.positions - model.extra, getattr(model.model.cfg, "hole_masks", 0)
     page, mask = path == "/v1/canvas", getattr(model.model.cfg, "mask_id", -1)
     if "messages" in FORMS[path]:
-        canvases = [[*canvas.encode_messages(model.tokenizer, model.wrap, ask.get("messages")), None]]
+        canvases = [
+            [*canvas.encode_messages(model.tokenizer, model.wrap, ask.get("messages")), None]
+        ]
     elif "ids" in ask:
         canvases = [ids := ask["ids"]]
         right = (x is None or (type(x) is int and 0 <= x < model.vocab and x != mask) for x in ids)
         if None not in ids or not all(right):
-            raise Refusal(400, "ids has to hold token ids, and null where the model generates", "ids")
+            raise Refusal(
+                400, "ids has to hold token ids, and null where the model generates", "ids"
+            )
     else:
         prompts = given if isinstance(given := ask.get("prompt", ""), list) else [given]
-        if not 1 <= len(prompts) <= 16 or not all(isinstance(x, str) for x in prompts) or (page and prompts is given):
-            raise Refusal(400, f"prompt has to be a text{'' if page else ' or a list of 1 to 16'}", "prompt")
-        texts = canvas.Texts(model.tokenizer, None, model.ends, BODY)  # what does not fit is refused below
-        how = {"suffix": ask.get("suffix", ""), "infill": page, "measure": lambda *x: [n or masks or 8 for n in x[-1]]}
+        if (
+            not 1 <= len(prompts) <= 16
+            or not all(isinstance(x, str) for x in prompts)
+            or (page and prompts is given)
+        ):
+            raise Refusal(
+                400, f"prompt has to be a text{'' if page else ' or a list of 1 to 16'}", "prompt"
+            )
+        # what does not fit is refused below
+        texts = canvas.Texts(model.tokenizer, None, model.ends, BODY)
+        how = {
+            "suffix": ask.get("suffix", ""),
+            "infill": page,
+            "measure": lambda *x: [n or masks or 8 for n in x[-1]],
+        }
         prompts = map(canvas.on_new_line, prompts) if page else prompts  # of an editor: as it is
         canvases = [texts.canvas(prompt, max_new=1, **how).ids for prompt in prompts]
     for ids in canvases:
         room = most - len(ids)
-        if "ids" not in ask and not (page and "[MASK" in str(ask.get("prompt"))) and ids.count(None) == 1:
+        if (
+            "ids" not in ask
+            and not (page and "[MASK" in str(ask.get("prompt")))
+            and ids.count(None) == 1
+        ):
             i, n = ids.index(None), size or max(1, min(masks or 128, room + 1))
             ids, room = [*ids[:i], *[None] * n, *ids[i + 1 :]], room + 1 - n
         if room < 0:
-            raise Refusal(400, f"{len(ids)} tokens do not fit in {most}", "max_tokens", "context_length_exceeded")
+            raise Refusal(
+                400,
+                f"{len(ids)} tokens do not fit in {most}",
+                "max_tokens",
+                "context_length_exceeded",
+            )
         model.check(ids, ask)
         rows += [sample_rows.Row(ids, ask, number, wake=wake) for number in range(ask["n"])]
     return rows
@@ -189,13 +268,25 @@ class Answer:
     """The answer to a request for completions, whole or streamed."""
 
     def __init__(self, request, rows, changed, model, name):
-        self.request, self.rows, self.changed, self.model, self.ask = request, rows, changed, model, rows[0].ask
+        self.request, self.rows, self.changed, self.model, self.ask = (
+            request,
+            rows,
+            changed,
+            model,
+            rows[0].ask,
+        )
         self.plain = request.url.path == "/v1/completions"
-        self.head = {"id": f"cmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": name}
+        self.head = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": name,
+        }
         self.head["object"] = "text_completion" if self.plain else "chat.completion"
 
     async def follow(self):
-        """Comes back after each step, until all rows have ended. Rows whose client has gone leave the batch."""
+        """Comes back after each step, until all rows have ended. Rows whose client has gone leave
+        the batch.
+        """
         ended = False
         try:
             while not ended and not await self.request.is_disconnected():
@@ -218,23 +309,35 @@ class Answer:
     def text(self, row, ended):
         """What of a row's text will not change any more; all of it when it has ended."""
         cut = canvas.truncate if ended else canvas.printable
-        return cut(self.model.tokenizer.decode([token for token, *_ in self.tokens(row)]), row.ask["stop"])
+        return cut(
+            self.model.tokenizer.decode([token for token, *_ in self.tokens(row)]), row.ask["stop"]
+        )
 
     def choice(self, i, begin, text, ended, name="message"):
         """A choice in OpenAI's form, with the characters of a row's text from `begin` on."""
-        logprobs = self.logprobs(self.rows[i], begin, begin + len(text)) if self.ask["logprobs"] is not None else None
-        role = {} if name == "delta" and (text or ended) else {"role": "assistant"}  # a stream opens with it
+        logprobs = (
+            self.logprobs(self.rows[i], begin, begin + len(text))
+            if self.ask["logprobs"] is not None
+            else None
+        )
+        # a stream opens with it
+        role = {} if name == "delta" and (text or ended) else {"role": "assistant"}
         content = {"text": text} if self.plain else {name: role | {"content": text}}
         return {"index": i} | content | {"logprobs": logprobs, "finish_reason": ended or None}
 
     def logprobs(self, row, begin, end):
-        """Log probabilities, in OpenAI's form, of the tokens that end within the characters begin .. end - 1."""
+        """Log probabilities, in OpenAI's form, of the tokens that end within the characters begin
+        .. end - 1.
+        """
         tokens, at, found = self.tokens(row), 0, []
         texts = canvas.pieces(self.model.tokenizer, [token for token, *_ in tokens])
         for text, (_, logp, *likely) in zip(texts, tokens, strict=True):
             at += len(text)
-            if begin < at <= end if text else begin <= at < end:  # a part of a character goes with its end
-                likely = [(self.model.tokenizer.decode([i]), p) for i, p in zip(*likely, strict=True)]
+            # a part of a character goes with its end
+            if begin < at <= end if text else begin <= at < end:
+                likely = [
+                    (self.model.tokenizer.decode([i]), p) for i, p in zip(*likely, strict=True)
+                ]
                 found.append((text, logp, likely[: self.ask["logprobs"]], at - len(text)))
         if self.plain:
             names = "tokens", "token_logprobs", "top_logprobs", "text_offset"
@@ -244,12 +347,20 @@ class Answer:
         def spelled(text, logp):
             return {"token": text, "logprob": logp, "bytes": [*text.encode()]}
 
-        return {"content": [spelled(*x[:2]) | {"top_logprobs": [spelled(*top) for top in x[2]]} for x in found]}
+        return {
+            "content": [
+                spelled(*x[:2]) | {"top_logprobs": [spelled(*top) for top in x[2]]} for x in found
+            ]
+        }
 
     def usage(self):
         prompts = sum(len(row.ids) - row.ids.count(None) for row in self.rows if row.number == 0)
         tokens = sum(len(self.tokens(row)) for row in self.rows)
-        return {"prompt_tokens": prompts, "completion_tokens": tokens, "total_tokens": prompts + tokens}
+        return {
+            "prompt_tokens": prompts,
+            "completion_tokens": tokens,
+            "total_tokens": prompts + tokens,
+        }
 
     async def whole(self):
         async for _ in self.follow():
@@ -257,7 +368,10 @@ class Answer:
         for row in self.rows:
             if not row.ended or row.error:
                 raise failed(row) if row.error else ClientDisconnect
-        choices = [self.choice(i, 0, self.text(row, row.ended), row.ended) for i, row in enumerate(self.rows)]
+        choices = [
+            self.choice(i, 0, self.text(row, row.ended), row.ended)
+            for i, row in enumerate(self.rows)
+        ]
         return JSONResponse(self.head | {"choices": choices, "usage": self.usage()})
 
     async def stream(self):
@@ -282,7 +396,9 @@ class Answer:
             yield head | {"choices": [], "usage": self.usage()}
 
     async def steps(self):
-        """Yields the canvas of the page's request, what each step writes, and at the end the slots left, with texts."""
+        """Yields the canvas of the page's request, what each step writes, and at the end the slots
+        left, with texts.
+        """
         (row,), tokenizer, shown = self.rows, self.model.tokenizer, 0
         texts = iter(canvas.pieces(tokenizer, [token for token in row.ids if token is not None]))
         yield {"canvas": [token if token is None else [token, next(texts)] for token in row.ids]}
@@ -293,16 +409,32 @@ class Answer:
                     token, logp, *likely = row.written[slot]
                     others = canvas.others_of(tokenizer, *likely)
                     written.append((slot, token, tokenizer.decode([token]), math.exp(logp), others))
-                yield {"step": shown, "write": written, "passes": row.passes, "seconds": row.seconds}
+                yield {
+                    "step": shown,
+                    "write": written,
+                    "passes": row.passes,
+                    "seconds": row.seconds,
+                }
         if row.error:
             yield failed(row).body
-        ids = [row.written.get(slot, (-1,))[0] if token is None else token for slot, token in enumerate(row.ids)]
-        kept = canvas.Texts(None, None, {*self.model.ends, -1}, 0).kept(canvas.Canvas("", "", row.ids, 0, None), ids)
-        yield {"keep": [*zip(kept, canvas.pieces(tokenizer, [ids[slot] for slot in kept]), strict=True)]}
+        ids = [
+            row.written.get(slot, (-1,))[0] if token is None else token
+            for slot, token in enumerate(row.ids)
+        ]
+        kept = canvas.Texts(None, None, {*self.model.ends, -1}, 0).kept(
+            canvas.Canvas("", "", row.ids, 0, None), ids
+        )
+        yield {
+            "keep": [
+                *zip(kept, canvas.pieces(tokenizer, [ids[slot] for slot in kept]), strict=True)
+            ]
+        }
 
 
 def failed(row):
-    return Refusal(503 if isinstance(row.error, MemoryError | InterruptedError) else 500, str(row.error))
+    return Refusal(
+        503 if isinstance(row.error, MemoryError | InterruptedError) else 500, str(row.error)
+    )
 
 
 async def events(chunks):
@@ -315,14 +447,23 @@ def app(loop, name, cfg):
     key, model, testing = os.environ.get(cfg.api_key, "").encode(), loop.model, asyncio.Semaphore(2)
 
     def let_in(request):
-        if key and not secrets.compare_digest(request.headers.get("authorization", "").encode(), b"Bearer " + key):
+        if key and not secrets.compare_digest(
+            request.headers.get("authorization", "").encode(), b"Bearer " + key
+        ):
             raise Refusal(401, "the API key is missing or wrong", code="invalid_api_key")
-        if request.headers.get("sec-fetch-site") == "cross-site":  # a browser's word for a page of somebody else
+        # a browser's word for a page of somebody else
+        if request.headers.get("sec-fetch-site") == "cross-site":
             raise Refusal(403, "another site's page may not use this server")
 
     async def models(request):
         let_in(request)
-        about = {"id": name, "object": "model", "created": 0, "owned_by": "unmask", "settings": sorted(model.settings)}
+        about = {
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "unmask",
+            "settings": sorted(model.settings),
+        }
         return JSONResponse({"object": "list", "data": [about]})
 
     async def complete(request):
@@ -339,7 +480,9 @@ def app(loop, name, cfg):
         except ValueError as error:
             raise Refusal(400, str(error)) from None
         except OverflowError as error:
-            raise Refusal(429, str(error), code="rate_limit_exceeded", headers={"Retry-After": "1"}) from None
+            raise Refusal(
+                429, str(error), code="rate_limit_exceeded", headers={"Retry-After": "1"}
+            ) from None
         answer = Answer(request, rows, changed, model, name)
         if ask.get("stream") or path == "/v1/canvas":
             chunks = answer.steps() if path == "/v1/canvas" else answer.stream()
@@ -348,7 +491,8 @@ def app(loop, name, cfg):
 
     async def check(request):
         let_in(request)
-        *texts, opening = map((await read(request)).get, ("prompt", "text", "open"))  # open: where to repair the text
+        # open: where to repair the text
+        *texts, opening = map((await read(request)).get, ("prompt", "text", "open"))
         if not all(isinstance(text, str) and len(text) < 1 << 13 for text in texts):
             raise Refusal(400, "give two texts, prompt and text, of at most 8 KB")
         try:
@@ -356,24 +500,49 @@ def app(loop, name, cfg):
                 if type(opening) is int and "steps" in model.settings:
                     import repair
 
-                    return JSONResponse({"ids": await asyncio.to_thread(repair.opened, model, *texts, opening)})
+                    return JSONResponse(
+                        {"ids": await asyncio.to_thread(repair.opened, model, *texts, opening)}
+                    )
                 return JSONResponse({"examples": await asyncio.to_thread(canvas.judged, *texts)})
-        except (ValueError, RuntimeError, MemoryError) as error:  # no examples; too deep; no sandbox
+        except (
+            ValueError,
+            RuntimeError,
+            MemoryError,
+        ) as error:  # no examples; too deep; no sandbox
             raise Refusal(400, str(error)) from None
 
     async def refuse(request, error):
         if not isinstance(error, Refusal):  # a client that has gone reads no answer
-            status, said = getattr(error, "status_code", 499), getattr(error, "detail", "the client has gone")
-            error = Refusal(status, f"{request.method} {request.url.path}: {said}", headers=vars(error).get("headers"))
+            status, said = (
+                getattr(error, "status_code", 499),
+                getattr(error, "detail", "the client has gone"),
+            )
+            error = Refusal(
+                status,
+                f"{request.method} {request.url.path}: {said}",
+                headers=vars(error).get("headers"),
+            )
         return JSONResponse(error.body, error.status, error.headers)
 
     page, headers = Path(__file__).with_name("serve.html"), {"Content-Security-Policy": POLICY}
-    routes = [Route("/", lambda _: FileResponse(page, headers=headers)), Route("/v1/models", models)]
-    routes += [Route(path, complete if path in FORMS else check, methods=["POST"]) for path in ("/v1/check", *FORMS)]
+    routes = [
+        Route("/", lambda _: FileResponse(page, headers=headers)),
+        Route("/v1/models", models),
+    ]
+    routes += [
+        Route(path, complete if path in FORMS else check, methods=["POST"])
+        for path in ("/v1/check", *FORMS)
+    ]
     # A site whose name was made to point at this address sends its own name.
-    hosts = ["127.0.0.1", "localhost", "[::1]"] if cfg.host in ("127.0.0.1", "localhost", "::1") else ["*"]
+    hosts = (
+        ["127.0.0.1", "localhost", "[::1]"]
+        if cfg.host in ("127.0.0.1", "localhost", "::1")
+        else ["*"]
+    )
     handlers = dict.fromkeys((Refusal, HTTPException, ClientDisconnect), refuse)
-    return TrustedHostMiddleware(Starlette(routes=routes, exception_handlers=handlers), allowed_hosts=hosts)
+    return TrustedHostMiddleware(
+        Starlette(routes=routes, exception_handlers=handlers), allowed_hosts=hosts
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Build the kernels of csrc/: for the GPU that is here, and as host code that the tests run on any CPU.
+"""Build the kernels of csrc/: for the GPU that is here, and as host code that the tests run on any
+CPU.
 
     python setup_kernels.py build_ext --inplace                        # half a minute; needs a C++17 compiler, pybind11
     KERNEL_ARCH="87;90" python setup_kernels.py build_ext --inplace    # for other GPUs, by compute capability
 
-Writes csrc/_kernels (only where nvcc is: $CUDA_HOME/bin, /usr/local/cuda/bin or the PATH) and csrc/_kernels_emu.
-Without a GPU it builds for 87, an Orin. Everything is built anew each time.
+Writes csrc/_kernels (only where nvcc is: $CUDA_HOME/bin, /usr/local/cuda/bin or the PATH) and
+csrc/_kernels_emu. Without a GPU it builds for 87, an Orin. Everything is built anew each time.
 """
 
 import ctypes
@@ -35,13 +36,17 @@ def find_nvcc():
 def source_digest():
     """What a build is of; ops.py asks a built module for it, and has the same function."""
     digest = hashlib.sha256()
-    for path in sorted(p for p in (ROOT / "csrc").iterdir() if p.suffix in (".cu", ".cuh", ".cpp", ".h")):
+    for path in sorted(
+        p for p in (ROOT / "csrc").iterdir() if p.suffix in (".cu", ".cuh", ".cpp", ".h")
+    ):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def compute_capabilities():
-    """["87"] and the like, asked of the driver itself: nvidia-smi is missing on an Orin and says N/A on a Thor."""
+    """["87"] and the like, asked of the driver itself: nvidia-smi is missing on an Orin and says
+    N/A on a Thor.
+    """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -64,7 +69,9 @@ def architectures():
     asked = os.environ.get("KERNEL_ARCH", "") or " ".join(compute_capabilities()) or "87"
     found = sorted(set(re.split(r"[;, ]+", asked.replace(".", "").replace("sm_", "").strip())))
     if not all(re.fullmatch(r"[89]\d|1\d\d", arch) for arch in found):
-        sys.exit(f'compute capability {asked}: the kernels need 8.0 or newer, such as KERNEL_ARCH="87" or "87;90"')
+        sys.exit(
+            f'compute capability {asked}: the kernels need 8.0 or newer, such as KERNEL_ARCH="87" or "87;90"'
+        )
     return found
 
 
@@ -82,11 +89,17 @@ class Build(build_ext):
             flags = ["-O3", "-std=c++17", "-Xcompiler=-fPIC", *codes]
             for name in KERNELS:
                 target = folder / f"{name}.o"
-                if subprocess.run([find_nvcc(), *flags, "-c", ROOT / f"csrc/{name}.cu", "-o", target]).returncode:
-                    sys.exit(f"nvcc could not compile csrc/{name}.cu for {architectures()}; its messages are above")
+                if subprocess.run(
+                    [find_nvcc(), *flags, "-c", ROOT / f"csrc/{name}.cu", "-o", target]
+                ).returncode:
+                    sys.exit(
+                        f"nvcc could not compile csrc/{name}.cu for {architectures()}; its messages are above"
+                    )
                 extension.extra_objects.append(str(target))
             # the CUDA runtime, linked statically, from where this nvcc has it
-            dry = subprocess.run([find_nvcc(), "--dryrun", "x.cu"], capture_output=True, text=True).stderr
+            dry = subprocess.run(
+                [find_nvcc(), "--dryrun", "x.cu"], capture_output=True, text=True
+            ).stderr
             libraries = next(line for line in dry.splitlines() if "LIBRARIES=" in line)
             extension.library_dirs += re.findall(r'"-L([^"]+)"', libraries)
             extension.libraries += ["cudart_static", "rt", "dl", "pthread"]
@@ -94,9 +107,13 @@ class Build(build_ext):
 
 
 def make_extension(name, sources, **macros):
-    """The module csrc.<name>, which knows by SOURCE what it was built of, and by ARCH for which GPUs."""
+    """The module csrc.<name>, which knows by SOURCE what it was built of, and by ARCH for which
+    GPUs.
+    """
     macros |= {"MODULE": name, "SOURCE": f'"{source_digest()}"'}
-    extension = Pybind11Extension(f"csrc.{name}", sources, cxx_std=17, define_macros=list(macros.items()))
+    extension = Pybind11Extension(
+        f"csrc.{name}", sources, cxx_std=17, define_macros=list(macros.items())
+    )
     # fortified longjmp takes the emulation's jumps between stacks for errors
     extension.extra_compile_args += ["-O1", "-g0", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE"]
     return extension
@@ -104,10 +121,18 @@ def make_extension(name, sources, **macros):
 
 if __name__ == "__main__":
     os.chdir(ROOT)
-    extensions = [make_extension("_kernels_emu", ["csrc/bind.cpp", "csrc/emulation.cpp"], EMULATE="1", ARCH='"host"')]
+    extensions = [
+        make_extension(
+            "_kernels_emu", ["csrc/bind.cpp", "csrc/emulation.cpp"], EMULATE="1", ARCH='"host"'
+        )
+    ]
     if find_nvcc():
-        extensions.append(make_extension("_kernels", ["csrc/bind.cpp"], ARCH=f'"{";".join(architectures())}"'))
+        extensions.append(
+            make_extension("_kernels", ["csrc/bind.cpp"], ARCH=f'"{";".join(architectures())}"')
+        )
     else:
-        print("nvcc not found: only the host emulation is built, a GPU will use PyTorch (CUDA_HOME says where nvcc is)")
+        print(
+            "nvcc not found: only the host emulation is built, a GPU will use PyTorch (CUDA_HOME says where nvcc is)"
+        )
     setup(name="kernels", ext_modules=extensions, cmdclass={"build_ext": Build})
     print("built", ", ".join(f"{e.name} ({dict(e.define_macros)['ARCH']})" for e in extensions))

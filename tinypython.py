@@ -1,16 +1,18 @@
-"""Write TinyPython: small Python functions with docstrings, examples and hidden tests, drawn from tinypython.txt.
+"""Write TinyPython: small Python functions with docstrings, examples and hidden tests, drawn from
+tinypython.txt.
 
     python tinypython.py                                      # 100,000 functions and four splits: two minutes
     python data_prep.py python --roots data/tinypython/train.jsonl --vocab_size=1024 --seq_len=512 --out=data/tiny
     python data_prep.py pairs data/tinypython/holes.jsonl --vocab_size=1024 --seq_len=256    # or pairs.jsonl
     python benchmarks.py --task=humaneval --tasks_file=data/tinypython/composed.jsonl --max_new=128
 
-What TinyStories is to English, this is to code: small enough for a CPU, and right or wrong when run. Level 1 is one
-operation, 2 two or three, 3 control flow with state, 4 functions that call one another, and classes. No docstring has
-two meanings. Splits hold what train lacks: constants (known combinations of operations; their constants at most in
-another order), composed (new combinations), phrased (new phrasings), level4 (either of the first two). A task, in
-HumanEval's form, has five tests or more: no constant answer and none of three to ten mutants passes. Writes --out:
-train.jsonl ("content"), pairs.jsonl, holes.jsonl, <split>.jsonl and, last of all, meta.json.
+What TinyStories is to English, this is to code: small enough for a CPU, and right or wrong when
+run. Level 1 is one operation, 2 two or three, 3 control flow with state, 4 functions that call one
+another, and classes. No docstring has two meanings. Splits hold what train lacks: constants (known
+combinations of operations; their constants at most in another order), composed (new combinations),
+phrased (new phrasings), level4 (either of the first two). A task, in HumanEval's form, has five
+tests or more: no constant answer and none of three to ten mutants passes. Writes --out: train.jsonl
+("content"), pairs.jsonl, holes.jsonl, <split>.jsonl and, last of all, meta.json.
 """
 
 import collections
@@ -38,7 +40,8 @@ class Config:
     tasks: typing.Annotated[int, (1, 2**31 - 1)] = 1000  # tasks of each split
     levels: tuple[typing.Literal[1, 2, 3, 4], ...] = (1, 2, 3, 4)  # levels to train on
     splits: tuple[Split, ...] = SPLITS  # splits to write
-    formats: tuple[Format, ...] = FORMATS  # train is written as rows for PythonCoder, pairs and holes for Dream
+    # train is written as rows for PythonCoder, pairs and holes for Dream
+    formats: tuple[Format, ...] = FORMATS
     seed: typing.Annotated[int, (0, 2**31 - 1)] = 0  # random seed of all that is drawn
 
 
@@ -46,36 +49,65 @@ UNSEEN = "\u00a4"  # ends a phrasing that train never has, until the sentence is
 CONSTANT, SLOT = re.compile(r"\b[CDHJKTZ]\b|ELSE"), re.compile(r"\b[A-Zx]+\d?\b")
 CALL = re.compile(r"\b([A-Z]+\d?)\{([^{}]*)\}")  # of a slot: M{x}
 DRAWS = re.compile(r"\b(?:[A-Z]+|[mf]|h[PM])\d?\b")  # what a template draws, beside its arguments
-GENERATOR = re.compile(r"\b(sum|join|sorted)\(\[(.*? for .*?)\]\)")  # sum([x for x in a]) needs no list
-THEIR = re.compile(r"the (sum|total|mean|average|maximum|minimum|product|number|total length) of them\b")
-Entry = collections.namedtuple("Entry", "names code constants phrasings")  # an operation, or a template for some
+# sum([x for x in a]) needs no list
+GENERATOR = re.compile(r"\b(sum|join|sorted)\(\[(.*? for .*?)\]\)")
+THEIR = re.compile(
+    r"the (sum|total|mean|average|maximum|minimum|product|number|total length) of them\b"
+)
+# an operation, or a template for some
+Entry = collections.namedtuple("Entry", "names code constants phrasings")
 
 
 def table(name, codes=1):
-    """{first name: Entry} of a table with `codes` fields of code. A field of phrasings is a list of lists of texts."""
+    """{first name: Entry} of a table with `codes` fields of code. A field of phrasings is a list of
+    lists of texts.
+    """
     found = {}
     for text in re.split(r"\n(?=\w)", TABLES[name]):
         names, *fields = re.sub(r"\s*\n\s+", " ", text).split(" | ")
         code = [field.replace(r"\n", "\n").replace(r"\t", "    ") for field in fields[:codes]]
-        phrasings = [[phrasing.split(" // ") for phrasing in field.split(" / ")] for field in fields[codes:]]
+        phrasings = [
+            [phrasing.split(" // ") for phrasing in field.split(" / ")] for field in fields[codes:]
+        ]
         constants = sorted({*CONSTANT.findall(" ".join(code))})
         found[names.split(", ")[0]] = Entry(names.split(", "), code, constants, phrasings)
     return found
 
 
-TABLES = dict(re.findall(r"(?ms)^\[(.*?)\][^\n]*\n(.*?)\n(?=\n\[|\Z)", Path(__file__).with_suffix(".txt").read_text()))
-LISTS = {name: re.findall(r"'.*?'|\S+", words) for name, words in re.findall("(.*) [|] (.*)", TABLES["lists"])}
-KINDS = {kind: fields for kind, *fields in (line.split(" | ") for line in TABLES["kinds"].split("\n"))}
+TABLES = dict(
+    re.findall(
+        r"(?ms)^\[(.*?)\][^\n]*\n(.*?)\n(?=\n\[|\Z)", Path(__file__).with_suffix(".txt").read_text()
+    )
+)
+LISTS = {
+    name: re.findall(r"'.*?'|\S+", words)
+    for name, words in re.findall("(.*) [|] (.*)", TABLES["lists"])
+}
+KINDS = {
+    kind: fields for kind, *fields in (line.split(" | ") for line in TABLES["kinds"].split("\n"))
+}
 MAPS = {element: table(f"{element} maps") for element in ("int", "str")}
 PREDICATES = {element: table(f"{element} predicates", 2) for element in ("int", "str", "char")}
 FOLDS, PAIRS = table("folds", 2), table("pairs")
 LEVELS = {level: table(f"level {level}", 2) for level in (1, 2, 3, 4)}
-SHARES = {1: 2, 2: 4, 3: 3, 4: 1}  # of the levels in train; in a level, templates with more slots are drawn more often
-DRAWN = {n: [key for key, e in LEVELS[n].items() for _ in range(1 + 2 * len(DRAWS.findall(e.code[0])))] for n in LEVELS}
+# of the levels in train; in a level, templates with more slots are drawn more often
+SHARES = {1: 2, 2: 4, 3: 3, 4: 1}
+DRAWN = {
+    n: [key for key, e in LEVELS[n].items() for _ in range(1 + 2 * len(DRAWS.findall(e.code[0])))]
+    for n in LEVELS
+}
 ALIKE = {key: keys for name, keys in LISTS.items() if name.startswith("alike") for key in keys}
 # For a slot and an element, the table whose entries fit.
-FITTING = {"P": PREDICATES, "M": MAPS, "KEY": MAPS, "F": dict.fromkeys(PREDICATES, FOLDS), "BOTH": {"int": PAIRS}}
-SWAPS = {sign: [other] for sign, other in zip(LISTS["swaps"][::2], LISTS["swaps"][1::2], strict=True)}
+FITTING = {
+    "P": PREDICATES,
+    "M": MAPS,
+    "KEY": MAPS,
+    "F": dict.fromkeys(PREDICATES, FOLDS),
+    "BOTH": {"int": PAIRS},
+}
+SWAPS = {
+    sign: [other] for sign, other in zip(LISTS["swaps"][::2], LISTS["swaps"][1::2], strict=True)
+}
 
 
 def applied(code, item):
@@ -85,30 +117,48 @@ def applied(code, item):
 
 
 class Function:
-    """A function of a level. With `new` it may have phrasings that train never has. KeyError if nothing fits."""
+    """A function of a level. With `new` it may have phrasings that train never has. KeyError if
+    nothing fits.
+    """
 
-    def __init__(self, rng, level, new=False, key="", element=""):  # a helper has the template `key` for an element
-        self.rng, self.level, self.new, self.element = rng, level, new, element  # element: what operations work on
-        self.operations, self.constants, self.arguments = [], [], []  # arguments are pairs of a name and a kind
-        self.names = collections.defaultdict(list)  # {slot: for each operation in it the names that it may have}
+    # a helper has the template `key` for an element
+    def __init__(self, rng, level, new=False, key="", element=""):
+        # element: what operations work on
+        self.rng, self.level, self.new, self.element = rng, level, new, element
+        # arguments are pairs of a name and a kind
+        self.operations, self.constants, self.arguments = [], [], []
+        # {slot: for each operation in it the names that it may have}
+        self.names = collections.defaultdict(list)
         self.values = {}  # {slot: its text, or a function from the text in its braces}
-        self.helper, self.is_new = "", False  # source of the helper; is there a phrasing that train never has?
+        # source of the helper; is there a phrasing that train never has?
+        self.helper, self.is_new = "", False
         names, (slots, bodies), (say,) = self.draw(LEVELS[level], [key or rng.choice(DRAWN[level])])
         slots, _, self.methods = slots.partition(":")  # a class has methods: add int, reset
         for slot in slots.split():
             self.put(*re.fullmatch(r"(\D+)(\d?)", slot).groups())
         known = {*self.values, "A", "B", "SELF", "x"}
-        self.bodies = [body for body in bodies.split(" OR ") if known.issuperset(SLOT.findall(body))]
+        self.bodies = [
+            body for body in bodies.split(" OR ") if known.issuperset(SLOT.findall(body))
+        ]
         said = self.fill(say())
-        ambiguous = self.element == "char" and level == 1 and "F" not in self.names and " list" not in said
+        ambiguous = (
+            self.element == "char" and level == 1 and "F" not in self.names and " list" not in said
+        )
         if ambiguous or not self.bodies:
             raise KeyError("no body, or a sentence that may mean a list of characters or a string")
         self.is_new = self.is_new or UNSEEN in said
         said = THEIR.sub(r"their \1", said.replace(UNSEEN, ""))
-        self.template = re.sub("(number|count) of the ", r"\1 of ", said)  # the sentence, with A and B in it
+        # the sentence, with A and B in it
+        self.template = re.sub("(number|count) of the ", r"\1 of ", said)
         self.what = (*self.operations, *self.constants, *dict(self.arguments).values())
-        name = re.sub("[A-Z]+(?![a-z])", lambda slot: rng.choice(self.names[slot[0]].pop(0)), rng.choice(names))
-        self.name = name if self.methods or element or rng.random() < 0.9 else rng.choice(LISTS["silent"])
+        name = re.sub(
+            "[A-Z]+(?![a-z])",
+            lambda slot: rng.choice(self.names[slot[0]].pop(0)),
+            rng.choice(names),
+        )
+        self.name = (
+            name if self.methods or element or rng.random() < 0.9 else rng.choice(LISTS["silent"])
+        )
         self.values |= {"SELF": self.name} | dict(zip("AB", dict(self.arguments), strict=False))
         said = re.sub(r"\b[AB]\b", lambda slot: self.values[slot[0]], self.template)
         self.sentence = said[0].upper() + said[1:]
@@ -117,13 +167,23 @@ class Function:
     def solution(self):
         """The body, in one of the styles that there are for its operations."""
         body = self.rng.choice(self.bodies)
-        self.values["x"] = self.rng.choice([name for name in LISTS["variables"] if name not in dict(self.arguments)])
+        self.values["x"] = self.rng.choice(
+            [name for name in LISTS["variables"] if name not in dict(self.arguments)]
+        )
         return textwrap.indent(GENERATOR.sub(r"\1(\2)", self.fill(body)), "    ") + "\n"
 
     def prompt(self, example=""):
         """The source up to the end of the docstring."""
-        said = self.sentence if len(self.sentence) < 100 else textwrap.fill(self.sentence, 100, break_on_hyphens=False)
-        line = f"class {self.name}:\n" if self.methods else f"def {self.name}({', '.join(dict(self.arguments))}):\n"
+        said = (
+            self.sentence
+            if len(self.sentence) < 100
+            else textwrap.fill(self.sentence, 100, break_on_hyphens=False)
+        )
+        line = (
+            f"class {self.name}:\n"
+            if self.methods
+            else f"def {self.name}({', '.join(dict(self.arguments))}):\n"
+        )
         return self.helper + line + textwrap.indent(f'"""{said}{example}"""\n', "    ")
 
     def fill(self, text):
@@ -133,28 +193,46 @@ class Function:
         return SLOT.sub(lambda slot: self.values.get(slot[0], slot[0]), text)
 
     def draw(self, table, keys):
-        """(names, code, says) of one of the keys; code has its constants, a function of says phrases an item."""
-        rng, taken = self.rng, {*self.operations, *(key for name in self.operations for key in ALIKE.get(name, ()))}
+        """(names, code, says) of one of the keys; code has its constants, a function of says
+        phrases an item.
+        """
+        rng, taken = (
+            self.rng,
+            {*self.operations, *(key for name in self.operations for key in ALIKE.get(name, ()))},
+        )
         entry = table[rng.choice([key for key in keys if key not in taken])]
         kinds, constants = [*dict(self.arguments).values(), self.element, "any"], {}
-        for letter in entry.constants:  # a list for a kind of argument or an element comes before that for any
+        # a list for a kind of argument or an element comes before that for any
+        for letter in entry.constants:
             name = next(name for kind in kinds if (name := f"constant {letter} {kind}") in LISTS)
             constants[letter] = rng.choice(LISTS[name])
         self.operations.append(entry.names[0])
         self.constants += constants.values()
         if none := constants.get("Z"):
-            constants["ELSE"] = rng.choice((f", or {none} if there are none", f" ({none} if there are none)"))
-        fill = functools.partial(CONSTANT.sub, lambda letter: constants[letter[0]]) if constants else str
+            constants["ELSE"] = rng.choice(
+                (f", or {none} if there are none", f" ({none} if there are none)")
+            )
+        fill = (
+            functools.partial(CONSTANT.sub, lambda letter: constants[letter[0]])
+            if constants
+            else str
+        )
 
         def say(phrasings, item="~"):
             new = self.new and len(phrasings) > 1 and rng.random() < 0.6
             text = rng.choice(rng.choice(phrasings[-1:] if new else phrasings[:-1] or phrasings))
             return fill(text).replace("~", item) + (UNSEEN if new else "")
 
-        return entry.names, [fill(code) for code in entry.code], [functools.partial(say, g) for g in entry.phrasings]
+        return (
+            entry.names,
+            [fill(code) for code in entry.code],
+            [functools.partial(say, g) for g in entry.phrasings],
+        )
 
     def put(self, kind, i):
-        """Fill a slot of a template, the i-th of its kind: with an argument, a helper or an operation."""
+        """Fill a slot of a template, the i-th of its kind: with an argument, a helper or an
+        operation.
+        """
         values, partial = self.values, functools.partial
         if not DRAWS.fullmatch(kind):
             return self.argue(kind)
@@ -173,7 +251,12 @@ class Function:
             (code, other), (say, *short) = codes, says
             verb = say()
             one, many = (re.sub(r"\((.*?)\|(.*?)\)", form, verb) for form in (r"\1", r"\2"))
-            values |= {f"P{i}": partial(applied, code), f"U{i}": partial(applied, other), f"Q{i}": one, f"R{i}": many}
+            values |= {
+                f"P{i}": partial(applied, code),
+                f"U{i}": partial(applied, other),
+                f"Q{i}": one,
+                f"R{i}": many,
+            }
             is_short = short and self.rng.random() < 0.5
             values["MANY"] = short[0](values["N"]) if is_short else f"{values['N']} that {many}"
         elif kind == "M":
@@ -195,16 +278,25 @@ class Function:
                 values["UPDATE"] = lambda item: update.replace("ITEM", item)
         elif kind == "KEY":
             noun = entries[names[0]].phrasings[1][0][0]
-            values |= {"KEY": partial(applied, *codes), "BY": noun.removeprefix("the ").removesuffix(" of ~")}
+            values |= {
+                "KEY": partial(applied, *codes),
+                "BY": noun.removeprefix("the ").removesuffix(" of ~"),
+            }
         else:
             kind, values["NAME"], (values["BOTH"],) = "NAME", names[0], codes
         self.names[kind].append(names)
 
     def argue(self, kind):
         """Add an argument of a kind, or of a choice of kinds, with the nouns for its elements."""
-        kind = self.element if kind == "item" and self.element else self.rng.choice(LISTS.get(kind, [kind]))
+        kind = (
+            self.element
+            if kind == "item" and self.element
+            else self.rng.choice(LISTS.get(kind, [kind]))
+        )
         names, self.element, nouns, *iterable = KINDS[kind]
-        name = self.rng.choice([name for name in names.split() if (name, kind) not in self.arguments])
+        name = self.rng.choice(
+            [name for name in names.split() if (name, kind) not in self.arguments]
+        )
         if not self.arguments:
             many, one = self.rng.choice(nouns.split(" OR ")).split(" / ")
             self.values |= {"N": many, "S": one.replace("S", name.removesuffix("s"))}
@@ -213,7 +305,9 @@ class Function:
 
 
 def value(kind, f, rng, edge):
-    """A value for an argument; edge 0 is empty or zero, 1 has one element, 2 is negative, 3 is any."""
+    """A value for an argument; edge 0 is empty or zero, 1 has one element, 2 is negative, 3 is
+    any.
+    """
     numbers = [int(c) for c in f.constants if c.isdigit()] or [3]
     letters = [c[1] for c in f.constants if c[0] == "'" and c[1].isalpha()] or ["e"]
 
@@ -245,17 +339,25 @@ def value(kind, f, rng, edge):
     if size > 2 and rng.random() < 0.4:
         items[-1] = items[0]
     if kind == "chars":
-        items = [rng.choice((item, item.capitalize(), item + item[-1:], str(rng.randint(0, 99)))) for item in items]
+        items = [
+            rng.choice((item, item.capitalize(), item + item[-1:], str(rng.randint(0, 99))))
+            for item in items
+        ]
     return " ".join(items) if kind in ("text", "chars") else items
 
 
 def call(f, rng, edge=3):
-    """The source of a call with drawn values; for a class an object, and on the next line calls of its methods."""
+    """The source of a call with drawn values; for a class an object, and on the next line calls of
+    its methods.
+    """
     made = f"{f.name}({', '.join(repr(value(kind, f, rng, edge)) for _, kind in f.arguments)})"
     if not f.methods:
         return made
     steps = [rng.choice(f.methods.split(",")).split() for _ in range(rng.randint(2, 4))]
-    steps = [f"c.{method}({', '.join(repr(value(kind, f, rng, 3)) for kind in kinds)})" for method, *kinds in steps]
+    steps = [
+        f"c.{method}({', '.join(repr(value(kind, f, rng, 3)) for kind in kinds)})"
+        for method, *kinds in steps
+    ]
     return f"c = {made}\n[{', '.join(steps)}]"
 
 
@@ -296,14 +398,17 @@ def mutants(text, rng):
 
 
 def tests_of(f, rng):
-    """[(call, value)] that tell the solution from constants and from three to ten mutants; None if there are none."""
+    """[(call, value)] that tell the solution from constants and from three to ten mutants; None if
+    there are none.
+    """
     calls = dict.fromkeys(call(f, rng, min(i, 3)) for i in range(50))
     scope = load(f.prompt() + f.solution)
     right = {text: out for text in calls if (out := result(scope, text))}
     chosen, wrong = [*right][:3], 0
     for body in mutants(f.solution, rng):
         body = re.sub(r"while (.*):", r"while next(ticks) and \1:", body)  # a mutant may not end
-        with contextlib.suppress(SyntaxError), warnings.catch_warnings(action="ignore"):  # "is" with a literal
+        # "is" with a literal
+        with contextlib.suppress(SyntaxError), warnings.catch_warnings(action="ignore"):
             scope = load(f.prompt() + body, ticks=iter([True] * 30_000))
             differs = [text for text in right if result(scope, text) != right[text]]
             wrong += bool(differs)
@@ -324,16 +429,25 @@ class World:
     """Functions of a seed. No sentence describes two of them, unless they do the same."""
 
     def __init__(self, seed):
-        self.seed, self.rng, self.sentences, self.combinations = seed, random.Random(seed), {}, set()
+        self.seed, self.rng, self.sentences, self.combinations = (
+            seed,
+            random.Random(seed),
+            {},
+            set(),
+        )
 
     def draw(self, rng, levels, new=False):
-        """(a function, the split it belongs to or ""), of a sentence that describes nothing else."""
+        """(a function, the split it belongs to or ""), of a sentence that describes nothing
+        else.
+        """
         while True:
-            with contextlib.suppress(KeyError, IndexError):  # an operation lacks what the template needs
+            # an operation lacks what the template needs
+            with contextlib.suppress(KeyError, IndexError):
                 f = Function(rng, rng.choices(levels, [SHARES[level] for level in levels])[0], new)
                 if self.sentences.get(f.template, f.what) == f.what:
                     break
-        f.combination = tuple(sorted(f.operations[f.level == 2 and len(f.operations) > 2 :]))  # without the template
+        # without the template
+        f.combination = tuple(sorted(f.operations[f.level == 2 and len(f.operations) > 2 :]))
         if f.level > 1 and len(f.combination) > 1 and held(f.combination):
             return f, "composed"
         constants = any(held(f.combination, *pair) for pair in enumerate(f.constants))
@@ -356,13 +470,35 @@ class World:
         for _ in range(count * 300):
             f, its = self.draw(rng, levels, split == "phrased")
             known = its == "composed" or f.combination in self.combinations
-            if known and its in wanted and f.template not in self.sentences and (tests := tests_of(f, rng)):
+            if (
+                known
+                and its in wanted
+                and f.template not in self.sentences
+                and (tests := tests_of(f, rng))
+            ):
                 self.sentences[f.template] = f.what
-                cases = [re.sub(r"(?m)^(?=.*\Z)", "assert ", text) + f" == {out!r}" for text, out in tests]
-                calls = re.sub(rf"\b{f.name}\(", "candidate(", textwrap.indent("\n".join(cases), "    "))
-                row = {"task_id": f"{split}/{found}", "split": split, "entry_point": f.name, "level": f.level}
-                row |= {"prompt": f.prompt(example(f, rng) if rng.random() < 0.5 else ""), "operations": f.operations}
-                row |= {"canonical_solution": f.solution, "test_cases": cases, "hole": hole(f.solution, rng)}
+                cases = [
+                    re.sub(r"(?m)^(?=.*\Z)", "assert ", text) + f" == {out!r}"
+                    for text, out in tests
+                ]
+                calls = re.sub(
+                    rf"\b{f.name}\(", "candidate(", textwrap.indent("\n".join(cases), "    ")
+                )
+                row = {
+                    "task_id": f"{split}/{found}",
+                    "split": split,
+                    "entry_point": f.name,
+                    "level": f.level,
+                }
+                row |= {
+                    "prompt": f.prompt(example(f, rng) if rng.random() < 0.5 else ""),
+                    "operations": f.operations,
+                }
+                row |= {
+                    "canonical_solution": f.solution,
+                    "test_cases": cases,
+                    "hole": hole(f.solution, rng),
+                }
                 yield row | {"test": f"def check(candidate):\n{calls}\n"}
                 found += 1
             if found == count:
@@ -376,7 +512,9 @@ def hole(text, rng):
     if rng.random() < 0.5 and i + 1 < len(lines):
         return lines[i][0], lines[min(i + rng.randrange(2), len(lines) - 2)][1]
     start, end = lines[i]
-    return rng.choice([start + found.end() for found in re.finditer(r"\w [^\w]?|[(\[]|^ +", text[start:end])]), end - 1
+    return rng.choice(
+        [start + found.end() for found in re.finditer(r"\w [^\w]?|[(\[]|^ +", text[start:end])]
+    ), end - 1
 
 
 def main(cfg):
@@ -385,33 +523,68 @@ def main(cfg):
     out = Path(cfg.out)
     if not cfg.levels:
         raise ValueError("--levels needs one of 1 to 4, or several")
-    settings = json.loads(json.dumps(dataclasses.asdict(cfg) | {"out": ""}))  # with lists, as they are read back
-    if any(out.glob("*.jsonl")) and not any((out / name).exists() for name in (".lock", "meta.json")):
+    # with lists, as they are read back
+    settings = json.loads(json.dumps(dataclasses.asdict(cfg) | {"out": ""}))
+    if any(out.glob("*.jsonl")) and not any(
+        (out / name).exists() for name in (".lock", "meta.json")
+    ):
         raise ValueError(f"{out} holds other files than a TinyPython; choose another --out")
     out.mkdir(parents=True, exist_ok=True)
     with runs.lock(out / ".lock"):
         if (out / "meta.json").exists():
             saved = runs.read_json(out / "meta.json", "settings")["settings"]
-            if other := [f"{name}={saved.get(name)}" for name in settings if saved.get(name) != settings[name]]:
-                raise ValueError(f"{out} holds another world ({', '.join(other)}); choose another --out or delete it")
-            if all((out / f"{name.replace('rows', 'train')}.jsonl").exists() for name in (*cfg.formats, *cfg.splits)):
+            if other := [
+                f"{name}={saved.get(name)}"
+                for name in settings
+                if saved.get(name) != settings[name]
+            ]:
+                raise ValueError(
+                    f"{out} holds another world ({', '.join(other)}); choose another --out or delete it"
+                )
+            if all(
+                (out / f"{name.replace('rows', 'train')}.jsonl").exists()
+                for name in (*cfg.formats, *cfg.splits)
+            ):
                 print(f"{out} is complete, nothing to do")
                 return
-        for name in ("train", "pairs", "holes", *SPLITS):  # of a run with other settings that was killed
+        # of a run with other settings that was killed
+        for name in ("train", "pairs", "holes", *SPLITS):
             (out / f"{name}.jsonl").unlink(missing_ok=True)
         world, rng = World(cfg.seed), random.Random(f"{cfg.seed} holes")
-        columns = [*zip(*((p, body, *hole(body, rng)) for p, body in world.train(cfg.n, cfg.levels)), strict=True)]
-        row_of = {"rows": lambda p, b, *_: {"content": p + b}, "pairs": lambda p, b, *_: {"prompt": p, "response": b}}
-        row_of["holes"] = lambda p, b, i, j: {"prompt": p + b[:i], "response": b[i:j], "suffix": b[j:]}
+        columns = [
+            *zip(
+                *((p, body, *hole(body, rng)) for p, body in world.train(cfg.n, cfg.levels)),
+                strict=True,
+            )
+        ]
+        row_of = {
+            "rows": lambda p, b, *_: {"content": p + b},
+            "pairs": lambda p, b, *_: {"prompt": p, "response": b},
+        }
+        row_of["holes"] = lambda p, b, i, j: {
+            "prompt": p + b[:i],
+            "response": b[i:j],
+            "suffix": b[j:],
+        }
         files = {form: map(row_of[form], *columns) for form in cfg.formats}
         for split in cfg.splits:
-            levels = (4,) if split == "level4" else [level for level in cfg.levels if level < 4] or (1, 2, 3)
+            levels = (
+                (4,)
+                if split == "level4"
+                else [level for level in cfg.levels if level < 4] or (1, 2, 3)
+            )
             files[split] = list(world.tasks(split, cfg.tasks, levels))
         for name, rows in files.items():
             data = "".join(json.dumps(row) + "\n" for row in rows).encode()
             runs.write(out / f"{name.replace('rows', 'train')}.jsonl", data)
-        runs.write(out / "meta.json", {"settings": settings, "tasks": {name: len(files[name]) for name in cfg.splits}})
-    print(f"wrote {out}: {cfg.n:,} functions, tasks: " + ", ".join(f"{key} {len(files[key]):,}" for key in cfg.splits))
+        runs.write(
+            out / "meta.json",
+            {"settings": settings, "tasks": {name: len(files[name]) for name in cfg.splits}},
+        )
+    print(
+        f"wrote {out}: {cfg.n:,} functions, tasks: "
+        + ", ".join(f"{key} {len(files[key]):,}" for key in cfg.splits)
+    )
 
 
 if __name__ == "__main__":

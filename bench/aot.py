@@ -1,10 +1,11 @@
-"""Memory, FLOPs, collectives and the compiler's time estimates of our programs on TPUs, compiled ahead of time.
+"""Memory, FLOPs, collectives and the compiler's time estimates of our programs on TPUs, compiled
+ahead of time.
 
     python bench/aot.py                              # fourteen programs, 40 minutes on two cores; needs libtpu alone
     python bench/aot.py --only="1b step, v6e:1x1"    # those whose name holds this text
 
-Estimates of the compiler, not measurements: Pallas kernels, sorts and scatters carry none and come on top. Runs
-compile_for.py, for each program in a process of its own. Writes tpu_aot.json.
+Estimates of the compiler, not measurements: Pallas kernels, sorts and scatters carry none and come
+on top. Runs compile_for.py, for each program in a process of its own. Writes tpu_aot.json.
 """
 
 import dataclasses
@@ -49,12 +50,21 @@ class Config:
 
 
 def compile_rows(flags):
-    """The rows of `python bench/compile_for.py FLAGS`, and the seconds that it took. RuntimeError with what it said."""
+    """The rows of `python bench/compile_for.py FLAGS`, and the seconds that it took. RuntimeError
+    with what it said.
+    """
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
-        command = [sys.executable, str(ROOT / "bench" / "compile_for.py"), f"--json={path}", *flags.split()]
-        result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+        command = [
+            sys.executable,
+            str(ROOT / "bench" / "compile_for.py"),
+            f"--json={path}",
+            *flags.split(),
+        ]
+        result = subprocess.run(
+            command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+        )
         if result.returncode:
             raise RuntimeError(f"compile_for.py {flags}: {result.stderr.strip().splitlines()[-1]}")
         return json.loads(path.read_text()), time.perf_counter() - started
@@ -66,18 +76,31 @@ def main(cfg):
             continue
         rows, compile_s = compile_rows(flags)
         if missing := [row for row in rows if "step_s" not in row]:
-            print(f"{name}: {missing[0].get('because', 'no estimate')}; left as it was", file=sys.stderr)
+            print(
+                f"{name}: {missing[0].get('because', 'no estimate')}; left as it was",
+                file=sys.stderr,
+            )
             continue
         more = {"compiled_by": f"python bench/compile_for.py {flags}", "compile_s": compile_s}
         more["device"] = f"TPU {rows[0]['device']}, compiled for, not run on"
-        if flags.startswith("head"):  # one entry for the three forms of a program: how much smaller ours is
+        # one entry for the three forms of a program: how much smaller ours is
+        if flags.startswith("head"):
             for what in dict.fromkeys(row["what"] for row in rows):
                 forms = {row["form"]: row for row in rows if row["what"] == what}
                 gib = {form: row["temporaries_gib"] for form, row in forms.items()}
-                shares = {f"share_of_{form}": gib["ours"] / gib[form] for form in ("plain", "reference")}
+                shares = {
+                    f"share_of_{form}": gib["ours"] / gib[form] for form in ("plain", "reference")
+                }
                 shares |= {f"{form}_gib": gib[form] for form in ("plain", "reference")}
                 shares["estimated_ms"] = {form: 1e3 * row["step_s"] for form, row in forms.items()}
-                record("tpu_aot", f"{name}, {what}", gib["ours"], "GiB of temporaries", **shares, **more)
+                record(
+                    "tpu_aot",
+                    f"{name}, {what}",
+                    gib["ours"],
+                    "GiB of temporaries",
+                    **shares,
+                    **more,
+                )
         elif flags.startswith("generate"):  # an entry for each of the steps
             for row in rows:
                 record("tpu_aot", row["program"], 1e3 * row["step_s"], "ms, estimate", **row | more)

@@ -1,13 +1,15 @@
-"""Dream: ours beside the public PyTorch mathematics, with the same weights: load, forward, a generation of 256 tokens.
+"""Dream: ours beside the public PyTorch mathematics, with the same weights: load, forward, a
+generation of 256 tokens.
 
     python bench/bench_dream.py                     # 100m in float32 and bfloat16; 20 minutes on two idle cores
     python bench/bench_dream.py --model=7b --dtypes bfloat16    # random weights of that shape; a GPU with 40 GB
 
-The other side is transformers' Qwen2 with a mask that lets every token see every other (needs transformers), eager and
-under torch.compile, and Dream's own sampling loop (a pass over the whole canvas in every step, lowest entropy
-first), greedy. Each side is a process of its own; ours runs before and after the others, as a machine's speed drifts.
-Logits must agree. Texts agree in part: random weights leave near-ties that the last digits decide. Writes
-bench/results/cpu.json, or <GPU>.json.
+The other side is transformers' Qwen2 with a mask that lets every token see every other (needs
+transformers), eager and under torch.compile, and Dream's own sampling loop (a pass over the whole
+canvas in every step, lowest entropy first), greedy. Each side is a process of its own; ours runs
+before and after the others, as a machine's speed drifts. Logits must agree. Texts agree in part:
+random weights leave near-ties that the last digits decide. Writes bench/results/cpu.json, or
+<GPU>.json.
 """
 
 import dataclasses
@@ -52,18 +54,29 @@ def write_weights(folder, cfg):
 
     (folder / "config.json").write_text(json.dumps(dream.config_to_hf(cfg)))
     header, start, rng = {}, 0, np.random.default_rng(0)
-    shapes = {hf_name(name): leaf.shape for name, leaf in checkpoints.flatten(dream.param_shapes(cfg)).items()}
+    shapes = {
+        hf_name(name): leaf.shape
+        for name, leaf in checkpoints.flatten(dream.param_shapes(cfg)).items()
+    }
     for name, shape in shapes.items():
         size = 2 * int(np.prod(shape))
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, start + size]}
+        header[name] = {
+            "dtype": "BF16",
+            "shape": list(shape),
+            "data_offsets": [start, start + size],
+        }
         start += size
     head = json.dumps(header).encode()
     with open(folder / "model.safetensors", "wb") as file:
         file.write(len(head).to_bytes(8, "little") + head)
         for name, shape in shapes.items():
             for rows in np.array_split(np.arange(shape[0]), -(-int(np.prod(shape)) // (1 << 24))):
-                part = rng.standard_normal((len(rows), *shape[1:]), np.float32) * (0.1 if "bias" in name else 0.03)
-                file.write((part + name.endswith("norm.weight")).astype(ml_dtypes.bfloat16).tobytes())
+                part = rng.standard_normal((len(rows), *shape[1:]), np.float32) * (
+                    0.1 if "bias" in name else 0.03
+                )
+                file.write(
+                    (part + name.endswith("norm.weight")).astype(ml_dtypes.bfloat16).tobytes()
+                )
 
 
 def from_hf(folder, dtype):
@@ -82,7 +95,9 @@ def inputs(cfg, model_cfg):
     rng = np.random.default_rng(1)
     low, high = 5, min(model_cfg.vocab, 150_000)
     forwards = {B: rng.integers(low, high, (B, cfg.length)) for B in cfg.batches}
-    return forwards, {(P, B): rng.integers(low, high, (B, P)) for P in cfg.prompts for B in cfg.batches}
+    return forwards, {
+        (P, B): rng.integers(low, high, (B, P)) for P in cfg.prompts for B in cfg.batches
+    }
 
 
 def clock(call, repeats):
@@ -105,7 +120,9 @@ def measure(cfg, model_cfg, forward, generate, load_s, memory):
     row["logits"] = forward(forwards[cfg.batches[0]])[0, ::64, ::997].tolist()
     for (P, B), token_BP in prompts.items():
         ids = []
-        row["generate_s"][f"{P},{B}"] = clock(lambda token_BP=token_BP, ids=ids: ids.append(generate(token_BP)), 1)
+        row["generate_s"][f"{P},{B}"] = clock(
+            lambda token_BP=token_BP, ids=ids: ids.append(generate(token_BP)), 1
+        )
         row["ids"][f"{P},{B}"] = np.asarray(ids[-1]).tolist()
     print(json.dumps(row | {"peak_gib": memory()}))
 
@@ -144,9 +161,15 @@ def run_torch(cfg, folder, dtype, compiled):
     ours = dream.config_from_hf(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     started = time.perf_counter()
-    theirs = {name: value for name, value in dream.config_to_hf(ours).items() if name in Qwen2Config().to_dict()}
+    theirs = {
+        name: value
+        for name, value in dream.config_to_hf(ours).items()
+        if name in Qwen2Config().to_dict()
+    }
     rope = {"rope_type": "default", "rope_theta": ours.theta}
-    config = Qwen2Config(**theirs | {"model_type": "qwen2", "rope_parameters": rope}, attn_implementation="sdpa")
+    config = Qwen2Config(
+        **theirs | {"model_type": "qwen2", "rope_parameters": rope}, attn_implementation="sdpa"
+    )
     with torch.device("meta"):
         model = Qwen2ForCausalLM(config)
     weights = safetensors.torch.load_file(folder / "model.safetensors", device)
@@ -160,7 +183,9 @@ def run_torch(cfg, folder, dtype, compiled):
     run = torch.compile(model) if compiled else model
 
     def call(token_BL):
-        return run(token_BL, attention_mask={"full_attention": None}, is_causal=False, use_cache=False).logits
+        return run(
+            token_BL, attention_mask={"full_attention": None}, is_causal=False, use_cache=False
+        ).logits
 
     @torch.inference_mode()
     def forward(token_BL):
@@ -171,8 +196,12 @@ def run_torch(cfg, folder, dtype, compiled):
 
     @torch.inference_mode()
     def generate(token_BP):
-        """Dream's diffusion_generate, alg="entropy", temperature 0: the token at p from the logits at p - 1."""
-        x = torch.full((len(token_BP), token_BP.shape[1] + cfg.max_new), ours.mask_id, device=device)
+        """Dream's diffusion_generate, alg="entropy", temperature 0: the token at p from the logits
+        at p - 1.
+        """
+        x = torch.full(
+            (len(token_BP), token_BP.shape[1] + cfg.max_new), ours.mask_id, device=device
+        )
         x[:, : token_BP.shape[1]] = torch.from_numpy(token_BP)
         times = torch.linspace(1, 1e-3, cfg.steps + 1)
         for i in range(cfg.steps):
@@ -201,7 +230,11 @@ def main(cfg):
     if cfg.side:
         side, dtype = cfg.side.split(",")
         folder = Path(cfg.folder)
-        return run_ours(cfg, folder, dtype) if side == "ours" else run_torch(cfg, folder, dtype, side == "compiled")
+        return (
+            run_ours(cfg, folder, dtype)
+            if side == "ours"
+            else run_torch(cfg, folder, dtype, side == "compiled")
+        )
     if cfg.model not in dream.CONFIGS:
         raise ValueError(f"--model={cfg.model}: not one of {', '.join(dream.CONFIGS)}")
     with tempfile.TemporaryDirectory() as folder:
@@ -211,10 +244,18 @@ def main(cfg):
             for name in ("ours", "eager", "compiled", "again"):
                 flags = [f"--side={name.replace('again', 'ours')},{dtype}", f"--folder={folder}"]
                 done = subprocess.run(
-                    [sys.executable, *sys.argv, *flags], check=True, stdout=subprocess.PIPE, text=True
+                    [sys.executable, *sys.argv, *flags],
+                    check=True,
+                    stdout=subprocess.PIPE,
+                    text=True,
                 )
                 rows[name] = json.loads(done.stdout.splitlines()[-1])
-                print(name, dtype, {k: v for k, v in rows[name].items() if k not in ("logits", "ids")}, flush=True)
+                print(
+                    name,
+                    dtype,
+                    {k: v for k, v in rows[name].items() if k not in ("logits", "ids")},
+                    flush=True,
+                )
             compare(cfg, dtype, rows)
 
 
@@ -230,7 +271,9 @@ def compare(cfg, dtype, rows):
     ours, eager = (np.array(rows[name]["logits"]) for name in ("ours", "eager"))
     error = float(np.abs(ours - eager).max() / np.abs(eager).max())
     if error > (2e-5 if dtype == "float32" else 0.2):
-        raise ValueError(f"logits differ by {error:.2g} of the largest: the two sides do not compute the same")
+        raise ValueError(
+            f"logits differ by {error:.2g} of the largest: the two sides do not compute the same"
+        )
     same = {
         key: float(np.mean(np.array(ids) == np.array(rows["eager"]["ids"][key])))
         for key, ids in rows["ours"]["ids"].items()
@@ -238,7 +281,9 @@ def compare(cfg, dtype, rows):
     for name in ("eager", "compiled"):
         for what in ("forward_s", "generate_s"):
             for key, seconds in rows[name][what].items():
-                theirs, mine = (np.quantile(x, [0.5, 0.1, 0.9]) for x in (seconds, rows["ours"][what][key]))
+                theirs, mine = (
+                    np.quantile(x, [0.5, 0.1, 0.9]) for x in (seconds, rows["ours"][what][key])
+                )
                 at = f"forward L {cfg.length}, batch {key}"
                 if what == "generate_s":
                     P, B = key.split(",")

@@ -1,17 +1,20 @@
-"""Generation with inference_jetson.py: the speed of a bundle, or a contest with eager TorchScript and a plain loop.
+"""Generation with inference_jetson.py: the speed of a bundle, or a contest with eager TorchScript
+and a plain loop.
 
     python bench/bench_jetson.py --bundle=out/jetson --lengths 64 128 --steps_list 10 25    # this bundle on this device
     python bench/bench_jetson.py      # the contest, two minutes on two cores
     python bench/bench_jetson.py --model=tiny --rounds=3
 
---bundle times canvases of masks, all steps included, three samples of warm-up excluded: tokens/s, memory bandwidth and
-peak memory, and on a Jetson millijoules a token by tegrastats. Writes --out, by default benchmark.json in the bundle.
+--bundle times canvases of masks, all steps included, three samples of warm-up excluded: tokens/s,
+memory bandwidth and peak memory, and on a Jetson millijoules a token by tegrastats. Writes --out,
+by default benchmark.json in the bundle.
 
-The contest runs on random weights of a preset, which cost what trained ones cost. With a GPU: ours (kernels and CUDA
-graph), ours with the fused sampler alone, eager FP16 TorchScript and, if there is Triton, torch.compile(
-mode="reduce-overhead") in the loop of model_mdlm.py; writes bench/results/<GPU>.json. On a CPU: inference_jetson.py's
-fill and mdlm.sample of a model that mdlm.load read, in turn; then the operators of a step that a GPU would launch and
-the bytes that they touch, counted by running them, and from these times PREDICTED for an Orin Nano; writes
+The contest runs on random weights of a preset, which cost what trained ones cost. With a GPU: ours
+(kernels and CUDA graph), ours with the fused sampler alone, eager FP16 TorchScript and, if there is
+Triton, torch.compile( mode="reduce-overhead") in the loop of model_mdlm.py; writes
+bench/results/<GPU>.json. On a CPU: inference_jetson.py's fill and mdlm.sample of a model that
+mdlm.load read, in turn; then the operators of a step that a GPU would launch and the bytes that
+they touch, counted by running them, and from these times PREDICTED for an Orin Nano; writes
 bench/results/cpu.json and jetson_predicted.json.
 """
 
@@ -57,14 +60,16 @@ class Config:
     graph: bool = True  # capture the steps as a CUDA graph
     steps_list: tuple[int, ...] = (10, 25)  # denoising steps, for --bundle
     batches: tuple[int, ...] = (1,)  # batch sizes, for --bundle
-    repeats: int = 10  # timed samples of each size, at least; on a GPU three seconds of them; for --bundle
+    # timed samples of each size, at least; on a GPU three seconds of them; for --bundle
+    repeats: int = 10
     out: str = ""  # JSON file, for --bundle; default: benchmark.json in the bundle
     lengths: tuple[int, ...] = (64, 128)  # canvases, in tokens
     model: str = "small"  # preset of the contest, see CONFIGS in model_mdlm.py
     rope: bool = False  # rotary positions instead of learned ones, in the contest
     steps: int = 25  # denoising steps, in the contest
     rounds: int = 7  # timed samples of each contestant, in turn
-    dispatch_us: float = 25.0  # assumed for an eager operator on the Jetson's CPU; enters predictions alone
+    # assumed for an eager operator on the Jetson's CPU; enters predictions alone
+    dispatch_us: float = 25.0
 
 
 # ---- the speed of a bundle -----------------------------------------------------------------------------------------
@@ -74,27 +79,35 @@ def first_line_of(*command):
     """First line of a command's output, or "" if there is no such command."""
     if not shutil.which(command[0]):
         return ""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         line = process.stdout.readline().strip()
         process.kill()  # tegrastats goes on for ever
     return line
 
 
 def rail_mw(line):
-    """{rail: milliwatts now} of a line of tegrastats, as in "VDD_IN 4761mW/4778mW", now and the mean so far."""
+    """{rail: milliwatts now} of a line of tegrastats, as in "VDD_IN 4761mW/4778mW", now and the
+    mean so far.
+    """
     return {rail: int(mw) for rail, mw in re.findall(r"\b(VDD_IN|VDD_CPU_GPU_CV) (\d+)mW", line)}
 
 
 @contextlib.contextmanager
 def mean_power():
-    """A dict that is filled at the end: the mean milliwatts of each rail by tegrastats, or nothing without it."""
+    """A dict that is filled at the end: the mean milliwatts of each rail by tegrastats, or nothing
+    without it.
+    """
     mean_mw = {}
     if not shutil.which("tegrastats"):
         yield mean_mw
         return
     # beyond what a pipe holds, half a minute, its lines are lost
     command = "tegrastats", "--interval", "200"
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         try:
             yield mean_mw
         finally:
@@ -106,7 +119,10 @@ def mean_power():
 
 def device_state(device):
     """Name, power mode and clocks, as far as this machine tells them."""
-    cpu = first_line_of("grep", "-m1", "model name", "/proc/cpuinfo").split(": ")[-1] or platform.machine()
+    cpu = (
+        first_line_of("grep", "-m1", "model name", "/proc/cpuinfo").split(": ")[-1]
+        or platform.machine()
+    )
     state = {"name": cpu, "cores": os.cpu_count(), "torch": torch.__version__}
     state["board"] = first_line_of("cat", "/proc/device-tree/model").strip("\0")
     if device.type == "cuda":
@@ -132,17 +148,28 @@ def peak_gb_s(device, state):
             fast = name == "Orin Nano" and re.search("MAXN|25W", state.get("power_mode", ""))
             return 102.4 if fast else gb_s
     properties = torch.cuda.get_device_properties(device)
-    return 2e-6 * getattr(properties, "memory_clock_rate", 0) * getattr(properties, "memory_bus_width", 0) / 8
+    return (
+        2e-6
+        * getattr(properties, "memory_clock_rate", 0)
+        * getattr(properties, "memory_bus_width", 0)
+        / 8
+    )
 
 
 def bytes_per_step(model, B, L, size):
-    """Least bytes of a step: weights of blocks, norms and head once, logits written and read; `size` bytes a number."""
-    weights = sum(p.numel() for name, p in model.named_parameters() if name.startswith(("blocks", "norm")))
+    """Least bytes of a step: weights of blocks, norms and head once, logits written and read;
+    `size` bytes a number.
+    """
+    weights = sum(
+        p.numel() for name, p in model.named_parameters() if name.startswith(("blocks", "norm"))
+    )
     return size * (weights + model.cfg.vocab * model.cfg.width + 2 * B * L * model.cfg.vocab)
 
 
 def time_bundle(cfg):
-    """Time canvases of masks of all sizes. Prints a table and writes it as JSON; tokens are those filled."""
+    """Time canvases of masks of all sizes. Prints a table and writes it as JSON; tokens are those
+    filled.
+    """
     if min((*cfg.steps_list, *cfg.batches, cfg.repeats)) < 1 or min(cfg.lengths) < 2:
         raise ValueError("--lengths at least 2; --steps_list, --batches and --repeats at least 1")
     names = "bundle", "backend", "device", "sampler", "graph"
@@ -162,7 +189,8 @@ def time_bundle(cfg):
         for _ in range(3):
             writer.fill(token_BL, rule)
         with mean_power() as mean_mw:
-            while len(seconds) < cfg.repeats or (cuda and sum(seconds) < 3):  # tegrastats reports five times a second
+            # tegrastats reports five times a second
+            while len(seconds) < cfg.repeats or (cuda and sum(seconds) < 3):
                 started = time.perf_counter()
                 writer.fill(token_BL, rule)
                 seconds.append(time.perf_counter() - started)
@@ -184,10 +212,17 @@ def time_bundle(cfg):
         print(f"{L:6} {steps:6} {B:6} {row['tok_per_s']:11,.0f} {row['ms_per_step']:9.3f} {moved:6.1f} {share} "
               f"{row['memory_mb']:10,.0f}", flush=True)  # fmt: skip
         if row["mj_per_token"]:  # all that the board draws, idle power included
-            print("  millijoules a token:", ", ".join(f"{r} {mj:.3g}" for r, mj in row["mj_per_token"].items()))
+            print(
+                "  millijoules a token:",
+                ", ".join(f"{r} {mj:.3g}" for r, mj in row["mj_per_token"].items()),
+            )
     sampler = "sort" if writer.sample_ is jetson.sample_sorted_ else "fused"
-    about = {"backend": writer.backend, "sampler": sampler if writer.captures else "loop of model_mdlm.py"}
-    about |= {"device": state, "device_after": device_state(device), "rows": rows}  # clocks fall when a board gets hot
+    about = {
+        "backend": writer.backend,
+        "sampler": sampler if writer.captures else "loop of model_mdlm.py",
+    }
+    # clocks fall when a board gets hot
+    about |= {"device": state, "device_after": device_state(device), "rows": rows}
     out = Path(cfg.out or writer.folder / "benchmark.json")
     out.write_text(json.dumps(about, indent=2) + "\n")
     print(f"wrote {out}")
@@ -202,7 +237,9 @@ def make_bundle(folder, preset):
     vocab = {f"t{i}": i for i in range(preset.vocab)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="t4"))
     mdlm.save(mdlm.MDLM(preset), folder / "run", tokenizer.to_str().encode())
-    export_jetson.main(export_jetson.Config(ckpt=str(folder / "run"), out=str(folder / "bundle"), onnx=False))
+    export_jetson.main(
+        export_jetson.Config(ckpt=str(folder / "run"), out=str(folder / "bundle"), onnx=False)
+    )
     return folder / "bundle"
 
 
@@ -211,12 +248,16 @@ def canvas(L):
 
 
 def contest(contestants, token_BL, rounds):
-    """{name: [seconds of a sample]}, in turn, every other round backwards, after two that are not counted.
+    """{name: [seconds of a sample]}, in turn, every other round backwards, after two that are not
+    counted.
 
     On a CPU with one thread, and of the processor, so that other programs disturb little.
     """
     cuda = torch.cuda.is_available()
-    clock, seconds = time.perf_counter if cuda else time.process_time, {name: [] for name in contestants}
+    clock, seconds = (
+        time.perf_counter if cuda else time.process_time,
+        {name: [] for name in contestants},
+    )
     for i in range(rounds + 2):
         for name, fill in list(contestants.items())[:: 1 - 2 * (i % 2)]:
             if cuda:
@@ -251,7 +292,9 @@ def own_loop(model, cfg, device):
 
 
 class Count(TorchDispatchMode):
-    """Operators that would launch a GPU kernel (all but views and empty tensors), and the bytes that they touch."""
+    """Operators that would launch a GPU kernel (all but views and empty tensors), and the bytes
+    that they touch.
+    """
 
     def __init__(self):
         super().__init__()
@@ -259,13 +302,19 @@ class Count(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        leaves = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        leaves = [
+            t
+            for t in torch.utils._pytree.tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        ]
         made = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
         # a view shares the storage of an argument and launches nothing
         shared = {t.untyped_storage().data_ptr() for t in leaves}
         fresh = [t for t in made if t.untyped_storage().data_ptr() not in shared]
         writes = "(a!)" in str(function._schema)
-        if (fresh or writes) and not function.__name__.startswith(("empty", "new_empty", "lift", "detach")):
+        if (fresh or writes) and not function.__name__.startswith(
+            ("empty", "new_empty", "lift", "detach")
+        ):
             self.launches += 1
             # a lookup reads the rows that it returns, all else reads its arguments whole
             lookup = function.__name__.startswith(("embedding", "index_select", "gather"))
@@ -288,24 +337,39 @@ def count_steps(model, L, vocab):
     forward = jetson.fused_forward(model, rate_N, torch.ops.unmask)
     with Count() as ours:
         logits_RV = forward(token_BL, see_BL, state[1:]).flatten(0, 1)
-        torch.ops.unmask.sample_(logits_RV, token_BL, state, rate_N, ban, mdlm.MASK, vocab, 1.0, 50, 1.0)
+        torch.ops.unmask.sample_(
+            logits_RV, token_BL, state, rate_N, ban, mdlm.MASK, vocab, 1.0, 50, 1.0
+        )
         state[1:].add_(1)
     return {"usual": (usual.launches, usual.bytes), "ours": (ours.launches, ours.bytes)}
 
 
 def predict(cfg, model, preset):
-    print("COUNTED launches and bytes of one step at batch 1; times are PREDICTED, nothing ran on a Jetson")
-    weights = sum(p.numel() for name, p in model.named_parameters() if name.startswith(("blocks", "norm")))
+    print(
+        "COUNTED launches and bytes of one step at batch 1; times are PREDICTED, nothing ran on a Jetson"
+    )
+    weights = sum(
+        p.numel() for name, p in model.named_parameters() if name.startswith(("blocks", "norm"))
+    )
     weights += preset.vocab * preset.width
     rows = []
     for L in cfg.lengths:
         flops = 2 * weights * L + 4 * preset.layers * preset.width * L * L
         for way, (launches, moved) in count_steps(model, L, preset.vocab).items():
             for device, (bandwidth, flops_s) in ORIN.items():
-                # 80 % of the bandwidth or 50 % of the throughput; eager operators also wait for the CPU
+                # 80 % of the bandwidth or 50 % of the throughput; eager operators also wait for the
+                # CPU
                 busy_ms = 1e3 * max(moved / (0.8 * bandwidth), flops / (0.5 * flops_s))
-                step_ms = max(busy_ms, launches * cfg.dispatch_us / 1e3) if way == "usual" else busy_ms
-                row = {"length": L, "way": way, "device": device, "launches": launches, "mb": moved / 1e6}
+                step_ms = (
+                    max(busy_ms, launches * cfg.dispatch_us / 1e3) if way == "usual" else busy_ms
+                )
+                row = {
+                    "length": L,
+                    "way": way,
+                    "device": device,
+                    "launches": launches,
+                    "mb": moved / 1e6,
+                }
                 row |= {"gflop": flops / 1e9, "predicted_step_ms": step_ms}
                 rows.append(row | {"predicted_tok_per_s": (L - 1) / (cfg.steps * step_ms / 1e3)})
                 rate = rows[-1]["predicted_tok_per_s"]
@@ -333,9 +397,15 @@ def main(cfg):
 
         def writer(**settings):
             made = jetson.Writer(jetson.Config(bundle=str(bundle), **settings))
-            return lambda token_BL: made.fill(token_BL, dataclasses.replace(made.rule(made.cfg), steps=cfg.steps))
+            return lambda token_BL: made.fill(
+                token_BL, dataclasses.replace(made.rule(made.cfg), steps=cfg.steps)
+            )
 
-        model = mdlm.load(Path(folder) / "run", "cuda" if cuda else "cpu", torch.float16 if cuda else torch.float32)
+        model = mdlm.load(
+            Path(folder) / "run",
+            "cuda" if cuda else "cpu",
+            torch.float16 if cuda else torch.float32,
+        )
         if cuda:
             script = torch.jit.load(str(bundle / "model_jetson.pt"), map_location="cuda")
             contestants = {
@@ -347,7 +417,9 @@ def main(cfg):
                 compiled = torch.compile(export_jetson.Exported(model), mode="reduce-overhead")
                 contestants["compiled"] = own_loop(jetson.as_model(compiled), cfg, "cuda")
             else:
-                print("compiled: left out, as torch.compile needs Triton, which JetPack's wheels come without")
+                print(
+                    "compiled: left out, as torch.compile needs Triton, which JetPack's wheels come without"
+                )
             device = torch.cuda.get_device_name()
             file = device.replace(" ", "_")
         else:
@@ -355,7 +427,15 @@ def main(cfg):
             file, device = "cpu", f"{cpu_name()}, one thread, processor seconds"
         for L in cfg.lengths:
             seconds = contest(contestants, canvas(L), cfg.rounds)
-            report(file, f"jetson_{cfg.model}", seconds, next(iter(contestants)), L, device, steps=cfg.steps)
+            report(
+                file,
+                f"jetson_{cfg.model}",
+                seconds,
+                next(iter(contestants)),
+                L,
+                device,
+                steps=cfg.steps,
+            )
         if not cuda:
             predict(cfg, model, preset)
 

@@ -1,19 +1,23 @@
-"""The kernels of csrc/ against PyTorch's operators, on a GPU; without one, what the roofline predicts for a Jetson.
+"""The kernels of csrc/ against PyTorch's operators, on a GPU; without one, what the roofline
+predicts for a Jetson.
 
     python setup_kernels.py build_ext --inplace && python bench/bench_kernels.py      # with a GPU: a minute
     python bench/bench_kernels.py                                                     # without one: predictions only
     python bench/bench_kernels.py --sass=sampler --arch=87                            # instructions between branches
 
-With a GPU: errors against float64 first (at most twice those of the plain half operator), then device time and launches
-per call from torch.profiler, ours and theirs in turn, median of --rounds. Theirs: scaled_dot_product_attention from the
-packed projection with the copies that it takes, add and layer_norm, add and gelu, and the usual sampling chain. Writes
-bench/results/<GPU>.json. A Jetson with CUDA 12 or older lets only root profile: sudo -E env PATH=$PATH python ...
+With a GPU: errors against float64 first (at most twice those of the plain half operator), then
+device time and launches per call from torch.profiler, ours and theirs in turn, median of --rounds.
+Theirs: scaled_dot_product_attention from the packed projection with the copies that it takes, add
+and layer_norm, add and gelu, and the usual sampling chain. Writes bench/results/<GPU>.json. A
+Jetson with CUDA 12 or older lets only root profile: sudo -E env PATH=$PATH python ...
 
-Without a GPU it writes bench/results/jetson_predicted.json, for each kernel and for a whole denoising step of an Orin
-Nano: bytes over 80 % of the memory bandwidth or instructions at half an instruction a cycle and scheduler, whichever
-takes longer, and the gaps between the nodes of a CUDA graph. Nothing there is a measurement.
+Without a GPU it writes bench/results/jetson_predicted.json, for each kernel and for a whole
+denoising step of an Orin Nano: bytes over 80 % of the memory bandwidth or instructions at half an
+instruction a cycle and scheduler, whichever takes longer, and the gaps between the nodes of a CUDA
+graph. Nothing there is a measurement.
 
---sass needs nvcc, cuobjdump and nvdisasm; the latter two are on PyPI, too: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm.
+--sass needs nvcc, cuobjdump and nvdisasm; the latter two are on PyPI, too: nvidia-cuda-cuobjdump,
+nvidia-cuda-nvdisasm.
 """
 
 import dataclasses
@@ -46,11 +50,13 @@ class Config:
     calls: int = 50  # calls under one profile
     rounds: int = 5  # profiles of each kernel, of which the median counts
     seed: int = 0  # of the random inputs
-    sass: str = ""  # attention, pointwise or sampler: print its instructions between branches, and nothing else
+    # attention, pointwise or sampler: print its instructions between branches, and nothing else
+    sass: str = ""
     arch: str = "87"  # compute capability for which --sass compiles
 
 
-ORIN = {"Orin Nano, 15 W": (68.3e9, 10.2e12), "Orin Nano Super": (102.4e9, 16.7e12)}  # bytes/s, dense FP16 FLOP/s
+# bytes/s, dense FP16 FLOP/s
+ORIN = {"Orin Nano, 15 W": (68.3e9, 10.2e12), "Orin Nano Super": (102.4e9, 16.7e12)}
 CLOCK = {"Orin Nano, 15 W": 625e6, "Orin Nano Super": 1020e6}
 PROCESSORS, SCHEDULERS = 8, 4  # multiprocessors of an Orin Nano, schedulers of each
 GAP_US = 1.5  # between two nodes of a CUDA graph, assumed
@@ -62,9 +68,11 @@ GAP_US = 1.5  # between two nodes of a CUDA graph, assumed
 def costs(L, cfg, steps):
     """{kernel: (calls a step, bytes, blocks, warps a block, instructions of a warp)} at batch 1.
 
-    Bytes are the formulas of the .cu files, instructions were counted by --sass for sm_87, without RoPE and padding.
+    Bytes are the formulas of the .cu files, instructions were counted by --sass for sm_87, without
+    RoPE and padding.
     """
-    H, D, ffn, V, rows = cfg.heads, cfg.width, cfg.ffn, cfg.vocab, math.ceil(L / steps)  # rows filled in a step
+    # rows filled in a step
+    H, D, ffn, V, rows = cfg.heads, cfg.width, cfg.ffn, cfg.vocab, math.ceil(L / steps)
     tiles = math.ceil(L / 64)
     return {
         "attention": (cfg.layers, 8 * L * H * 64, H * tiles, 4, 254 + 422 * tiles),
@@ -76,31 +84,48 @@ def costs(L, cfg, steps):
 
 
 def predict_step(L, device, preset, steps):
-    """{part: microseconds of one step at batch 1}, and "nodes", the number of nodes in its graph."""
+    """{part: microseconds of one step at batch 1}, and "nodes", the number of nodes in its
+    graph.
+    """
     bandwidth, flops_s = ORIN[device]
     parts = {}
     for kernel, (calls, moved, blocks, warps, instructions) in costs(L, preset, steps).items():
-        turns = max(math.ceil(blocks / PROCESSORS) * warps / SCHEDULERS, 1)  # warps that share a scheduler
-        parts[kernel] = calls * 1e6 * max(moved / (0.8 * bandwidth), turns * instructions / (0.5 * CLOCK[device]))
+        # warps that share a scheduler
+        turns = max(math.ceil(blocks / PROCESSORS) * warps / SCHEDULERS, 1)
+        parts[kernel] = (
+            calls
+            * 1e6
+            * max(moved / (0.8 * bandwidth), turns * instructions / (0.5 * CLOCK[device]))
+        )
     D = preset.width
     weights = preset.layers * (4 * D * D + 2 * D * preset.ffn) + preset.vocab * D
     moved = 2 * (weights + L * preset.vocab)  # and logits are written
-    parts["matrix products"] = 1e6 * max(moved / (0.8 * bandwidth), 2 * weights * L / (0.5 * flops_s))
-    # a block is four products, two norms, attention and GELU; before the first one stand embedding, time, their sum and
-    # a norm, after the last one head, sampler and counter
+    parts["matrix products"] = 1e6 * max(
+        moved / (0.8 * bandwidth), 2 * weights * L / (0.5 * flops_s)
+    )
+    # a block is four products, two norms, attention and GELU; before the first one stand embedding,
+    # time, their sum and a norm, after the last one head, sampler and counter
     nodes = 8 * preset.layers + 7
     return parts | {"gaps": GAP_US * nodes}, nodes
 
 
 def predict(cfg, preset):
-    print("PREDICTED microseconds of a step at batch 1, from bytes and instructions; nothing ran on a Jetson")
+    print(
+        "PREDICTED microseconds of a step at batch 1, from bytes and instructions; nothing ran on a Jetson"
+    )
     rows = []
     for device in ORIN:
         for L in cfg.lengths:
             parts, nodes = predict_step(L, device, preset, cfg.steps)
             ms = sum(parts.values()) / 1e3
             rate = (L - 1) / (cfg.steps * ms / 1e3)
-            row = {"device": device, "length": L, "ms_per_step": round(ms, 3), "tok_per_s": round(rate), "nodes": nodes}
+            row = {
+                "device": device,
+                "length": L,
+                "ms_per_step": round(ms, 3),
+                "tok_per_s": round(rate),
+                "nodes": nodes,
+            }
             rows.append(row | {"us": {part: round(us, 1) for part, us in parts.items()}})
             us = ", ".join(f"{part} {us:.0f}" for part, us in parts.items())
             print(f"{device:16} length {L:4}: {ms:.2f} ms a step, {rate:,.0f} tokens/s ({us})")
@@ -111,12 +136,16 @@ def predict(cfg, preset):
 
 
 def print_sass(name, arch):
-    """The instructions of csrc/<name>.cu between branches: first address, how many, and how the stretch ends."""
+    """The instructions of csrc/<name>.cu between branches: first address, how many, and how the
+    stretch ends.
+    """
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = ROOT / f"csrc/{name}.cu", f"{folder}/kernel.cubin"
         flags = [f"-arch=sm_{arch}", "-std=c++17", "-O3", "-cubin", "-o", cubin]
         subprocess.run([setup_kernels.find_nvcc() or "nvcc", *flags, source], check=True)
-        listing = subprocess.run(["cuobjdump", "-sass", cubin], check=True, capture_output=True, text=True).stdout
+        listing = subprocess.run(
+            ["cuobjdump", "-sass", cubin], check=True, capture_output=True, text=True
+        ).stdout
     for function in re.split(r"\n\s+Function : ", listing)[1:]:
         print(function.partition("\n")[0])
         lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", function)
@@ -143,7 +172,9 @@ def profiled(function, calls):
         torch.cuda.synchronize()
     on_device = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     if not on_device:
-        raise RuntimeError("the profiler saw no kernel; before CUDA 13 a Jetson lets only root profile, see --help")
+        raise RuntimeError(
+            "the profiler saw no kernel; before CUDA 13 a Jetson lets only root profile, see --help"
+        )
     us = sum(getattr(e, "device_time", 0) or getattr(e, "cuda_time", 0) for e in on_device)
     return us / calls, len(on_device) / calls
 
@@ -160,9 +191,13 @@ def usual_chain(logits_RV, token_BL, ban, keep, temperature, top_k):
 
 
 def pairs(L, cfg, unmask=torch.ops.unmask, device="cuda"):
-    """(kernel, ours, theirs, the same in float64 of the inputs or None) at batch 1, random inputs."""
+    """(kernel, ours, theirs, the same in float64 of the inputs or None) at batch 1, random
+    inputs.
+    """
     H, D, V = cfg.heads, cfg.width, cfg.vocab
-    qkv, x, r = (torch.randn(*s, device=device).half() for s in ((1, L, 3, H, 64), (1, L, D), (1, L, D)))
+    qkv, x, r = (
+        torch.randn(*s, device=device).half() for s in ((1, L, 3, H, 64), (1, L, D), (1, L, D))
+    )
     y, bias = (torch.randn(*s, device=device).half() for s in ((1, L, cfg.ffn), (cfg.ffn,)))
     gamma, beta = torch.ones_like(x[0, 0]), torch.zeros_like(x[0, 0])
     yield ("attention", lambda: unmask.attention(qkv), lambda: ops.attention_torch(qkv).contiguous(),
@@ -182,12 +217,21 @@ def pairs(L, cfg, unmask=torch.ops.unmask, device="cuda"):
             unmask.sample_(logits, token, state, keep, ban, mdlm.MASK, V, 0.9, 50, 1.0)
             return token
 
-        yield f"sample_ keeping {share:.0%}", ours, lambda k=share: usual_chain(logits, token, ban, k, 0.9, 50), None
+        yield (
+            f"sample_ keeping {share:.0%}",
+            ours,
+            lambda k=share: usual_chain(logits, token, ban, k, 0.9, 50),
+            None,
+        )
 
 
 def compare(ours, theirs, exact):
-    """([largest error of ours, of theirs], whether ours is at most twice theirs: then it may be timed)."""
-    errors = [(run().double().flatten() - exact.flatten()).abs().max().item() for run in (ours, theirs)]
+    """([largest error of ours, of theirs], whether ours is at most twice theirs: then it may be
+    timed).
+    """
+    errors = [
+        (run().double().flatten() - exact.flatten()).abs().max().item() for run in (ours, theirs)
+    ]
     return errors, errors[0] <= max(2 * errors[1], 1e-4)
 
 
@@ -209,9 +253,13 @@ def main(cfg):
             # a kernel is timed when it is as exact as PyTorch's operator in the same type
             errors, as_exact = (None, True) if exact is None else compare(ours, theirs, exact)
             if not as_exact:
-                raise RuntimeError(f"{kernel} at length {L}: errors of ours and PyTorch's {errors}; not timed")
+                raise RuntimeError(
+                    f"{kernel} at length {L}: errors of ours and PyTorch's {errors}; not timed"
+                )
             # theirs and ours in turn, as a device's clocks drift
-            timed = [(profiled(theirs, cfg.calls), profiled(ours, cfg.calls)) for _ in range(cfg.rounds)]
+            timed = [
+                (profiled(theirs, cfg.calls), profiled(ours, cfg.calls)) for _ in range(cfg.rounds)
+            ]
             ratios = sorted(a[0] / b[0] for a, b in timed)
             record(
                 name.replace(" ", "_"), f"kernel_{cfg.model}_{kernel.replace(' ', '_')}_{L}", statistics.median(ratios),

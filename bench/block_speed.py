@@ -1,14 +1,15 @@
-"""Tokens a second: a Dream of blocks with its exact cache beside the same layers as an autoregressive model.
+"""Tokens a second: a Dream of blocks with its exact cache beside the same layers as an
+autoregressive model.
 
     python bench/block_speed.py                     # 100m in float32; ten minutes of two idle cores
     python bench/block_speed.py --model=7b --dtype=bfloat16     # a GPU with 40 GB
 
-Random weights of one shape, greedy, texts of --max_new tokens after prompts of --prompt. The autoregressive sides are
-transformers' Qwen2 with its cache (eager, and its forward pass under torch.compile) and ours, blocks of one token. A
-pass unmasks --tokens tokens of a block, as a trained model might by a threshold; random weights reach none, so a
-schedule sets the number. The autoregressive texts of the sides must agree but for
-near-ties. Each side is a process of its own; ours runs before and after the others. Writes bench/results/cpu.json, or
-<GPU>.json.
+Random weights of one shape, greedy, texts of --max_new tokens after prompts of --prompt. The
+autoregressive sides are transformers' Qwen2 with its cache (eager, and its forward pass under
+torch.compile) and ours, blocks of one token. A pass unmasks --tokens tokens of a block, as a
+trained model might by a threshold; random weights reach none, so a schedule sets the number. The
+autoregressive texts of the sides must agree but for near-ties. Each side is a process of its own;
+ours runs before and after the others. Writes bench/results/cpu.json, or <GPU>.json.
 """
 
 import dataclasses
@@ -61,7 +62,9 @@ def clock(call, repeats):
 
 
 def run_ours(cfg):
-    """Prints {batch: {kind: seconds}}, and the autoregressive texts; a kind is "ar" or tokens of a pass."""
+    """Prints {batch: {kind: seconds}}, and the autoregressive texts; a kind is "ar" or tokens of a
+    pass.
+    """
     import jax
 
     if idle := checkpoints.idle_accelerator():  # PyTorch would take it
@@ -73,10 +76,14 @@ def run_ours(cfg):
         rules = {"ar": sample_block.Sampling(block_length=1)}
         for n in cfg.tokens:
             steps = round(cfg.block_length / n)
-            rules[str(n)] = sample_block.Sampling(block_length=cfg.block_length, steps=steps, schedule="even")
+            rules[str(n)] = sample_block.Sampling(
+                block_length=cfg.block_length, steps=steps, schedule="even"
+            )
         seconds[B] = {}
         for kind, rule in rules.items():
-            call = lambda rule=rule, prompts=prompts: sample_block.generate(model, prompts, cfg.max_new, rule)  # noqa: E731
+            call = lambda rule=rule, prompts=prompts: sample_block.generate(  # noqa: E731
+                model, prompts, cfg.max_new, rule
+            )
             (rows, stats), seconds[B][kind] = clock(call, cfg.repeats)
             print(kind, B, stats["forwards"], "passes", file=sys.stderr)
             if kind == "ar":
@@ -92,9 +99,15 @@ def run_torch(cfg, compiled):
 
     folder, device = Path(cfg.folder), "cuda" if torch.cuda.is_available() else "cpu"
     ours = dream.config_from_hf(folder)
-    theirs = {name: value for name, value in dream.config_to_hf(ours).items() if name in Qwen2Config().to_dict()}
+    theirs = {
+        name: value
+        for name, value in dream.config_to_hf(ours).items()
+        if name in Qwen2Config().to_dict()
+    }
     rope = {"rope_type": "default", "rope_theta": ours.theta}
-    config = Qwen2Config(**theirs | {"model_type": "qwen2", "rope_parameters": rope}, attn_implementation="sdpa")
+    config = Qwen2Config(
+        **theirs | {"model_type": "qwen2", "rope_parameters": rope}, attn_implementation="sdpa"
+    )
     model = Qwen2ForCausalLM(config)
     weights = safetensors.torch.load_file(folder / "model.safetensors")
     model.load_state_dict(weights, strict=not ours.tie)
@@ -142,10 +155,16 @@ def report(cfg, found):
     file = torch.cuda.get_device_name().replace(" ", "_") if torch.cuda.is_available() else "cpu"
     again = found.pop("again")
     for B in map(str, cfg.batches):
-        ours, rate = found["ours"]["seconds"][B], lambda seconds, B=B: int(B) * cfg.max_new / np.median(seconds)
+        ours, rate = (
+            found["ours"]["seconds"][B],
+            lambda seconds, B=B: int(B) * cfg.max_new / np.median(seconds),
+        )
         for kind, seconds in again["seconds"][B].items():
             ours[kind] += seconds
-        rates = {f"{name}, autoregressive": rate(side["seconds"][B]["ar"]) for name, side in found.items()}
+        rates = {
+            f"{name}, autoregressive": rate(side["seconds"][B]["ar"])
+            for name, side in found.items()
+        }
         rates |= {f"{n} tokens a pass": rate(ours[str(n)]) for n in cfg.tokens}
         same = {
             name: float(np.mean(np.array(side["texts"][B]) == np.array(found["ours"]["texts"][B])))

@@ -1,4 +1,5 @@
-"""Seconds of generate.py from the shell to its whole text: with an empty compilation cache (cold), and with a full one.
+"""Seconds of generate.py from the shell to its whole text: with an empty compilation cache (cold),
+and with a full one.
 
     python bench/cold_start.py               # weights/pythoncoder, 128 tokens, five pairs; an idle machine
     python bench/cold_start.py --model=dream
@@ -35,9 +36,19 @@ class Config:
 
 def timed(cfg, cache):
     """(wall, processor) seconds of one command."""
-    what = f"--model={cfg.model}", f"--ckpt=weights/{cfg.model}", f"--prompt={cfg.prompt}", f"--compile_cache={cache}"
+    what = (
+        f"--model={cfg.model}",
+        f"--ckpt=weights/{cfg.model}",
+        f"--prompt={cfg.prompt}",
+        f"--compile_cache={cache}",
+    )
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    how = {"cwd": ROOT, "check": True, "stdout": subprocess.DEVNULL, "env": os.environ | {"JAX_PLATFORMS": "cpu"}}
+    how = {
+        "cwd": ROOT,
+        "check": True,
+        "stdout": subprocess.DEVNULL,
+        "env": os.environ | {"JAX_PLATFORMS": "cpu"},
+    }
     subprocess.run([sys.executable, "generate.py", *what], **how)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -52,8 +63,18 @@ def main(cfg):
     found_RS2 = np.array(found_RS2)
     for i, kind in enumerate(("cold", "warm")):
         wall_R, processor_R = found_RS2[:, i].T
-        spread, more = np.percentile(wall_R, (10, 90)).tolist(), {"processor_s": float(np.median(processor_R))}
-        record("cpu", f"generate.py, weights/{cfg.model}, {kind} start", float(np.median(wall_R)), "s", spread, **more)
+        spread, more = (
+            np.percentile(wall_R, (10, 90)).tolist(),
+            {"processor_s": float(np.median(processor_R))},
+        )
+        record(
+            "cpu",
+            f"generate.py, weights/{cfg.model}, {kind} start",
+            float(np.median(wall_R)),
+            "s",
+            spread,
+            **more,
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Does a program fit a TPU or GPU that is not here, and what does it cost? Their compilers answer on any machine.
+"""Does a program fit a TPU or GPU that is not here, and what does it cost? Their compilers answer
+on any machine.
 
     python bench/compile_for.py train --model=1b                    # a step of train_tpu.py on a TPU v6e; three minutes
     python bench/compile_for.py train --model=1b --device=v6e:4x4   # on a pod of sixteen chips; h100:8 are eight GPUs
@@ -15,26 +16,30 @@
     python bench/compile_for.py dump module_0000.jit_step.after_codegen.txt     # adds up a program that XLA dumped
     python bench/compile_for.py table       # ten programs on ten devices, three of KIN on five: results/by_hardware
 
-Devices: v5e, v6e (pip install -r requirements-tpu.txt), t4, l4, rtx3060, rtx4090, a100-40, a100-80, h100, h200 (pip
-install -r requirements-cuda.txt; no GPU, no driver). Prints for each program memory, FLOPs, traffic, collectives and
-seconds, per chip: what compilers and data sheets say, no measurements. In a script:
+Devices: v5e, v6e (pip install -r requirements-tpu.txt), t4, l4, rtx3060, rtx4090, a100-40, a100-80,
+h100, h200 (pip install -r requirements-cuda.txt; no GPU, no driver). Prints for each program
+memory, FLOPs, traffic, collectives and seconds, per chip: what compilers and data sheets say, no
+measurements. In a script:
 
     devices = topology_devices("v6e:2x2")
     mesh = jax.sharding.Mesh(np.array(devices), ("fsdp",))
     weights = jax.ShapeDtypeStruct((V, D), jnp.bfloat16, sharding=NamedSharding(mesh, P("fsdp")))
     with jax.set_mesh(mesh):                                    # Pallas kernels learn the chip from the mesh
-        compiled, cost, memory = compile_and_cost(jax.jit(step, donate_argnums=0).lower(weights), "v6e")
+        compiled, cost, memory = compile_and_cost(jax.jit(step, donate_argnums=0).lower(weights),
+        "v6e")
     print(cost.flops, cost.seconds("v6e"), memory["total_gib"], memory["usable_gib"])
 
-roofline_s is a lower bound: every kernel computes at the chip's peak or moves its inputs and outputs at the memory's
-bandwidth, whichever takes longer. For a TPU step_s is the sum of the cycles that its compiler estimates. That is a
-lower bound too: Pallas kernels, scatters, sorts, SparseCore programs, collectives and copies beside the computation
-carry no estimate; they are listed. For a GPU there is none. On the GPU itself the compiler times several forms of a
-matrix product and takes the fastest, so that a few MiB of temporaries can differ. Collectives are predicted apart:
-their bytes at the rate of the links of the worst placed chip.
+roofline_s is a lower bound: every kernel computes at the chip's peak or moves its inputs and
+outputs at the memory's bandwidth, whichever takes longer. For a TPU step_s is the sum of the cycles
+that its compiler estimates. That is a lower bound too: Pallas kernels, scatters, sorts, SparseCore
+programs, collectives and copies beside the computation carry no estimate; they are listed. For a
+GPU there is none. On the GPU itself the compiler times several forms of a matrix product and takes
+the fastest, so that a few MiB of temporaries can differ. Collectives are predicted apart: their
+bytes at the rate of the links of the worst placed chip.
 
-XLA's cost_analysis() counts the body of a loop once, so a model that scans over 24 layers looks 24 times too cheap, and
-its optimal_seconds came out negative for our train steps. Here the bodies are multiplied by their trip counts.
+XLA's cost_analysis() counts the body of a loop once, so a model that scans over 24 layers looks 24
+times too cheap, and its optimal_seconds came out negative for our train steps. Here the bodies are
+multiplied by their trip counts.
 """
 
 import collections
@@ -85,26 +90,40 @@ class Chip(typing.NamedTuple):
     usable_gib: float  # what one program can use
     link_bytes_per_s: float  # one way: of one link between TPU chips; of NVLink or PCIe into a GPU
     clock_hz: float  # of a TPU: peak / (2 * matrix units * rows * columns)
-    cuda: tuple = ()  # of a GPU: compute capability, SMs, cores, KiB of shared memory and threads of an SM, MiB of L2
+    # of a GPU: compute capability, SMs, cores, KiB of shared memory and threads of an SM, MiB of L2
+    cuda: tuple = ()
 
 
 def gpu(kind, gib, tflops, gb_per_s, link_gb_per_s, ghz, *cuda):
-    """A GPU with so much memory by its driver. Scripts leave a tenth of it alone, see runs.command."""
-    return Chip(kind, 1e12 * tflops, 1e9 * gb_per_s, 0.9 * gib, 1e9 * link_gb_per_s, 1e9 * ghz, cuda)
+    """A GPU with so much memory by its driver. Scripts leave a tenth of it alone, see
+    runs.command.
+    """
+    return Chip(
+        kind, 1e12 * tflops, 1e9 * gb_per_s, 0.9 * gib, 1e9 * link_gb_per_s, 1e9 * ghz, cuda
+    )
 
 
-# TPUs: cloud.google.com/tpu/docs/v5e and v6e; the usable memory is from the compiler's own out-of-memory message.
-# GPUs: NVIDIA's data sheets and architecture white papers, peaks without sparsity and with float32 sums; per SM by the
-# table of compute capabilities in the CUDA programming guide. A T4 has no bfloat16: XLA computes in float32 there.
+# TPUs: cloud.google.com/tpu/docs/v5e and v6e; the usable memory is from the compiler's own
+# out-of-memory message. GPUs: NVIDIA's data sheets and architecture white papers, peaks without
+# sparsity and with float32 sums; per SM by the table of compute capabilities in the CUDA
+# programming guide. A T4 has no bfloat16: XLA computes in float32 there.
 CHIPS = {
     "v5e": Chip("TPU v5 lite", 197e12, 819e9, 15.75, 50e9, 197e12 / (2 * 4 * 128 * 128)),
     "v6e": Chip("TPU v6 lite", 918e12, 1640e9, 31.24, 100e9, 918e12 / (2 * 4 * 256 * 256)),
     "t4": gpu("Tesla T4", 14.6, 8.1, 320, 16, 1.59, 7.5, 40, 64, 64, 1024, 4),
     "l4": gpu("NVIDIA L4", 22.0, 121, 300, 32, 2.04, 8.9, 58, 128, 100, 1536, 48),
-    "rtx3060": gpu("NVIDIA GeForce RTX 3060", 11.6, 25.5, 360, 32, 1.78, 8.6, 28, 128, 100, 1536, 2.25),
-    "rtx4090": gpu("NVIDIA GeForce RTX 4090", 23.6, 165, 1008, 32, 2.52, 8.9, 128, 128, 100, 1536, 72),
-    "a100-40": gpu("NVIDIA A100-SXM4-40GB", 39.4, 312, 1555, 300, 1.41, 8.0, 108, 64, 164, 2048, 40),
-    "a100-80": gpu("NVIDIA A100-SXM4-80GB", 79.2, 312, 2039, 300, 1.41, 8.0, 108, 64, 164, 2048, 40),
+    "rtx3060": gpu(
+        "NVIDIA GeForce RTX 3060", 11.6, 25.5, 360, 32, 1.78, 8.6, 28, 128, 100, 1536, 2.25
+    ),
+    "rtx4090": gpu(
+        "NVIDIA GeForce RTX 4090", 23.6, 165, 1008, 32, 2.52, 8.9, 128, 128, 100, 1536, 72
+    ),
+    "a100-40": gpu(
+        "NVIDIA A100-SXM4-40GB", 39.4, 312, 1555, 300, 1.41, 8.0, 108, 64, 164, 2048, 40
+    ),
+    "a100-80": gpu(
+        "NVIDIA A100-SXM4-80GB", 79.2, 312, 2039, 300, 1.41, 8.0, 108, 64, 164, 2048, 40
+    ),
     "h100": gpu("NVIDIA H100 80GB HBM3", 79.1, 989, 3352, 450, 1.98, 9.0, 132, 128, 228, 2048, 50),
     "h200": gpu("NVIDIA H200", 139.8, 989, 4800, 450, 1.98, 9.0, 132, 128, 228, 2048, 50),
 }
@@ -127,43 +146,65 @@ def description(chip):
         "cuda_compute_capability": f"{{ major: {major} minor: {minor}{extension} }}",
     }  # fmt: skip
     fields = " ".join(f"{name}: {value}" for name, value in info.items())
-    versions = "dnn_version_info { major: 9 minor: 8 } runtime_version { major: 12 minor: 9 patch: 0 }"
+    versions = (
+        "dnn_version_info { major: 9 minor: 8 } runtime_version { major: 12 minor: 9 patch: 0 }"
+    )
     return f'gpu_device_info {{ {fields} }} platform_name: "CUDA" {versions} device_description_str: "{chip.kind}"'
 
 
 def place(name):
-    """(its Chip, rows, columns) of a device: v6e, v5e:2x4, v6e:16x16, rtx4090, h100:8. ValueError for another name."""
+    """(its Chip, rows, columns) of a device: v6e, v5e:2x4, v6e:16x16, rtx4090, h100:8. ValueError
+    for another name.
+    """
     chip, _, grid = name.partition(":")
     tpu = chip in CHIPS and not CHIPS[chip].cuda
-    if chip not in CHIPS or (grid and not re.fullmatch(r"[1-9]\d*x[1-9]\d*" if tpu else r"[1-9]\d*", grid)):
-        raise ValueError(f"unknown device {name!r}; one of {', '.join(CHIPS)}, or several: v6e:2x2, h100:8")
+    if chip not in CHIPS or (
+        grid and not re.fullmatch(r"[1-9]\d*x[1-9]\d*" if tpu else r"[1-9]\d*", grid)
+    ):
+        raise ValueError(
+            f"unknown device {name!r}; one of {', '.join(CHIPS)}, or several: v6e:2x2, h100:8"
+        )
     rows, columns = map(int, (grid or "1x1").split("x")) if tpu else (1, int(grid or 1))
     if tpu and rows * columns > 8 and (rows % 2 or columns % 2):
-        raise ValueError(f"device {name!r}: beyond eight chips hosts are 2 x 2, so rows and columns must be even")
+        raise ValueError(
+            f"device {name!r}: beyond eight chips hosts are 2 x 2, so rows and columns must be even"
+        )
     return CHIPS[chip], rows, columns
 
 
 def check_compiler(name):
     """ImportError if the compiler for a device is not installed."""
     if place(name)[0].cuda:
-        missing = not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+        missing = not any(
+            importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)
+        )
     else:
-        missing = importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ
+        missing = (
+            importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ
+        )
     if missing:
         file = f"requirements-{'cuda' if place(name)[0].cuda else 'tpu'}.txt"
-        raise ImportError(f"compiling for {name} needs a compiler that is not installed: pip install -r {file}")
+        raise ImportError(
+            f"compiling for {name} needs a compiler that is not installed: pip install -r {file}"
+        )
 
 
 def topology_devices(name):
-    """Devices to shard and lower for: v6e, v5e:2x4, v6e:16x16, rtx4090, h100:8; there need be none of them.
+    """Devices to shard and lower for: v6e, v5e:2x4, v6e:16x16, rtx4090, h100:8; there need be none
+    of them.
 
-    Up to eight TPU chips are one host, more are hosts of 2 x 2. Sets libtpu's environment variables where they are
+    Up to eight TPU chips are one host, more are hosts of 2 x 2. Sets libtpu's environment variables
+    where they are
     unset: call it in a process that only compiles, with JAX itself on the CPU (JAX_PLATFORMS=cpu).
     """
     check_compiler(name)
     chip, rows, columns = place(name)
     # without these libtpu looks for the machine's TPU, and only one process at a time may load it
-    for variable in ("TPU_SKIP_MDS_QUERY=1", "TPU_WORKER_HOSTNAMES=localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD=1"):
+    for variable in (
+        "TPU_SKIP_MDS_QUERY=1",
+        "TPU_WORKER_HOSTNAMES=localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD=1",
+    ):
         os.environ.setdefault(*variable.split("="))
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v6e-1")
     from jax.experimental import topologies  # here, since it loads libtpu
@@ -174,7 +215,9 @@ def topology_devices(name):
         return topologies.get_topology_desc("", "cuda", **options).devices
     host = (rows, columns, 1) if rows * columns <= 8 else (2, 2, 1)
     name = f"{name.partition(':')[0]}:{rows}x{columns}"
-    return topologies.get_topology_desc(name, "tpu", chips_per_host_bounds=host, num_slices=1).devices
+    return topologies.get_topology_desc(
+        name, "tpu", chips_per_host_bounds=host, num_slices=1
+    ).devices
 
 
 def link_rate(name):
@@ -188,37 +231,49 @@ def link_rate(name):
 
 
 def collective_seconds(cost, name):
-    """Predicted seconds of the collectives if nothing hides them: bytes / link_rate(), all chips taking part in each.
+    """Predicted seconds of the collectives if nothing hides them: bytes / link_rate(), all chips
+    taking part in each.
 
-    Of an array of n chips' parts a chip takes in all but its own, (n - 1) / n; an all-reduce is two such passes.
+    Of an array of n chips' parts a chip takes in all but its own, (n - 1) / n; an all-reduce is two
+    such passes.
     """
     _, rows, columns = place(name)
     share = 1 - 1 / (rows * columns)
-    parts = {op: share * (2 if op == "all-reduce" else 1) for op in COLLECTIVES} | {"collective-permute": 1}
+    parts = {op: share * (2 if op == "all-reduce" else 1) for op in COLLECTIVES} | {
+        "collective-permute": 1
+    }
     total = sum(parts[op] * size for op, size in cost.collectives.items())
     return total / link_rate(name) if total else 0.0
 
 
 def compile_and_cost(lowered, device="v6e", compiler_options=None):
-    """Compile jax.jit(f).lower(...) for the device of its arguments; returns (compiled, Cost, memory).
+    """Compile jax.jit(f).lower(...) for the device of its arguments; returns (compiled, Cost,
+    memory).
 
-    memory is per chip, in bytes: arguments, temporaries, outputs, aliased (outputs in donated arguments) and code; then
-    total_gib = arguments + temporaries + outputs - aliased + code, and usable_gib of the chip. If that is not enough,
-    the TPU's compiler raises jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED, with the memory that it would need.
+    memory is per chip, in bytes: arguments, temporaries, outputs, aliased (outputs in donated
+    arguments) and code; then total_gib = arguments + temporaries + outputs - aliased + code, and
+    usable_gib of the chip. If that is not enough, the TPU's compiler raises
+    jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED, with the memory that it would need.
     """
     chip, *_ = place(device)
-    # For a TPU the cycles are only in the text that the compiler dumps when it has placed and scheduled everything.
+    # For a TPU the cycles are only in the text that the compiler dumps when it has placed and
+    # scheduled everything.
     with tempfile.TemporaryDirectory() as folder:
         dump = {} if chip.cuda else {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         compiled = lowered.compile(compiler_options=dump | (compiler_options or {}))
         texts = [compiled.as_text()] if chip.cuda else list(Path(folder).glob("*after_codegen.txt"))
         if len(texts) != 1:
-            raise ValueError(f"{len(texts)} dumps *after_codegen.txt, expected 1: not lowered for topology_devices()?")
+            raise ValueError(
+                f"{len(texts)} dumps *after_codegen.txt, expected 1: not lowered for topology_devices()?"
+            )
         cost = cost_of(texts[0] if chip.cuda else texts[0].read_text(), chip)
     stats = compiled.memory_analysis()
     names = "arguments", "temporaries", "outputs", "aliased", "code"
     kinds = "argument", "temp", "output", "alias", "generated_code"
-    memory = {name: getattr(stats, f"{kind}_size_in_bytes") for name, kind in zip(names, kinds, strict=True)}
+    memory = {
+        name: getattr(stats, f"{kind}_size_in_bytes")
+        for name, kind in zip(names, kinds, strict=True)
+    }
     memory["total_gib"] = (sum(memory.values()) - 2 * memory["aliased"]) / 2**30
     return compiled, cost, memory | {"usable_gib": chip.usable_gib}
 
@@ -228,12 +283,17 @@ def compile_and_cost(lowered, device="v6e", compiler_options=None):
 
 @dataclasses.dataclass
 class Cost:
-    """What one run of a program costs on one chip. Sizes are those of the arrays, without their padding to tiles."""
+    """What one run of a program costs on one chip. Sizes are those of the arrays, without their
+    padding to tiles.
+    """
 
-    flops: int = 0  # of matrix products and convolutions; of those inside Pallas kernels only attention_gpu's
+    # of matrix products and convolutions; of those inside Pallas kernels only attention_gpu's
+    flops: int = 0
     cycles: int = 0  # sum of the compiler's estimates, of a TPU's alone
-    bytes: int = 0  # read from and written to memory; of a slice only the slice, between arrays in VMEM nothing
-    roofline_s: float = 0.0  # sum over the kernels of FLOPs at the peak or bytes at the bandwidth: the longer
+    # read from and written to memory; of a slice only the slice, between arrays in VMEM nothing
+    bytes: int = 0
+    # sum over the kernels of FLOPs at the peak or bytes at the bandwidth: the longer
+    roofline_s: float = 0.0
     collectives: collections.Counter = dataclasses.field(
         default_factory=collections.Counter
     )  # operation -> bytes, the larger of input and output
@@ -256,7 +316,9 @@ class Cost:
                 setattr(self, name, getattr(self, name) + times * value)
 
     def seconds(self, chip="v6e"):
-        """Estimated seconds = cycles / clock; chip is a key of CHIPS or a name such as v6e:4x4. A GPU's are 0."""
+        """Estimated seconds = cycles / clock; chip is a key of CHIPS or a name such as v6e:4x4. A
+        GPU's are 0.
+        """
         return self.cycles / place(chip)[0].clock_hz
 
 
@@ -273,7 +335,11 @@ class Instruction:
 
     @functools.cached_property
     def operands(self):
-        return [self.block[name] for name in re.findall(r"%([\w.\-]+)", self.inside) if name in self.block]
+        return [
+            self.block[name]
+            for name in re.findall(r"%([\w.\-]+)", self.inside)
+            if name in self.block
+        ]
 
     def attribute(self, pattern, default=""):
         found = re.search(pattern, self.tail)
@@ -288,7 +354,11 @@ class Instruction:
         """Value of an integer constant, also behind a copy; None for anything else."""
         if self.op in ("copy", "bitcast", "convert"):
             return self.operands[0].constant()
-        return int(self.inside) if self.op == "constant" and re.fullmatch(r"-?\d+", self.inside) else None
+        return (
+            int(self.inside)
+            if self.op == "constant" and re.fullmatch(r"-?\d+", self.inside)
+            else None
+        )
 
 
 def parse(hlo_text):
@@ -299,7 +369,8 @@ def parse(hlo_text):
         if header and not line.startswith("HloModule"):
             block = computations[header.group(2)] = {}
             entry = block if header.group(1) else entry
-        # the type ends before a word with an opening parenthesis that follows a closing bracket and a space
+        # the type ends before a word with an opening parenthesis that follows a closing bracket and
+        # a space
         found = re.match(r"\s+(ROOT )?%?([\w.\-]+) = (.*?[\])}]) ([a-z][\w\-]*)\((.*)", line)
         if found and block is not None:
             root, name, type_, op, rest = found.groups()
@@ -307,7 +378,9 @@ def parse(hlo_text):
             while depth:
                 depth += {"(": 1, ")": -1}.get(rest[end], 0)
                 end += 1
-            block[name] = Instruction(name, type_, op, rest[: end - 1], rest[end:], bool(root), block, computations)
+            block[name] = Instruction(
+                name, type_, op, rest[: end - 1], rest[end:], bool(root), block, computations
+            )
     if entry is None:
         raise ValueError("no ENTRY computation: this is not the text of an HLO module")
     return entry
@@ -318,7 +391,8 @@ def shapes(type_):
     out = []
     for dtype, dims, layout in re.findall(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?", type_):
         dims = [int(d) for d in dims.split(",") if d]
-        bits = 8 if dtype == "pred" else int((re.findall(r"\d+", dtype) or [0])[0])  # bf16 16, f8e4m3fn 8, token 0
+        # bf16 16, f8e4m3fn 8, token 0
+        bits = 8 if dtype == "pred" else int((re.findall(r"\d+", dtype) or [0])[0])
         out.append((dims, math.prod(dims) * bits // 8, not re.search(r"S\([1-9]", layout)))
     return out
 
@@ -333,20 +407,25 @@ def root_of(block):
 
 # ---- the cost of one instruction -----------------------------------------------------------------------------------
 
-CUBLAS = '"gemm_backend_config"'  # in the attributes of a call of cuBLAS: all products on a T4, elsewhere few
+# in the attributes of a call of cuBLAS: all products on a T4, elsewhere few
+CUBLAS = '"gemm_backend_config"'
 
 
 def matmul_flops(ins):
-    """2 x multiply-adds of a dot, a call of cuBLAS or a convolution, into which a TPU's compiler turns nearly all dots.
+    """2 x multiply-adds of a dot, a call of cuBLAS or a convolution, into which a TPU's compiler
+    turns nearly all dots.
 
-    There a batch dimension of a dot becomes a spatial one, with a window as wide as the batch, dilated or padded so
-    that one tap per output meets data. Therefore a tap counts only where it falls on an element of the input.
+    There a batch dimension of a dot becomes a spatial one, with a window as wide as the batch,
+    dilated or padded so that one tap per output meets data. Therefore a tap counts only where it
+    falls on an element of the input.
     """
     left, right, out = (shapes(i.type)[0][0] for i in (*ins.operands[:2], ins))
     if ins.op != "convolution":
         contracted = ins.attribute(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)')
         return 2 * math.prod(out) * math.prod(left[int(d)] for d in re.findall(r"\d+", contracted))
-    left_label, right_label, out_label = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", ins.tail).groups()
+    left_label, right_label, out_label = re.search(
+        r"dim_labels=(\w+)_(\w+)->(\w+)", ins.tail
+    ).groups()
     window = dict(re.findall(r"(\w+)=([\dx_\-]+)", ins.attribute(r"window=\{([^}]*)\}")))
     features = [d for d, label in zip(out, out_label, strict=True) if not label.isdigit()]
     flops = 2 * math.prod(features) * right[right_label.index("i")]
@@ -359,27 +438,37 @@ def matmul_flops(ins):
         start_O = np.arange(out[out_label.index(str(axis))]) * at("stride")
         position_OW = start_O[:, None] + tap_W - at("pad", 0)
         last = (left[left_label.index(str(axis))] - 1) * at("lhs_dilate")
-        flops *= int(np.sum((position_OW >= 0) & (position_OW <= last) & (position_OW % at("lhs_dilate") == 0)))
+        flops *= int(
+            np.sum(
+                (position_OW >= 0) & (position_OW <= last) & (position_OW % at("lhs_dilate") == 0)
+            )
+        )
     return flops
 
 
-ATTENTION = {"sums": 1, "values": 2, "means": 2, "dq": 3, "dkv": 4}  # products of all maps in a kernel of attention_gpu
+# products of all maps in a kernel of attention_gpu
+ATTENTION = {"sums": 1, "values": 2, "means": 2, "dq": 3, "dkv": 4}
 
 
 def attention_flops(ins):
-    """FLOPs of a kernel of diff_attention.attention_gpu if each row is one document; of another call 0."""
+    """FLOPs of a kernel of diff_attention.attention_gpu if each row is one document; of another
+    call 0.
+    """
     products = ATTENTION.get(ins.attribute(r'name = "diff_attention_(\w+)"'))
     if not products:
         return 0
-    q = next(dims for dims, *_ in (shapes(i.type)[0] for i in ins.operands) if len(dims) == 5)  # B, I, P, L, K
+    # B, I, P, L, K
+    q = next(dims for dims, *_ in (shapes(i.type)[0] for i in ins.operands) if len(dims) == 5)
     return products * math.prod(q) * q[3]  # two for a multiply-add, half of the keys
 
 
 def trip_count(ins):
-    """Rounds of a while loop; None where they depend on data. A loop that may stop early (i < n and ...) counts n.
+    """Rounds of a while loop; None where they depend on data. A loop that may stop early (i < n and
+    ...) counts n.
 
-    TPU dumps do not say it, so: the condition compares an element of the loop's tuple with a constant, the body adds a
-    constant to that element, and the operand says where it starts (else 0: JAX counts from 0).
+    TPU dumps do not say it, so: the condition compares an element of the loop's tuple with a
+    constant, the body adds a constant to that element, and the operand says where it starts (else
+    0: JAX counts from 0).
     """
     known = ins.attribute(r'"known_trip_count":\{"n":"(\d+)"')
     if known:
@@ -423,7 +512,9 @@ def read_bytes(ins):
 
 
 def written_bytes(ins):
-    """What a fused computation writes to make its result ins: the part that changes in place, or all."""
+    """What a fused computation writes to make its result ins: the part that changes in place, or
+    all.
+    """
     if ins.op == "bitcast":
         return written_bytes(ins.operands[0])
     if ins.op == "fusion":
@@ -446,27 +537,41 @@ def hbm_bytes(ins):
         return size(ins, hbm_only=True) + sum(size(i, hbm_only=True) for i in set(ins.operands))
     body = ins.called("calls")[0]
     results = root_of(body).operands if root_of(body).op == "tuple" else [root_of(body)]
-    read = [read_bytes(i) for i in body.values() if i.op == "parameter" and size(ins.operands[int(i.inside)], True)]
-    return sum(read) + sum(written_bytes(i) for i, out in zip(results, shapes(ins.type), strict=False) if out[2])
+    read = [
+        read_bytes(i)
+        for i in body.values()
+        if i.op == "parameter" and size(ins.operands[int(i.inside)], True)
+    ]
+    return sum(read) + sum(
+        written_bytes(i) for i, out in zip(results, shapes(ins.type), strict=False) if out[2]
+    )
 
 
 # ---- the cost of a program -----------------------------------------------------------------------------------------
 
-COLLECTIVES = "all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all collective-permute".split()
-FREE_OPS = "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id".split()
+COLLECTIVES = (
+    "all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all collective-permute".split()
+)
+FREE_OPS = (
+    "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id".split()
+)
 FREE_CALLS = "AllocateBuffer ConcatBitcast AssumeGatherIndicesInBound Sharding".split()
 
 
 def cost_of(hlo_text, chip=CHIPS["v6e"]):
-    """The Cost of one run of an HLO module on a chip, given a TPU's dump *after_codegen.txt, or as_text() for a GPU.
+    """The Cost of one run of an HLO module on a chip, given a TPU's dump *after_codegen.txt, or
+    as_text() for a GPU.
 
-    The body of a while loop counts as often as it runs, of a conditional the dearest branch. What runs asynchronously
-    counts once, at its start, without cycles since it runs beside the rest. Raises ValueError if the text is not HLO.
+    The body of a while loop counts as often as it runs, of a conditional the dearest branch. What
+    runs asynchronously counts once, at its start, without cycles since it runs beside the rest.
+    Raises ValueError if the text is not HLO.
     """
     done = {}  # computations that have been added up, by identity
 
     def total(block, fused=False):
-        """Cost of a computation. Inside a fusion only FLOPs and collectives; it has cycles and bytes as a whole."""
+        """Cost of a computation. Inside a fusion only FLOPs and collectives; it has cycles and
+        bytes as a whole.
+        """
         if (id(block), fused) not in done:
             cost = done[id(block), fused] = Cost()
             for ins in block.values():
@@ -484,11 +589,19 @@ def cost_of(hlo_text, chip=CHIPS["v6e"]):
         if op == "conditional":
             keys = "branch_computations", "true_computation", "false_computation"
             branches = [total(block, fused) for key in keys for block in ins.called(key)]
-            return cost.add(max(branches, key=lambda branch: (branch.cycles, branch.flops, branch.bytes)))
+            return cost.add(
+                max(branches, key=lambda branch: (branch.cycles, branch.flops, branch.bytes))
+            )
         if op == "call" or ins.called("called_computations"):
-            return cost.add(total((ins.called("to_apply") or ins.called("called_computations"))[0], fused))
+            return cost.add(
+                total((ins.called("to_apply") or ins.called("called_computations"))[0], fused)
+            )
         if op == "async":  # beside the rest: it adds no time
-            return cost.add(dataclasses.replace(total(ins.called("calls")[0], fused), cycles=0, roofline_s=0, ops={}))
+            return cost.add(
+                dataclasses.replace(
+                    total(ins.called("calls")[0], fused), cycles=0, roofline_s=0, ops={}
+                )
+            )
         # FLOPs and collectives
         before = cost.flops
         if op in ("dot", "convolution") or CUBLAS in ins.tail:
@@ -499,9 +612,11 @@ def cost_of(hlo_text, chip=CHIPS["v6e"]):
             cost.add(total(ins.called("calls")[0], fused=True))
         elif op in COLLECTIVES:
             taken, given = sum(size(i) for i in ins.operands), size(ins)
-            if op != ins.op and op != "all-reduce":  # the result of a start is (input, output, flags)
+            # the result of a start is (input, output, flags)
+            if op != ins.op and op != "all-reduce":
                 given = sum(count for dims, count, _ in shapes(ins.type) if dims) - taken
-            if fused and root_of(ins.block).op == "dynamic-slice":  # how the TPU writes a reduce-scatter
+            # how the TPU writes a reduce-scatter
+            if fused and root_of(ins.block).op == "dynamic-slice":
                 op = "reduce-scatter"
             cost.collectives[op] += max(taken, given)
             cost.collective_counts[op] += 1
@@ -511,16 +626,24 @@ def cost_of(hlo_text, chip=CHIPS["v6e"]):
         moved = hbm_bytes(ins)
         cost.bytes += moved
         if op not in COLLECTIVES:
-            cost.roofline_s += max((cost.flops - before) / chip.flops_per_s, moved / chip.bytes_per_s)
+            cost.roofline_s += max(
+                (cost.flops - before) / chip.flops_per_s, moved / chip.bytes_per_s
+            )
         cycles = int(ins.attribute(r'"estimated_cycles":"(\d+)"', 0))
         if chip.cuda:
-            cost.custom_calls.update([ins.attribute(r'custom_call_target="([^"]*)"')] if op == "custom-call" else [])
+            cost.custom_calls.update(
+                [ins.attribute(r'custom_call_target="([^"]*)"')] if op == "custom-call" else []
+            )
         elif 0 < cycles < 2**62:  # SparseCore programs say 2**63 - 1
             cost.cycles += cycles
             cost.ops[ins.attribute(r'op_name="([^"]*)"', ins.op)] += cycles
-        elif op in ("custom-call", "scatter", "gather", "sort") or (op == "fusion" and "calls=%all-" not in ins.tail):
-            name = re.sub(r"(\.\d+|\.cloned?)*$", "", ins.name)  # a Pallas kernel appears under its own name
-            name = "libtpu's own kernel" if name == "name" else name  # it puts one in place of softmax attention
+        elif op in ("custom-call", "scatter", "gather", "sort") or (
+            op == "fusion" and "calls=%all-" not in ins.tail
+        ):
+            # a Pallas kernel appears under its own name
+            name = re.sub(r"(\.\d+|\.cloned?)*$", "", ins.name)
+            # it puts one in place of softmax attention
+            name = "libtpu's own kernel" if name == "name" else name
             cost.custom_calls[name] += 1
 
     return total(parse(hlo_text))
@@ -545,8 +668,8 @@ def platform(name):
 def report(name, lowered, device, beside_gib=0.0, **facts):
     """Compile a traced program, print what the compiler says of it, and return that as a row.
 
-    beside_gib is what lies in memory beside the program. Where the TPU's compiler finds that a program does not fit, it
-    says no more than the memory that is missing.
+    beside_gib is what lies in memory beside the program. Where the TPU's compiler finds that a
+    program does not fit, it says no more than the memory that is missing.
     """
     print(f"{name}: compiling for {device}", flush=True)
     chip, row = place(device)[0], {"program": name, "device": device, **facts}
@@ -556,9 +679,19 @@ def report(name, lowered, device, beside_gib=0.0, **facts):
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         print(f"  does not fit: {runs.first_line(error)}")
-        return row | {"fits": False, "usable_gib": chip.usable_gib, "because": runs.first_line(error)}
-    row |= {f"{part}_gib": size / 2**30 for part, size in memory.items() if not part.endswith("_gib")}
-    row |= {"hbm_gib": memory["total_gib"], "beside_gib": beside_gib, "total_gib": memory["total_gib"] + beside_gib}
+        return row | {
+            "fits": False,
+            "usable_gib": chip.usable_gib,
+            "because": runs.first_line(error),
+        }
+    row |= {
+        f"{part}_gib": size / 2**30 for part, size in memory.items() if not part.endswith("_gib")
+    }
+    row |= {
+        "hbm_gib": memory["total_gib"],
+        "beside_gib": beside_gib,
+        "total_gib": memory["total_gib"] + beside_gib,
+    }
     row |= {"usable_gib": chip.usable_gib, "fits": bool(row["total_gib"] <= chip.usable_gib)}
     row |= {"step_s": cost.seconds(device)} if cost.cycles else {}
     row |= {
@@ -572,7 +705,11 @@ def report(name, lowered, device, beside_gib=0.0, **facts):
         "loops_counted_once": cost.unknown_loops,
     }
     row["predicted_s"] = row.get("step_s", row["roofline_s"]) + row["collective_s"]
-    notes = {"step_s": "(compiler estimate)", "roofline_s": "(lower bound)", "predicted_s": "(with collectives)"}
+    notes = {
+        "step_s": "(compiler estimate)",
+        "roofline_s": "(lower bound)",
+        "predicted_s": "(with collectives)",
+    }
     for key, value in row.items():
         shown = f"{value:.4g}" if isinstance(value, float) else value
         print(f"  {key:22} {shown} {notes.get(key, '')}")
@@ -587,14 +724,19 @@ SIZES = 1, 2, 4, 8, 16, 32, 64  # micro-batches that --largest tries
 
 
 def largest(program):
-    """The row of the largest micro-batch of SIZES that fits, by bisection; of the smallest if none does.
+    """The row of the largest micro-batch of SIZES that fits, by bisection; of the smallest if none
+    does.
 
-    It also says what was compiled: {"largest": n, 0 if none fits, "tried": {n: GiB, or null where it is unknown}}.
+    It also says what was compiled: {"largest": n, 0 if none fits, "tried": {n: GiB, or null where
+    it is unknown}}.
     """
     fits, fails, found, tried = -1, len(SIZES), None, {}
     while fails - fits > 1:
         i = (fits + fails) // 2
-        row = max(program.sized(SIZES[i]).rows(), key=lambda row: (not row["fits"], row.get("total_gib", math.inf)))
+        row = max(
+            program.sized(SIZES[i]).rows(),
+            key=lambda row: (not row["fits"], row.get("total_gib", math.inf)),
+        )
         tried[SIZES[i]] = row.get("total_gib")
         fits, fails = (i, fails) if row["fits"] else (fits, i)
         found = row if row["fits"] or i == 0 else found
@@ -656,36 +798,66 @@ def train_step(trainer, family, settings, device):
     chip, devices = place(device)[0], topology_devices(device)
     settings = dataclasses.replace(settings, lr=3e-4, steps=1000, warmup=100)  # change no figure
     cfg, model, run, mesh = trainer.resolve(settings, devices, memory=chip.usable_gib)
-    optimizer = trainer.make_optimizer(cfg.clip, cfg.weight_decay, run.dtype, muon=cfg.optimizer == "muon")
+    optimizer = trainer.make_optimizer(
+        cfg.clip, cfg.weight_decay, run.dtype, muon=cfg.optimizer == "muon"
+    )
     form = (cfg.lora_rank, cfg.base_bits) if family is md else ()
     shapes = checkpoints.state_shapes(family, model, optimizer, mesh, run.dtype, *form)
     step = trainer.lower_step(cfg, family.graph_of(model, run), optimizer, shapes, mesh)
     tokens = cfg.batch_size * cfg.seq_len
     flops = trainer.step_flops(cfg, model)
-    facts = {"tokens": tokens, "micro_batch": cfg.micro_batch, "seq_len": cfg.seq_len, "model_flops": flops}
+    facts = {
+        "tokens": tokens,
+        "micro_batch": cfg.micro_batch,
+        "seq_len": cfg.seq_len,
+        "model_flops": flops,
+    }
     row = report(f"{cfg.model} train step", step, device, **facts)
     if "predicted_s" in row:
         row["tok_per_s"] = tokens / row["predicted_s"]
         row["mfu"] = flops / len(devices) / row["predicted_s"] / chip.flops_per_s
-        print(f"  {row['tok_per_s']:,.0f} tokens per second, {row['mfu']:.1%} of the peak, predicted")
+        print(
+            f"  {row['tok_per_s']:,.0f} tokens per second, {row['mfu']:.1%} of the peak, predicted"
+        )
     return row
 
 
 QWEN3 = {"family": "sdar", "vocab": 151_936, "positions": 32_768, "mask_id": 151_669, **md.SDAR}
-YARN = ("factor", 16.0), ("original_max_position_embeddings", 16_384), ("beta_fast", 32.0), ("beta_slow", 1.0)
+YARN = (
+    ("factor", 16.0),
+    ("original_max_position_embeddings", 16_384),
+    ("beta_fast", 32.0),
+    ("beta_slow", 1.0),
+)
 YARN = *YARN, ("mscale", 1.0), ("mscale_all_dim", 1.0), ("llama_4_scaling_beta", 0.1)
 MINISTRAL3 = {
     "family": "nemotron", "vocab": 131_072, "heads": 32, "kv_heads": 8, "positions": 262_144, "eps": 1e-5, "rope": YARN,
     "mask_id": 100, "bos_id": 1, "pad_id": 11, "eos_id": 11, **md.NEMOTRON,
 }  # fmt: skip
 LLADA_IDS = {"mask_id": 126_336, "pad_id": 126_081, "bos_id": 126_080, "eos_id": 126_081}
-KIN = {  # Dream's kin by their config.json on the Hub; that of SDAR-1.7B was not read, its sizes are Qwen3-1.7B's
+# Dream's kin by their config.json on the Hub; that of SDAR-1.7B was not read, its sizes are
+# Qwen3-1.7B's
+KIN = {
     "llada_8b": md.DreamConfig(
-        126_464, 4096, 32, 32, 32, 128, 12_288, 5e5, 4096, 1e-5, family="llada", **LLADA_IDS, **md.PLAIN
+        126_464,
+        4096,
+        32,
+        32,
+        32,
+        128,
+        12_288,
+        5e5,
+        4096,
+        1e-5,
+        family="llada",
+        **LLADA_IDS,
+        **md.PLAIN,
     ),
     "sdar_8b": md.DreamConfig(width=4096, layers=36, heads=32, kv_heads=8, ffn=12_288, **QWEN3),
     "sdar_4b": md.DreamConfig(width=2560, layers=36, heads=32, kv_heads=8, ffn=9728, **QWEN3),
-    "sdar_1.7b": md.DreamConfig(width=2048, layers=28, heads=16, kv_heads=8, ffn=6144, tie=True, **QWEN3),
+    "sdar_1.7b": md.DreamConfig(
+        width=2048, layers=28, heads=16, kv_heads=8, ffn=6144, tie=True, **QWEN3
+    ),
     "nemotron_14b": md.DreamConfig(width=5120, layers=40, ffn=16_384, theta=1e9, **MINISTRAL3),
     "nemotron_8b": md.DreamConfig(width=4096, layers=34, ffn=14_336, **MINISTRAL3),
     "nemotron_3b": md.DreamConfig(width=3072, layers=26, ffn=9216, **MINISTRAL3),
@@ -700,11 +872,15 @@ STEPS = {
 
 
 def denoising(sampler, params, mesh, rows, length, begin):
-    """Arguments of sample_dream.fill_block: (positional, by name), of canvases of masks after `begin` tokens."""
+    """Arguments of sample_dream.fill_block: (positional, by name), of canvases of masks after
+    `begin` tokens.
+    """
     model, rule = sampler.cfg, sampler.rule
     token_BL = np.full((rows, length), model.mask_id)
     token_BL[:, :begin] = model.bos_id
-    state, given, ((_, _, width), *_) = sample_dream.prepare(model, rule, token_BL, np.ones(token_BL.shape, bool))
+    state, given, ((_, _, width), *_) = sample_dream.prepare(
+        model, rule, token_BL, np.ones(token_BL.shape, bool)
+    )
     # weights as they lie on the mesh; all else whole on each chip
     inputs = params, *jax.eval_shape(lambda: (state, given))
     everywhere = jax.NamedSharding(mesh, PS())
@@ -721,7 +897,9 @@ def lowered_step(name, mesh, inputs, static):
     model, (rows, length) = sampler.cfg, inputs[1].token_BL.shape
 
     def step(params, state, given, cache=None):
-        return sampler.step(nnx.merge(sampler.graph, params), state, given, cache, width, opening=cache is None)
+        return sampler.step(
+            nnx.merge(sampler.graph, params), state, given, cache, width, opening=cache is None
+        )
 
     step = jax.jit(step, donate_argnames="cache")
     if name == "opens":
@@ -736,20 +914,23 @@ def lowered_step(name, mesh, inputs, static):
 class Generate:
     """The denoising steps of generate.py: by default, and with blocks, a cache and a threshold.
 
-    One round of each loop counts: a step, with the logits of a block, or of as many positions as Run.head_positions in
-    model_dream.py; a step of a canvas with more masks than that takes a little longer. Several chips share the heads of
-    each layer, up to four, and then the texts of --batch_size.
+    One round of each loop counts: a step, with the logits of a block, or of as many positions as
+    Run.head_positions in model_dream.py; a step of a canvas with more masks than that takes a
+    little longer. Several chips share the heads of each layer, up to four, and then the texts of
+    --batch_size.
     """
 
     device: Device = "v6e"  # what to compile for: v6e, v5e:2x4, rtx3060:2 ...
     model: str = "7b"  # key of CONFIGS in model_dream.py, or of KIN
     int8: bool = False  # matrices in 8 bits, the rest in bfloat16
-    int4: bool = False  # matrices of the layers in 4 bits, embedding and head in 8, the rest in bfloat16
+    # matrices of the layers in 4 bits, embedding and head in 8, the rest in bfloat16
+    int4: bool = False
     batch_size: int = 1  # texts that are filled together
     length: int = 768  # tokens of the canvas
-    block_length: int = 32  # tokens of a block; 0: without blocks, the first of the three steps alone
-    # one of the three steps; blocks: the passes of a Dream trained in blocks, with its exact cache; "" all three. A
-    # model with blocks of its own has the last two of them
+    # tokens of a block; 0: without blocks, the first of the three steps alone
+    block_length: int = 32
+    # one of the three steps; blocks: the passes of a Dream trained in blocks, with its exact cache;
+    # "" all three. A model with blocks of its own has the last two of them
     only: typing.Literal[("", *STEPS, "blocks")] = ""
 
     def sized(self, rows):
@@ -758,26 +939,36 @@ class Generate:
 
     def mesh(self):
         """The mesh of the device's chips that generate.py would take for this batch."""
-        return checkpoints.inference_mesh(md.CONFIGS[self.model], topology_devices(self.device), self.batch_size)
+        return checkpoints.inference_mesh(
+            md.CONFIGS[self.model], topology_devices(self.device), self.batch_size
+        )
 
     def program(self, mesh, cached):
         """Arguments of sample_dream.fill_block, as generate.py has them: (positional, by name)."""
         model = md.CONFIGS[self.model]
         # the settings of the command line
         settings = {name: generate.DEFAULTS["dream"][name] for name in ("temperature", "top_p")}
-        blocks = {"block_length": self.block_length, "cache": "dual", "threshold": 0.9} if cached else {}
+        blocks = (
+            {"block_length": self.block_length, "cache": "dual", "threshold": 0.9} if cached else {}
+        )
         rule = sample_dream.Sampling(**settings, **blocks, eos_ids=(model.eos_id,))
         graph, params = self.weights(mesh)
         sampler = sample_dream.sampler_of(graph, model, rule)
         return denoising(sampler, params, mesh, self.batch_size, self.length, begin=1)
 
     def weights(self, mesh):
-        """(the model without its parameters, their shapes), as inference.load_for_inference gives them."""
+        """(the model without its parameters, their shapes), as inference.load_for_inference gives
+        them.
+        """
         model = md.CONFIGS[self.model]
         graph = md.graph_of(model, md.Run(jnp.dtype("bfloat16"), platform=platform(self.device)))
-        params = checkpoints.stored_shapes(md, md.param_shapes(model), jnp.bfloat16, inference.bits_of(self))
+        params = checkpoints.stored_shapes(
+            md, md.param_shapes(model), jnp.bfloat16, inference.bits_of(self)
+        )
         if mesh.size == 1:
-            params = jax.eval_shape(lambda tree: nnx.to_pure_dict(nnx.state(md.join(nnx.merge(graph, tree)))), params)
+            params = jax.eval_shape(
+                lambda tree: nnx.to_pure_dict(nnx.state(md.join(nnx.merge(graph, tree)))), params
+            )
         return graph, params
 
     def lowered(self, name):
@@ -789,7 +980,8 @@ class Generate:
             return lowered_step(name, mesh, *self.program(mesh, cached=name != "canvas"))
 
     def block_pass(self, mesh, width, seeds):
-        """A denoising step of a Dream of blocks, traced: of sample_block.fill_block, which is a loop of them.
+        """A denoising step of a Dream of blocks, traced: of sample_block.fill_block, which is a
+        loop of them.
 
         seeds: the first of a causal model.
         """
@@ -800,7 +992,9 @@ class Generate:
         graph, params = self.weights(mesh)
         sampler = sample_block.sampler_of(graph, rule)
         prompts = [[model.bos_id] + [model.mask_id] * (self.length - 1)] * self.batch_size
-        inputs = jax.eval_shape(lambda: sample_block.prepare(model, rule, prompts, dtype=jnp.bfloat16)[:2])
+        inputs = jax.eval_shape(
+            lambda: sample_block.prepare(model, rule, prompts, dtype=jnp.bfloat16)[:2]
+        )
 
         def step(params, state, given):
             model = nnx.merge(graph, params)
@@ -809,29 +1003,45 @@ class Generate:
 
         # the cache is split as it is in a pass, all else is whole on each chip
         at = lambda s: PS(md.BATCH, "tensor") if len(s.shape) == 4 else PS()  # noqa: E731
-        places = md.shardings(mesh, params), *jax.tree.map(lambda s: jax.NamedSharding(mesh, at(s)), inputs)
+        places = (
+            md.shardings(mesh, params),
+            *jax.tree.map(lambda s: jax.NamedSharding(mesh, at(s)), inputs),
+        )
         put = lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at)  # noqa: E731
         return jax.jit(step, donate_argnums=1).lower(*jax.tree.map(put, (params, *inputs), places))
 
     def rows(self):
         # no step is faster than its FLOPs at the peak, nor than one pass over the weights
-        chip, bits, mesh, model = place(self.device)[0], inference.bits_of(self), self.mesh(), md.CONFIGS[self.model]
+        chip, bits, mesh, model = (
+            place(self.device)[0],
+            inference.bits_of(self),
+            self.mesh(),
+            md.CONFIGS[self.model],
+        )
         shapes = checkpoints.stored_shapes(md, md.param_shapes(model), jnp.bfloat16, bits)
         # of an embedding that is no head only a few rows are read
         kept = {name: x for name, x in shapes.items() if model.tie or name != "embed_tokens"}
-        weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept)) / mesh.shape["tensor"]
-        kind, found, size = f"int{bits}" if bits else "bfloat16", [], model.block_length or self.block_length
+        weights = (
+            sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept)) / mesh.shape["tensor"]
+        )
+        kind, found, size = (
+            f"int{bits}" if bits else "bfloat16",
+            [],
+            model.block_length or self.block_length,
+        )
         names = [self.only] if self.only else STEPS if size else ["canvas"]
         if self.only == "canvas" and model.block_length:
             raise ValueError(f"--only=canvas: {self.model} is filled in blocks")
         if model.block_length or self.only == "blocks":
-            # A block's first pass is over the block before it too, or is causal; the others are over it and, with the
-            # shift, a token more.
+            # A block's first pass is over the block before it too, or is causal; the others are
+            # over it and, with the shift, a token more.
             first = (size, True) if model.causal else (2 * size, False)
             passes = {"opens": first, "cached": (size + model.shift, False)}
             names = [passes[self.only]] if self.only in passes else [*passes.values()]
         for name in names:
-            what = STEPS.get(name) or "blocks of {}, a {}pass over {} slots".format(size, "causal " * name[1], name[0])
+            what = STEPS.get(name) or "blocks of {}, a {}pass over {} slots".format(
+                size, "causal " * name[1], name[0]
+            )
             row = report(f"dream {self.model} {kind}, {what}", self.lowered(name), self.device)
             if "flops_per_chip" in row:
                 ideal_s = max(row["flops_per_chip"] / chip.flops_per_s, weights / chip.bytes_per_s)
@@ -843,23 +1053,33 @@ class Generate:
 
 @dataclasses.dataclass(frozen=True)
 class Drafts:
-    """A step of sample_draft.py on one chip: passes that draft and the pass that verifies, or token by token."""
+    """A step of sample_draft.py on one chip: passes that draft and the pass that verifies, or token
+    by token.
+    """
 
     device: Device = "v6e"  # what to compile for
     model: str = "7b"  # key of CONFIGS in model_dream.py, or of KIN
     int8: bool = False  # matrices in 8 bits, the rest in bfloat16
-    int4: bool = False  # matrices of the layers in 4 bits, embedding and head in 8, the rest in bfloat16
+    # matrices of the layers in 4 bits, embedding and head in 8, the rest in bfloat16
+    int4: bool = False
     batch_size: int = 1  # texts that are generated together
     length: int = 768  # tokens of a text
     draft: int = 8  # tokens drafted at a time; 0: token by token
-    draft_steps: typing.Literal[1, 0] = 1  # passes that fill the drafts; 0: the pass that verifies the ones before
+    # passes that fill the drafts; 0: the pass that verifies the ones before
+    draft_steps: typing.Literal[1, 0] = 1
 
     def lowered(self):
         like = Generate(self.device, self.model, self.int8, self.int4, self.batch_size)
-        model, mesh, B = dataclasses.replace(md.CONFIGS[self.model], causal=True), like.mesh(), self.batch_size
+        model, mesh, B = (
+            dataclasses.replace(md.CONFIGS[self.model], causal=True),
+            like.mesh(),
+            self.batch_size,
+        )
         settings = {name: generate.DEFAULTS["dream"][name] for name in ("temperature", "top_p")}
         graph, params = like.weights(mesh)
-        rule = sample_draft.Sampling(self.draft, self.draft_steps, **settings, eos_ids=(model.eos_id,))
+        rule = sample_draft.Sampling(
+            self.draft, self.draft_steps, **settings, eos_ids=(model.eos_id,)
+        )
         sampler = sample_draft.Sampler(graph, rule)
         most = 1 if self.draft_steps else self.draft + 2  # slots of a pass for each token of a step
         L = sample_dream.canvas_width(self.length + (self.draft + 1) * most, 1 << 30)
@@ -868,10 +1088,22 @@ class Drafts:
             return jax.ShapeDtypeStruct(shape, dtype)
 
         shape = B, model.kv_heads, L, model.head_size
-        cache = [(array(jnp.bfloat16, *shape), array(jnp.bfloat16, *shape)) for _ in range(model.layers)]
-        texts = array(jnp.int32, B, L), array(jnp.int32, B), array(jnp.int32, B, L), array(jnp.float32, B, L)
+        cache = [
+            (array(jnp.bfloat16, *shape), array(jnp.bfloat16, *shape)) for _ in range(model.layers)
+        ]
+        texts = (
+            array(jnp.int32, B, L),
+            array(jnp.int32, B),
+            array(jnp.int32, B, L),
+            array(jnp.float32, B, L),
+        )
         state = sample_draft.State(*texts, array(jnp.int32, B, self.draft), array(jnp.int32), cache)
-        counts = array(jnp.int32, B), array(jnp.int32, B), array(bool, model.vocab), array(jnp.uint32, B, 2)
+        counts = (
+            array(jnp.int32, B),
+            array(jnp.int32, B),
+            array(bool, model.vocab),
+            array(jnp.uint32, B, 2),
+        )
 
         def step(params, state, given):
             return sampler.step(nnx.merge(graph, params), state, given)
@@ -883,26 +1115,39 @@ class Drafts:
 
     def rows(self):
         kind = f"int{bits}" if (bits := inference.bits_of(self)) else "bfloat16"
-        what = f"{self.draft} drafts in {self.draft_steps} passes" if self.draft else "token by token"
-        row = report(f"dream {self.model} {kind}, {what}, {self.batch_size} texts", self.lowered(), self.device)
+        what = (
+            f"{self.draft} drafts in {self.draft_steps} passes" if self.draft else "token by token"
+        )
+        row = report(
+            f"dream {self.model} {kind}, {what}, {self.batch_size} texts",
+            self.lowered(),
+            self.device,
+        )
         for accepted in (2, 4, 6, 8) if self.draft else (1,):
             if accepted <= self.draft + 1 and "predicted_s" in row:
                 row[f"ms_per_token_{accepted}"] = 1e3 * row["predicted_s"] / accepted
-                print(f"  {accepted} tokens a step: {row[f'ms_per_token_{accepted}']:.2f} ms a token of each text")
+                print(
+                    f"  {accepted} tokens a step: {row[f'ms_per_token_{accepted}']:.2f} ms a token of each text"
+                )
         return [row]
 
 
 @dataclasses.dataclass(frozen=True)
 class Grpo:
-    """Loss and gradients of coupled_grpo.py's micro-step, and what lies in memory beside it: moments, reference."""
+    """Loss and gradients of coupled_grpo.py's micro-step, and what lies in memory beside it:
+    moments, reference.
+    """
 
     device: Device = "v6e"  # what to compile for: v6e:2x4, a100-80, h100:8 ...
     model: str = "7b"  # key of CONFIGS in model_dream.py
     layers: int = 0  # fewer layers, for a look at how long it takes; 0: the model's
     lora_rank: int = 0  # train a difference of this rank to each matrix; 0 trains all weights
-    base_bits: typing.Literal[0, 8, 4] = 0  # with --lora_rank: bits of the frozen matrices; 0: bfloat16
-    micro_batch: int = 0  # completions of 256 tokens on all chips together; 0: as many as coupled_grpo.py takes
-    # learn: the micro-step; score: a micro-batch; opens, cached: passes of rollouts; round: all, and its seconds
+    # with --lora_rank: bits of the frozen matrices; 0: bfloat16
+    base_bits: typing.Literal[0, 8, 4] = 0
+    # completions of 256 tokens on all chips together; 0: as many as coupled_grpo.py takes
+    micro_batch: int = 0
+    # learn: the micro-step; score: a micro-batch; opens, cached: passes of rollouts; round: all,
+    # and its seconds
     phase: typing.Literal["learn", "score", "opens", "cached", "round"] = "learn"
 
     def sized(self, rows):
@@ -914,7 +1159,9 @@ class Grpo:
         model = dataclasses.replace(model, layers=self.layers or model.layers)
         devices = topology_devices(self.device)
         mesh = checkpoints.mesh_of(devices, (1, len(devices), 1))
-        cfg = coupled_grpo.Config(preset="7b", lora_rank=self.lora_rank, **coupled_grpo.PRESETS["7b"])
+        cfg = coupled_grpo.Config(
+            preset="7b", lora_rank=self.lora_rank, **coupled_grpo.PRESETS["7b"]
+        )
         cfg = dataclasses.replace(cfg, **coupled_grpo.batch_sizes(cfg, mesh.size))
         cfg = dataclasses.replace(cfg, micro_batch=self.micro_batch or cfg.micro_batch)
 
@@ -928,11 +1175,15 @@ class Grpo:
         shapes, base = md.param_shapes(model), {}
         if cfg.lora_rank:
             base = on_mesh(checkpoints.stored_shapes(md, shapes, jnp.bfloat16, self.base_bits))
-            shapes = jax.eval_shape(lambda: md.new_adapters(jax.random.key(0), md.param_shapes(model), cfg.lora_rank))
+            shapes = jax.eval_shape(
+                lambda: md.new_adapters(jax.random.key(0), md.param_shapes(model), cfg.lora_rank)
+            )
         trained = on_mesh(shapes, dtype=jnp.float32)
         optimizer = grpo.make_optimizer(1e-6)
         # beside the program lie the moments and the reference, a copy of what is trained
-        beside = checkpoints.bytes_on_a_device((on_mesh(jax.eval_shape(optimizer.init, trained)), trained))
+        beside = checkpoints.bytes_on_a_device(
+            (on_mesh(jax.eval_shape(optimizer.init, trained)), trained)
+        )
 
         # a micro-batch as coupled_grpo.score leaves it: B prompts of P tokens with completions of C
         rows_at, everywhere = (jax.NamedSharding(mesh, spec) for spec in (PS(md.BATCH), PS()))
@@ -941,24 +1192,40 @@ class Grpo:
         def row(dtype, *shape):
             return jax.ShapeDtypeStruct((B, *shape), dtype, sharding=rows_at)
 
-        views = {"token_BL": row(jnp.int32, P + C), "see_BL": row(bool, P + C), "ratio_B": row(jnp.float32)}
+        views = {
+            "token_BL": row(jnp.int32, P + C),
+            "see_BL": row(bool, P + C),
+            "ratio_B": row(jnp.float32),
+        }
         views |= {"u_BC": row(jnp.float32, C), "counted_BC": row(bool, C)}
         batch = views | {name: row(jnp.float32, C) for name in ("old_BC", "ref_BC")}
-        batch |= {"advantage_B": row(jnp.float32), "first": jax.ShapeDtypeStruct((), bool, sharding=everywhere)}
-        graphs = coupled_grpo.graphs_of(model, jnp.dtype("bfloat16"), platform=platform(self.device))
+        batch |= {
+            "advantage_B": row(jnp.float32),
+            "first": jax.ShapeDtypeStruct((), bool, sharding=everywhere),
+        }
+        graphs = coupled_grpo.graphs_of(
+            model, jnp.dtype("bfloat16"), platform=platform(self.device)
+        )
         loss = grpo.Loss(cfg.loss, cfg.beta, cfg.epsilon, cfg.epsilon_high, cfg.delta)
         scores, gradients, _ = grpo.make_programs(graphs[0], optimizer, model.mask_id, loss)
         beside_what = f" beside int{self.base_bits}" if self.base_bits else ""
         what = f"LoRA of rank {cfg.lora_rank}{beside_what}" if cfg.lora_rank else "all weights"
-        name = f"dream {self.model}" + f", {self.layers} layers" * bool(self.layers) + " coupled-grpo"
+        name = (
+            f"dream {self.model}" + f", {self.layers} layers" * bool(self.layers) + " coupled-grpo"
+        )
 
         # rollouts: on several chips with a copy of the weights that lies as generate.py has them
-        writing = checkpoints.mesh_of(devices, checkpoints.inference_mesh(model, devices, 0).devices.shape)
+        writing = checkpoints.mesh_of(
+            devices, checkpoints.inference_mesh(model, devices, 0).devices.shape
+        )
         params, beside_copy = md.assemble(base, trained), 0
         if writing.size > 1:
             dtype = None if cfg.lora_rank else jnp.bfloat16
             copy = functools.partial(grpo.rollout_weights, mesh=writing, dtype=dtype)
-            params, beside_copy = jax.eval_shape(copy, params), checkpoints.bytes_on_a_device((trained, base))
+            params, beside_copy = (
+                jax.eval_shape(copy, params),
+                checkpoints.bytes_on_a_device((trained, base)),
+            )
         rule = coupled_grpo.rule_of(cfg, model.vocab, (model.eos_id,))
         sampler = sample_dream.sampler_of(graphs[1], model, rule)
         share = writing.shape["data"]
@@ -968,8 +1235,18 @@ class Grpo:
         phases = {
             "learn": (B, mesh, beside, lambda: gradients.lower(trained, base, trained, batch)),
             "score": (B, mesh, beside, lambda: scores.lower(trained, base, views)),
-            "opens": (filled, writing, beside + beside_copy, lambda: lowered_step("opens", writing, *inputs)),
-            "cached": (filled, writing, beside + beside_copy, lambda: lowered_step("cached", writing, *inputs)),
+            "opens": (
+                filled,
+                writing,
+                beside + beside_copy,
+                lambda: lowered_step("opens", writing, *inputs),
+            ),
+            "cached": (
+                filled,
+                writing,
+                beside + beside_copy,
+                lambda: lowered_step("cached", writing, *inputs),
+            ),
         }
         found = {}
         for phase in phases if self.phase == "round" else [self.phase]:
@@ -980,16 +1257,22 @@ class Grpo:
             title = f"{name} {step}, {what}, {count} completions"
             found[phase] = report(title, lowered, self.device, size / 2**30, micro_batch=count)
         rows = [*found.values()]
-        if self.phase == "round" and all("predicted_s" in row for row in rows):  # what does not fit has no time
+        # what does not fit has no time
+        if self.phase == "round" and all("predicted_s" in row for row in rows):
             rows.append(self.round_of(cfg, **found))
         return rows
 
     def round_of(self, cfg, learn, score, opens, cached):
-        """Seconds of a round's phases, if a step writes 1, 2 or 4 tokens of each text on average."""
+        """Seconds of a round's phases, if a step writes 1, 2 or 4 tokens of each text on
+        average.
+        """
         everyone, size = cfg.tasks * cfg.group, cfg.block_length
-        parts, batches = (-(-everyone // count) for count in (cfg.micro_batch, cfg.generation_batch))
+        parts, batches = (
+            -(-everyone // count) for count in (cfg.micro_batch, cfg.generation_batch)
+        )
         blocks = cfg.max_new // size
-        passes = 2 * cfg.iterations - 1  # the reference model's scores and, after the first update, the old policy's
+        # the reference model's scores and, after the first update, the old policy's
+        passes = 2 * cfg.iterations - 1
         seconds = {
             "score": parts * passes * score["predicted_s"],
             "learn": parts * cfg.iterations * learn["predicted_s"],
@@ -999,9 +1282,15 @@ class Grpo:
             "device": self.device,
             "fits": all(r["fits"] for r in (learn, score, opens, cached)),
         }
-        print(f"a round of {everyone} completions: scores {seconds['score']:.1f} s, updates {seconds['learn']:.1f} s")
+        print(
+            f"a round of {everyone} completions: scores {seconds['score']:.1f} s, updates {seconds['learn']:.1f} s"
+        )
         for tokens in (1, 2, 4):
-            write = batches * blocks * (opens["predicted_s"] + (size / tokens - 1) * cached["predicted_s"])
+            write = (
+                batches
+                * blocks
+                * (opens["predicted_s"] + (size / tokens - 1) * cached["predicted_s"])
+            )
             share = write / (write + sum(seconds.values()))
             print(
                 f"  {tokens} tokens a step: writing {write:.1f} s, {share:.0%} of {write + sum(seconds.values()):.0f} s"
@@ -1012,16 +1301,19 @@ class Grpo:
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """The scoring head of coupled_grpo.py at Dream 7B's shape, bfloat16 hidden states, beside plain forms of it.
+    """The scoring head of coupled_grpo.py at Dream 7B's shape, bfloat16 hidden states, beside plain
+    forms of it.
 
-    "reference" computes the logits of all positions, as the PyTorch reference does; "plain" of the completions' alone,
-    in one piece; "ours" is grpo.merge_views: two versions, in chunks that the backward pass makes again. The
-    gradient is that of the hidden states and of the head, "frozen" of the hidden states alone, as with LoRA.
+    "reference" computes the logits of all positions, as the PyTorch reference does; "plain" of the
+    completions' alone, in one piece; "ours" is grpo.merge_views: two versions, in chunks that the
+    backward pass makes again. The gradient is that of the hidden states and of the head, "frozen"
+    of the hidden states alone, as with LoRA.
     """
 
     device: Device = "v6e"  # what to compile for
     model: str = "7b"  # key of CONFIGS in model_dream.py
-    weights: typing.Literal["bfloat16", "float32"] = "bfloat16"  # of the head; the computation is in bfloat16
+    # of the head; the computation is in bfloat16
+    weights: typing.Literal["bfloat16", "float32"] = "bfloat16"
     completions: int = 5  # three versions of each
     prompt: int = 200  # tokens of a prompt
     completion: int = 256  # tokens of a completion
@@ -1034,10 +1326,15 @@ class Head:
         logits_of = functools.partial(md.linear, weight=head_VD, dtype=jnp.float32)
         if form == "ours":
             weights = 0.5, 0.5 / weight_B1, 0.5 / (1 - weight_B1)
-            return grpo.merge_views(logits_of, hidden_BKLD[:, :, last], token_BC, mask_BC, weights, self.chunk)[0]
+            return grpo.merge_views(
+                logits_of, hidden_BKLD[:, :, last], token_BC, mask_BC, weights, self.chunk
+            )[0]
         everywhere = form == "reference"
-        logits_BKCV = logits_of(hidden_BKLD)[:, :, last] if everywhere else logits_of(hidden_BKLD[:, :, last])
-        # the versions: all masked, some masked, the others masked; each token is masked in one of the last two
+        logits_BKCV = (
+            logits_of(hidden_BKLD)[:, :, last] if everywhere else logits_of(hidden_BKLD[:, :, last])
+        )
+        # the versions: all masked, some masked, the others masked; each token is masked in one of
+        # the last two
         logp_BKCV = jax.nn.log_softmax(logits_BKCV, -1)
         logp_BKC = jnp.take_along_axis(logp_BKCV, token_BC[:, None, :, None], -1)[..., 0]
         seen_BC = jnp.where(mask_BC, logp_BKC[:, 1] / weight_B1, logp_BKC[:, 2] / (1 - weight_B1))
@@ -1048,7 +1345,12 @@ class Head:
         B, C = self.completions, self.completion
         hidden = array(jnp.bfloat16, B, 3, self.prompt + C, model.width)
         head = array(jnp.dtype(self.weights), model.vocab, model.width)
-        given = array(jnp.float32, B, C), array(jnp.int32, B, C), array(bool, B, C), array(jnp.float32, B, 1)
+        given = (
+            array(jnp.float32, B, C),
+            array(jnp.int32, B, C),
+            array(bool, B, C),
+            array(jnp.float32, B, 1),
+        )
         found = []
         for what in [self.only] if self.only else ("forward", "gradient", "frozen"):
             for form in ("ours", "plain", "reference"):
@@ -1056,9 +1358,17 @@ class Head:
                 def total(hidden, head, out_BC, *rest, form=form):
                     return (self.scores(form, hidden, head, *rest) * out_BC).sum()
 
-                program = {"forward": total, "gradient": jax.grad(total, (0, 1)), "frozen": jax.grad(total)}[what]
+                program = {
+                    "forward": total,
+                    "gradient": jax.grad(total, (0, 1)),
+                    "frozen": jax.grad(total),
+                }[what]
                 lowered = jax.jit(program).lower(hidden, head, *given)
-                found.append(report(f"scoring head, {what}, {form}", lowered, self.device, what=what, form=form))
+                found.append(
+                    report(
+                        f"scoring head, {what}, {form}", lowered, self.device, what=what, form=form
+                    )
+                )
         return found
 
 
@@ -1066,16 +1376,24 @@ class Head:
 class Dump:
     """The totals of a program that XLA dumped, and its most expensive operations."""
 
-    file: tyro.conf.Positional[str]  # *after_codegen.txt that XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text" left
-    chip: typing.Literal[tuple(CHIPS)] = "v6e"  # whose peak, clock and bandwidth turn counts into seconds
+    # *after_codegen.txt that XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text" left
+    file: tyro.conf.Positional[str]
+    # whose peak, clock and bandwidth turn counts into seconds
+    chip: typing.Literal[tuple(CHIPS)] = "v6e"
     top: int = 30  # operations to list
 
     def rows(self):
         chip = CHIPS[self.chip]
         cost = cost_of(Path(self.file).read_text(), chip)
-        print(f"FLOPs      {cost.flops:12.4g}   {cost.flops / chip.flops_per_s:.4g} s at the peak of {self.chip}")
-        print(f"HBM bytes  {cost.bytes:12.4g}   {cost.bytes / chip.bytes_per_s:.4g} s at its bandwidth")
-        print(f"cycles     {cost.cycles:12.4g}   {cost.seconds(self.chip):.4g} s estimated, without the following")
+        print(
+            f"FLOPs      {cost.flops:12.4g}   {cost.flops / chip.flops_per_s:.4g} s at the peak of {self.chip}"
+        )
+        print(
+            f"HBM bytes  {cost.bytes:12.4g}   {cost.bytes / chip.bytes_per_s:.4g} s at its bandwidth"
+        )
+        print(
+            f"cycles     {cost.cycles:12.4g}   {cost.seconds(self.chip):.4g} s estimated, without the following"
+        )
         print(f"lower bound {cost.roofline_s:.4g} s, every kernel at the peak or at the bandwidth")
         for op, count in cost.collectives.items():
             print(f"  {op}: {cost.collective_counts[op]} x, {count / 1e9:.4g} GB")
@@ -1116,7 +1434,12 @@ CELLS = {  # columns of the table -> flags
 }
 # Of each model of KIN the same programs, on these devices with matrices in so many bits.
 KIN_ON = {"v5e": (0,), "v6e": (0,), "rtx3060": (8, 4), "rtx4090": (0,), "h100": (0,)}
-KIN_STEPS = {"canvas": "whole canvas", "opens": "first pass of a block", "cached": "cached step", "lora": "LoRA"}
+KIN_STEPS = {
+    "canvas": "whole canvas",
+    "opens": "first pass of a block",
+    "cached": "cached step",
+    "lora": "LoRA",
+}
 
 
 def programs():
@@ -1125,10 +1448,18 @@ def programs():
     for device, widths in KIN_ON.items():
         for model, step, bits in itertools.product(KIN, KIN_STEPS, widths):
             if step in ("lora", "cached") or (step == "opens") == (KIN[model].block_length > 0):
-                flags = f"generate --model={model} --only={step}" + (f" --int{bits}" if bits else "")
+                flags = f"generate --model={model} --only={step}" + (
+                    f" --int{bits}" if bits else ""
+                )
                 if step == "lora":
-                    flags = FINE_TUNE.replace("7b", model) + (f" --base_bits={bits}" if bits else "")
-                yield f"{model}, {KIN_STEPS[step]}" + (f", int{bits}" if bits else ""), device, flags
+                    flags = FINE_TUNE.replace("7b", model) + (
+                        f" --base_bits={bits}" if bits else ""
+                    )
+                yield (
+                    f"{model}, {KIN_STEPS[step]}" + (f", int{bits}" if bits else ""),
+                    device,
+                    flags,
+                )
 
 
 def recorded():
@@ -1154,32 +1485,46 @@ def markdown(entries):
     known = {(entry["cell"], entry["device"]): entry for entry in entries}
     lines = [["device, usable GiB", *CELLS], ["---"] * (1 + len(CELLS))]
     for device, chip in CHIPS.items():
-        lines.append([f"{device}, {chip.usable_gib:.1f}", *(cell(known.get((name, device))) for name in CELLS)])
+        lines.append(
+            [
+                f"{device}, {chip.usable_gib:.1f}",
+                *(cell(known.get((name, device))) for name in CELLS),
+            ]
+        )
     found = {}
     for name, device, _ in list(programs())[len(CELLS) * len(CHIPS) :]:
         program, _, bits = name.partition(", int")
-        found.setdefault(program, {})[f"{device} int{bits}" if bits else device] = cell(known.get((name, device)))
+        found.setdefault(program, {})[f"{device} int{bits}" if bits else device] = cell(
+            known.get((name, device))
+        )
     columns = list(dict.fromkeys(column for row in found.values() for column in row))
     kin = [["model, program", *columns], ["---"] * (1 + len(columns))]
     kin += [[program, *row.values()] for program, row in found.items()]
-    return HEAD + "\n".join("".join(f"| {' | '.join(line)} |\n" for line in table) for table in (lines, kin))
+    return HEAD + "\n".join(
+        "".join(f"| {' | '.join(line)} |\n" for line in table) for table in (lines, kin)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """CELLS on all devices and KIN on some, into bench/results/by_hardware.json and .md. Goes on where it stopped.
+    """CELLS on all devices and KIN on some, into bench/results/by_hardware.json and .md. Goes on
+    where it stopped.
 
-    Each is compiled in a process of its own, and recorded when it is done. A cell whose compiler is not installed is
-    left as it was. On two idle cores a cell takes from twenty seconds (a denoising step for a GPU) to five minutes.
+    Each is compiled in a process of its own, and recorded when it is done. A cell whose compiler is
+    not installed is left as it was. On two idle cores a cell takes from twenty seconds (a denoising
+    step for a GPU) to five minutes.
     """
 
-    only: str = ""  # compile the cells whose "<program> --device=<device>" has a match of this regular expression
+    # compile the cells whose "<program> --device=<device>" has a match of this regular expression
+    only: str = ""
     again: bool = False  # also what is recorded already
 
     def rows(self):
         for name, device, flags in programs():
             at, command = (name, device), f"{flags} --device={device}"
-            done = any((e["cell"], e["device"]) == at and "not_compiled" not in e for e in recorded())
+            done = any(
+                (e["cell"], e["device"]) == at and "not_compiled" not in e for e in recorded()
+            )
             if not re.search(self.only, command) or (done and not self.again):
                 continue
             try:
@@ -1187,9 +1532,15 @@ class Table:
             except ImportError as error:
                 print(f"{command}: {error}")
                 continue
-            entry = {"cell": name, "compiled_by": f"python bench/compile_for.py {command}"} | self.compiled(command)
-            others = [e for e in recorded() if (e["cell"], e["device"]) != at]  # also what another process added
-            entries = sorted([*others, {"device": device} | entry], key=lambda e: (e["cell"], e["device"]))
+            entry = {
+                "cell": name,
+                "compiled_by": f"python bench/compile_for.py {command}",
+            } | self.compiled(command)
+            # also what another process added
+            others = [e for e in recorded() if (e["cell"], e["device"]) != at]
+            entries = sorted(
+                [*others, {"device": device} | entry], key=lambda e: (e["cell"], e["device"])
+            )
             runs.write(RESULTS, entries)
             RESULTS.with_suffix(".md").write_text(markdown(entries))
             print(f"{command}: {cell(entry)}", flush=True)
@@ -1201,7 +1552,9 @@ class Table:
         with tempfile.TemporaryDirectory() as folder:
             rows = Path(folder) / "rows.json"
             process = [sys.executable, __file__, f"--json={rows}", *command.split()]
-            result = subprocess.run(process, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+            result = subprocess.run(
+                process, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+            )
             if result.returncode:
                 return {"not_compiled": (result.stderr.strip().splitlines() or ["no message"])[-1]}
             seconds = {"compile_s": round(time.perf_counter() - started), "jax": jax.__version__}
@@ -1209,13 +1562,16 @@ class Table:
 
 
 AsDream = typing.Annotated[TrainDream, tyro.conf.subcommand("dream")]
-Program = tyro.conf.OmitSubcommandPrefixes[Train | AsDream | Generate | Drafts | Grpo | Head | Dump | Table]
+Program = tyro.conf.OmitSubcommandPrefixes[
+    Train | AsDream | Generate | Drafts | Grpo | Head | Dump | Table
+]
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     program: Program = Train()  # to compile
-    largest: bool = False  # of train, dream, generate and grpo: the largest micro-batch that fits, by bisection
+    # of train, dream, generate and grpo: the largest micro-batch that fits, by bisection
+    largest: bool = False
     json: str = ""  # file to write the figures to; "" only prints them
 
 

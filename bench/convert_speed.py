@@ -1,12 +1,14 @@
-"""Time and memory of convert_weights.py on a checkpoint of a preset's exact shape, beside cp of the same bytes.
+"""Time and memory of convert_weights.py on a checkpoint of a preset's exact shape, beside cp of the
+same bytes.
 
     python bench/convert_speed.py --model=500m    # a try: a minute, 3 GB of disk
     python bench/convert_speed.py                 # DiffuCoder-7B's shape: a quarter of an hour, 46 GB of disk
 
-Random bfloat16 words in the Hub's layout, four files. Each stage is a process of its own, from its start to its end,
-and ends with its files on the disk (fsync); each starts with its source dropped from the page cache. Before each way
-cp -r of the same source, with sync of each file, is timed. RssAnon is memory that is the process's own, RSS also counts
-mapped files. Checks that every tensor came back byte for byte. Deletes what it wrote. Writes cpu.json.
+Random bfloat16 words in the Hub's layout, four files. Each stage is a process of its own, from its
+start to its end, and ends with its files on the disk (fsync); each starts with its source dropped
+from the page cache. Before each way cp -r of the same source, with sync of each file, is timed.
+RssAnon is memory that is the process's own, RSS also counts mapped files. Checks that every tensor
+came back byte for byte. Deletes what it wrote. Writes cpu.json.
 """
 
 import collections
@@ -46,7 +48,8 @@ def make(folder, cfg, seed, files=4):
     """A folder in the Hub's layout with random words; its bytes."""
     folder.mkdir()
     sizes = {
-        convert_weights.hf_name(name): leaf.shape for name, leaf in checkpoints.flatten(dream.param_shapes(cfg)).items()
+        convert_weights.hf_name(name): leaf.shape
+        for name, leaf in checkpoints.flatten(dream.param_shapes(cfg)).items()
     }
     names = sorted(sizes)
     rng, weight_map, total = np.random.default_rng(seed), {}, 0
@@ -55,7 +58,11 @@ def make(folder, cfg, seed, files=4):
         header, start = {}, 0
         for name in names[i::files]:
             end = start + 2 * int(np.prod(sizes[name], dtype=np.int64))
-            header[name] = {"dtype": "BF16", "shape": list(sizes[name]), "data_offsets": [start, end]}
+            header[name] = {
+                "dtype": "BF16",
+                "shape": list(sizes[name]),
+                "data_offsets": [start, end],
+            }
             weight_map[name], start = file_name, end
         head = json.dumps(header).encode()
         with open(folder / file_name, "wb") as file:
@@ -79,10 +86,14 @@ def forget(folder):
 
 
 def timed(command):
-    """Run a command: {"s", "cpu_s", "rss_anon_gb", "rss_gb"}, the last two its peaks, seen every 20 ms."""
+    """Run a command: {"s", "cpu_s", "rss_anon_gb", "rss_gb"}, the last two its peaks, seen every 20
+    ms.
+    """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started, peaks = time.perf_counter(), {"RssAnon": 0, "VmRSS": 0}
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     while process.poll() is None:
         try:
             lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
@@ -96,7 +107,12 @@ def timed(command):
         raise RuntimeError(f"{' '.join(map(str, command))} failed: {process.stderr.read().strip()}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"s": seconds, "cpu_s": cpu_s, "rss_anon_gb": peaks["RssAnon"] / 1e9, "rss_gb": peaks["VmRSS"] / 1e9}
+    return {
+        "s": seconds,
+        "cpu_s": cpu_s,
+        "rss_anon_gb": peaks["RssAnon"] / 1e9,
+        "rss_gb": peaks["VmRSS"] / 1e9,
+    }
 
 
 def copy(source, to):
@@ -110,7 +126,9 @@ def convert(source, to, *more):
     forget(source)
     if to.exists():
         forget(to)
-    return timed([sys.executable, ROOT / "convert_weights.py", f"--source={source}", f"--out={to}", *more])
+    return timed(
+        [sys.executable, ROOT / "convert_weights.py", f"--source={source}", f"--out={to}", *more]
+    )
 
 
 def check(first, second):
@@ -133,7 +151,9 @@ def main(cfg):
         need = 1.02 * 6 * dream.count_params(dream.CONFIGS[cfg.model])["total"]
         free = shutil.disk_usage(folder).free
         if free < need:
-            raise OSError(f"{folder.parent} has {free / 1e9:.3g} GB left, {need / 1e9:.3g} are needed; choose --folder")
+            raise OSError(
+                f"{folder.parent} has {free / 1e9:.3g} GB left, {need / 1e9:.3g} are needed; choose --folder"
+            )
         size = make(hub, dream.CONFIGS[cfg.model], cfg.seed)
         for _ in range(cfg.repeats):
             for name, stage in (

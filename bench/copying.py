@@ -1,13 +1,15 @@
-"""When does a small model learn to copy? Numbers of the docstring in the body, by variants of PythonCoder.
+"""When does a small model learn to copy? Numbers of the docstring in the body, by variants of
+PythonCoder.
 
     python bench/copying.py                    # three seeds, about three hours (estimated); goes on where it stopped
     python bench/copying.py --only=plain       # variants whose name has a match of this regular expression
     python bench/copying.py --seeds 0 --steps=40 --every=20 --out=out/try_copying --file=try_copying    # a look
 
-Each variant changes one thing of `train_tpu.py --model=tiny` on TinyPython. Measured in checkpoints: of the numbers in
-the solutions of the split `constants` that stand in their docstring, the share that is the likeliest token after the
-right text before it. A run is appended to results/copying.jsonl, from which copying.md and copying.png are written.
-Once the data are there, two commands may run at once whose --only or --seeds have nothing in common.
+Each variant changes one thing of `train_tpu.py --model=tiny` on TinyPython. Measured in
+checkpoints: of the numbers in the solutions of the split `constants` that stand in their docstring,
+the share that is the likeliest token after the right text before it. A run is appended to
+results/copying.jsonl, from which copying.md and copying.png are written. Once the data are there,
+two commands may run at once whose --only or --seeds have nothing in common.
 """
 
 import dataclasses
@@ -66,21 +68,38 @@ def prepare(out):
     easy, tokens = ("--levels", "1", "2"), f"--tokenizer={out / 'all/rows/tokenizer.json'}"
     for name, levels, vocabulary in (("all", (), "--vocab_size=1024"), ("easy", easy, tokens)):
         if not (out / name / "rows/meta.json").exists():
-            runs.script("tinypython.py", "--n=100000", f"--out={out / name}", "--splits=constants", *levels)
-            source = "python", "--roots", str(out / name / "train.jsonl"), "--column=content", "--seq_len=512"
+            runs.script(
+                "tinypython.py", "--n=100000", f"--out={out / name}", "--splits=constants", *levels
+            )
+            source = (
+                "python",
+                "--roots",
+                str(out / name / "train.jsonl"),
+                "--column=content",
+                "--seq_len=512",
+            )
             runs.script("data_prep.py", *source, f"--out={out / name / 'rows'}", vocabulary)
     return read_lines(out / "all/constants.jsonl")
 
 
 def numbers_of(tokenizer, tasks):
-    """(token_NL, where_NL): texts, and the tokens of solutions that are numbers of the docstring."""
-    cut = [[tokenizer.encode(task[k], add_special_tokens=False).ids for k in PARTS] for task in tasks]
+    """(token_NL, where_NL): texts, and the tokens of solutions that are numbers of the
+    docstring.
+    """
+    cut = [
+        [tokenizer.encode(task[k], add_special_tokens=False).ids for k in PARTS] for task in tasks
+    ]
     longest = max(len(prompt) + len(solution) for prompt, solution in cut)
-    token_NL, where_NL = np.zeros((len(cut), longest), np.int32), np.zeros((len(cut), longest), bool)
+    token_NL, where_NL = (
+        np.zeros((len(cut), longest), np.int32),
+        np.zeros((len(cut), longest), bool),
+    )
     for row, where, (prompt, solution) in zip(token_NL, where_NL, cut, strict=True):
         end = len(prompt) + len(solution)
         row[:end] = prompt + solution
-        where[len(prompt) : end] = [id in prompt and tokenizer.decode([id]).strip().isdigit() for id in solution]
+        where[len(prompt) : end] = [
+            id in prompt and tokenizer.decode([id]).strip().isdigit() for id in solution
+        ]
     return token_NL, where_NL
 
 
@@ -91,7 +110,9 @@ def likeliest(model, token_BL):
 
 def copied(folder, step, token_NL, where_NL, size=50):
     model, _ = checkpoints.load(pc, folder, step)
-    guess_NL = np.concatenate([likeliest(model, token_NL[i : i + size]) for i in range(0, len(token_NL), size)])
+    guess_NL = np.concatenate(
+        [likeliest(model, token_NL[i : i + size]) for i in range(0, len(token_NL), size)]
+    )
     return float((guess_NL[:, :-1] == token_NL[:, 1:])[where_NL[:, 1:]].mean())
 
 
@@ -101,17 +122,31 @@ def measured(cfg, out, tasks, name, seed):
     folder = out / f"{re.sub('[^a-zA-Z0-9]+', '_', name)}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
     data = out / settings.get("data", "all") / "rows"
-    shared = {"model": "tiny", "steps": cfg.steps, "eval_every": cfg.every, "keep": cfg.steps, "eval_rows": 16}
+    shared = {
+        "model": "tiny",
+        "steps": cfg.steps,
+        "eval_every": cfg.every,
+        "keep": cfg.steps,
+        "eval_rows": 16,
+    }
     shared |= {"compile_cache": "", "log_every": 100}
     settings = shared | settings | {"data": str(data), "out": str(folder), "seed": seed}
     seconds = spent("pythoncoder", shape, settings)
     texts = numbers_of(runs.read_tokenizer(folder), tasks)
     share = {step: copied(folder, step, *texts) for step in runs.saved_steps(folder)}
-    return {"variant": name, "seed": seed, "share": share, "processor_s": seconds, "cpu": cpu_name()}
+    return {
+        "variant": name,
+        "seed": seed,
+        "share": share,
+        "processor_s": seconds,
+        "cpu": cpu_name(),
+    }
 
 
 def reached(share, level):
-    """The first step with this share, as text; between two checkpoints it is taken to rise evenly."""
+    """The first step with this share, as text; between two checkpoints it is taken to rise
+    evenly.
+    """
     step_N, share_N = np.array([0, *map(int, share)]), np.array([0.0, *share.values()])
     if share_N.max() < level:
         return "-"
@@ -141,7 +176,11 @@ def plot(found, path):
         for i, row in enumerate(row for row in found if row["variant"] == name):
             steps, shares = [*map(int, row["share"])], [*row["share"].values()]
             axis.plot(steps, shares, color=f"C{number}", lw=1, label=name if i == 0 else None)
-    axis.set(xlabel="steps of 4,096 tokens", ylabel="numbers of the docstring that are copied", ylim=(0, 1))
+    axis.set(
+        xlabel="steps of 4,096 tokens",
+        ylabel="numbers of the docstring that are copied",
+        ylim=(0, 1),
+    )
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
     figure.tight_layout()

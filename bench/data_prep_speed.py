@@ -1,17 +1,18 @@
-"""Speed of data_prep.py's tokenising against tokenizers' encode_batch alone, and its peak memory: one run, one machine.
+"""Speed of data_prep.py's tokenising against tokenizers' encode_batch alone, and its peak memory:
+one run, one machine.
 
     python bench/data_prep_speed.py                      # the standard library as text; three minutes
     python bench/data_prep_speed.py --text=stories.txt   # documents with <|endoftext|> between them
     python bench/data_prep_speed.py --roots=data/pypi_src    # processor minutes and memory of packages of fetch_pypi.py
 
-The documents are shuffled and repeated to 20 MB. Ours is the time from the tokenizer to the last shard on disk:
-reading, held-out draw, tokenising, rows, compression. encode_batch gets the same texts from memory, all at once and in
-batches of 4 MB, as ours does; the faster counts. Each run is a process of its own: a tokenizer that has met the text
-has its words in a cache. Memory is the peak of a process that prepares 20 MB of text and of one that prepares 200 MB.
-Writes cpu.json.
+The documents are shuffled and repeated to 20 MB. Ours is the time from the tokenizer to the last
+shard on disk: reading, held-out draw, tokenising, rows, compression. encode_batch gets the same
+texts from memory, all at once and in batches of 4 MB, as ours does; the faster counts. Each run is
+a process of its own: a tokenizer that has met the text has its words in a cache. Memory is the peak
+of a process that prepares 20 MB of text and of one that prepares 200 MB. Writes cpu.json.
 
-With --roots one run of data_prep.py python is measured instead: processor time of it and its workers until the
-documents are chosen, and to the last shard.
+With --roots one run of data_prep.py python is measured instead: processor time of it and its
+workers until the documents are chosen, and to the last shard.
 """
 
 import dataclasses
@@ -81,7 +82,8 @@ print(time.perf_counter() - started)
 """
 
 
-# Prints processor seconds and MiB of the parent and of its largest worker: when documents are chosen, and at the end.
+# Prints processor seconds and MiB of the parent and of its largest worker: when documents are
+# chosen, and at the end.
 CORPUS = """
 import resource, sys
 import corpus, data_prep
@@ -105,8 +107,14 @@ def measure_corpus(cfg):
         out = Path(folder) / "out"
         numbers = measured(CORPUS, Path(cfg.roots).absolute(), out)
         meta = json.loads((out / "meta.json").read_text())
-    total = {key: sum(split[key] for split in meta["splits"].values()) for key in ("documents", "bytes", "tokens")}
-    for moment, (cpu_s, *peak_mib) in {"documents are chosen": numbers[:3], "shards are written": numbers[3:]}.items():
+    total = {
+        key: sum(split[key] for split in meta["splits"].values())
+        for key in ("documents", "bytes", "tokens")
+    }
+    for moment, (cpu_s, *peak_mib) in {
+        "documents are chosen": numbers[:3],
+        "shards are written": numbers[3:],
+    }.items():
         record(
             "cpu",
             f"data_prep --roots={Path(cfg.roots).name}: processor time until its {moment}",
@@ -132,11 +140,17 @@ def main(cfg):
         measure_corpus(cfg)
         return
     if cfg.text:
-        documents = [text.strip() for text in Path(cfg.text).read_text(encoding="utf-8").split(corpus.SEPARATOR)]
+        documents = [
+            text.strip()
+            for text in Path(cfg.text).read_text(encoding="utf-8").split(corpus.SEPARATOR)
+        ]
     else:
         paths = Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")
         paths = sorted(path for path in paths if not corpus.NOT_THE_LIBRARY & {*path.parts})
-        documents = [path.read_text(encoding="utf-8", errors="replace").replace("\0", "").strip() for path in paths]
+        documents = [
+            path.read_text(encoding="utf-8", errors="replace").replace("\0", "").strip()
+            for path in paths
+        ]
     documents = [document for document in documents if document]
     with tempfile.TemporaryDirectory() as folder:
         folder, peak_mib = Path(folder), {}
@@ -150,9 +164,14 @@ def main(cfg):
         seconds = {"ours": [], "encode_batch": [], "encode_batch, 4 MB at a time": []}
         for repeat in range(cfg.repeats):
             seconds["ours"].append(measured(PREPARE, source, folder / f"run{repeat}", tokenizer)[0])
-            for name, limit in ("encode_batch", "inf"), ("encode_batch, 4 MB at a time", data_prep.BATCH_BYTES):
+            for name, limit in (
+                ("encode_batch", "inf"),
+                ("encode_batch, 4 MB at a time", data_prep.BATCH_BYTES),
+            ):
                 seconds[name] += measured(ENCODE, source, limit, tokenizer)
-        tokens = json.loads((folder / "run0" / "meta.json").read_text())["splits"]["train"]["tokens"]
+        tokens = json.loads((folder / "run0" / "meta.json").read_text())["splits"]["train"][
+            "tokens"
+        ]
     kind = "stories" if cfg.text else "Python source"
     best_s = min(np.median(seconds[key]) for key in seconds if key != "ours")
     record(

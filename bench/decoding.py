@@ -1,14 +1,16 @@
-"""Decoding contest: functions that pass their tests against forward passes, by every rule, on TinyPython.
+"""Decoding contest: functions that pass their tests against forward passes, by every rule, on
+TinyPython.
 
     python bench/decoding.py    # an hour of an idle core; goes on where it stopped
     python bench/decoding.py --tasks=8 --steps=20 --out=out/try_decoding --file=try_decoding    # a first look, minutes
 
-The models are weights/dream, the same trained on in blocks, and weights/pythoncoder. The tasks are those of the split
-`composed`: combinations of operations of which no training function is made. Each rule completes each task once, at
-temperature 0, one prompt at a time. Work is counted twice: forward passes, and slots that go through the model, in
-canvases. The rules are compared on the same tasks: a difference and its two standard errors are over tasks. Dream's
-schedule writes no token in its first pass and two in its last, "1 a pass" too (diffusion.step_counts). Writes
-decoding.md, decoding.png and an entry of cpu.json under bench/results/.
+The models are weights/dream, the same trained on in blocks, and weights/pythoncoder. The tasks are
+those of the split `composed`: combinations of operations of which no training function is made.
+Each rule completes each task once, at temperature 0, one prompt at a time. Work is counted twice:
+forward passes, and slots that go through the model, in canvases. The rules are compared on the same
+tasks: a difference and its two standard errors are over tasks. Dream's schedule writes no token in
+its first pass and two in its last, "1 a pass" too (diffusion.step_counts). Writes decoding.md,
+decoding.png and an entry of cpu.json under bench/results/.
 """
 
 import dataclasses
@@ -34,15 +36,18 @@ import sample_dream
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    out: str = "out/decoding"  # folder of data, the run of blocks and verdicts; what is in there is not done again
+    # folder of data, the run of blocks and verdicts; what is in there is not done again
+    out: str = "out/decoding"
     dream: str = "weights/dream"  # a Dream that fills the whole canvas
     coder: str = "weights/pythoncoder"  # a PythonCoder
     steps: int = 1500  # optimizer steps in which the Dream learns blocks
     canvas: int = 64  # tokens to fill
     block_length: int = 8  # of the Dream of blocks, and of the rules with blocks
     tasks: int = 400  # held-out tasks
-    margin: float = 0.05  # a rule is as good as the schedule if it is shown to pass less by no more than this
-    file: str = "cpu"  # bench/results/<file>.json; decoding.md and .png belong to "cpu", else <file>.md and .png
+    # a rule is as good as the schedule if it is shown to pass less by no more than this
+    margin: float = 0.05
+    # bench/results/<file>.json; decoding.md and .png belong to "cpu", else <file>.md and .png
+    file: str = "cpu"
     seed: int = 0  # of the training in blocks
 
 
@@ -57,7 +62,10 @@ def rules(cfg):
         found[f"dual cache, {text}"] = "dream", block | accept | {"cache": "dual"}
     found["exact block cache, 1 a pass"] = "blocks", {}
     found |= {f"exact block cache, threshold {p}": ("blocks", {"threshold": p}) for p in (0.7, 0.9)}
-    found |= {f"exact block cache, entropy bound {h}": ("blocks", {"entropy_bound": h}) for h in (0.1, 0.3, 1.0)}
+    found |= {
+        f"exact block cache, entropy bound {h}": ("blocks", {"entropy_bound": h})
+        for h in (0.1, 0.3, 1.0)
+    }
     found["PythonCoder"] = "coder", {"speculate": False}
     return found | {"PythonCoder, its own drafts": ("coder", {"speculate": True})}
 
@@ -68,14 +76,34 @@ def rules(cfg):
 def prepare(cfg, out):
     """The tasks; under `out` their world, and the Dream of blocks, trained from the other one."""
     world, rows, blocks = out / "world", out / "rows", out / "blocks"
-    runs.script("tinypython.py", "--splits=composed", "--formats=pairs", f"--tasks={cfg.tasks}", f"--out={world}")
+    runs.script(
+        "tinypython.py",
+        "--splits=composed",
+        "--formats=pairs",
+        f"--tasks={cfg.tasks}",
+        f"--out={world}",
+    )
     packing = "--seq_len=256", f"--eos_to={cfg.canvas}", f"--tokenizer={cfg.dream}/tokenizer.json"
     if not (blocks / "done").exists():
         runs.script("data_prep.py", "pairs", str(world / "pairs.jsonl"), f"--out={rows}", *packing)
         shape = f"--block_length={cfg.block_length}", f"--steps={cfg.steps}", f"--seed={cfg.seed}"
-        pace = "--micro_batch=4", "--remat=none", "--optimizer=muon", "--lr=7e-4", f"--eval_every={cfg.steps}"
+        pace = (
+            "--micro_batch=4",
+            "--remat=none",
+            "--optimizer=muon",
+            "--lr=7e-4",
+            f"--eval_every={cfg.steps}",
+        )
         resume = f"--resume={blocks if runs.saved_steps(blocks) else ''}"
-        runs.script("train_dream.py", f"--init={cfg.dream}", f"--data={rows}", f"--out={blocks}", resume, *shape, *pace)
+        runs.script(
+            "train_dream.py",
+            f"--init={cfg.dream}",
+            f"--data={rows}",
+            f"--out={blocks}",
+            resume,
+            *shape,
+            *pace,
+        )
         (blocks / "done").touch()
     lines = (world / "composed.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
@@ -104,7 +132,11 @@ def measure(cfg, out, tasks):
     found = json.loads(path.read_text()) if path.exists() else {}
     folders = {"dream": cfg.dream, "blocks": out / "blocks", "coder": cfg.coder}
     families = {"dream": model_dream, "blocks": model_dream, "coder": model_pythoncoder}
-    make = {"dream": sample_dream.Sampling, "blocks": sample_block.Sampling, "coder": model_pythoncoder.Sampling}
+    make = {
+        "dream": sample_dream.Sampling,
+        "blocks": sample_block.Sampling,
+        "coder": model_pythoncoder.Sampling,
+    }
     models = {name: checkpoints.load(families[name], folder)[0] for name, folder in folders.items()}
     tokenizers = {name: runs.read_tokenizer(folder) for name, folder in folders.items()}
     longest = max(len(tokenizers["dream"].encode(task["prompt"]).ids) for task in tasks)
@@ -114,11 +146,17 @@ def measure(cfg, out, tasks):
             continue
         tokenizer, results, programs = tokenizers[kind], [], []
         end = tokenizer.token_to_id("<|endoftext|>")
-        special = {"vocab": tokenizer.get_vocab_size(), "eos": end} if kind == "coder" else {"eos_ids": (end,)}
+        special = (
+            {"vocab": tokenizer.get_vocab_size(), "eos": end}
+            if kind == "coder"
+            else {"eos_ids": (end,)}
+        )
         special |= {} if kind == "coder" else {"vocab": tokenizer.token_to_id("<|mask|>")}
         rule = make[kind](**special | {"temperature": 0.0} | settings)
         for task in tasks:
-            new, *work = decode(cfg, kind, models[kind], rule, tokenizer.encode(task["prompt"]).ids, width)
+            new, *work = decode(
+                cfg, kind, models[kind], rule, tokenizer.encode(task["prompt"]).ids, width
+            )
             results.append(work)
             programs.append(task["prompt"] + tokenizer.decode(new))
         verdicts = judged(programs, [task["test_cases"] for task in tasks])
@@ -126,7 +164,10 @@ def measure(cfg, out, tasks):
         passed = [result.rate == 1 for result in verdicts]
         found[name] = {"pass": passed, "passes": passes, "slots": [n / width for n in slots]}
         path.write_text(json.dumps(found))
-        print(f"{name:40} pass@1 {np.mean(passed):.3f} | {np.mean(passes):.2f} forward passes", flush=True)
+        print(
+            f"{name:40} pass@1 {np.mean(passed):.3f} | {np.mean(passes):.2f} forward passes",
+            flush=True,
+        )
     return {name: {key: np.array(x) for key, x in found[name].items()} for name in rules(cfg)}
 
 
@@ -170,15 +211,35 @@ def plot(rows, path):
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(9, 5.5))
-    kinds = "schedule", "threshold", "entropy bound", "dual cache", "exact block cache", "PythonCoder"
+    kinds = (
+        "schedule",
+        "threshold",
+        "entropy bound",
+        "dual cache",
+        "exact block cache",
+        "PythonCoder",
+    )
     for number, kind in enumerate(kinds):
         mine = sorted(
-            (row["passes"], row["pass"], row["pass_2se"]) for name, row in rows.items() if name.startswith(kind)
+            (row["passes"], row["pass"], row["pass_2se"])
+            for name, row in rows.items()
+            if name.startswith(kind)
         )
-        style = {"marker": "o", "ms": 4, "lw": 1, "capsize": 2, "elinewidth": 0.6, "color": f"C{number}"}
+        style = {
+            "marker": "o",
+            "ms": 4,
+            "lw": 1,
+            "capsize": 2,
+            "elinewidth": 0.6,
+            "color": f"C{number}",
+        }
         if mine:
             axis.errorbar(*zip(*mine, strict=True), label=kind, **style)
-    axis.set(xscale="log", xlabel="passes of the model for a text", ylabel="pass@1, two standard errors over tasks")
+    axis.set(
+        xscale="log",
+        xlabel="passes of the model for a text",
+        ylabel="pass@1, two standard errors over tasks",
+    )
     axis.set_xticks(ticks := [1, 2, 5, 10, 20, 50], ticks)
     axis.grid(alpha=0.3, which="both")
     axis.legend(fontsize=8)
@@ -189,23 +250,40 @@ def plot(rows, path):
 def main(cfg):
     checkpoints.keep_compiled("~/.cache/unmask")
     out = Path(cfg.out)
-    claim(out, {name: value for name, value in vars(cfg).items() if name not in ("out", "file", "margin")})
+    claim(
+        out,
+        {name: value for name, value in vars(cfg).items() if name not in ("out", "file", "margin")},
+    )
     tasks = prepare(cfg, out)
     found, base = measure(cfg, out, tasks), "schedule, 1 a pass"
     rows = compare(found, base)
 
-    # The fewest passes of a Dream's rule that is shown to be as good, two standard errors below the difference too.
-    equal = {name: row for name, row in rows.items() if row["difference"] - row["difference_2se"] >= -cfg.margin}
-    best = max((name for name in equal if "PythonCoder" not in name), key=lambda name: equal[name]["fewer"])
+    # The fewest passes of a Dream's rule that is shown to be as good, two standard errors below the
+    # difference too.
+    equal = {
+        name: row
+        for name, row in rows.items()
+        if row["difference"] - row["difference_2se"] >= -cfg.margin
+    }
+    best = max(
+        (name for name in equal if "PythonCoder" not in name), key=lambda name: equal[name]["fewer"]
+    )
     rng, n = np.random.default_rng(0), cfg.tasks
     draws = [rng.integers(0, n, n) for _ in range(1000)]
     ratios = [found[base]["passes"][i].mean() / found[best]["passes"][i].mean() for i in draws]
     name = "decoding" if cfg.file == "cpu" else cfg.file
     plot(rows, RESULTS / f"{name}.png")
     lines = ["# Forward passes per text", "", *table(rows), ""]
-    lines.append(f"{cfg.tasks} tasks of TinyPython's split composed, temperature 0, at most {cfg.canvas} tokens;")
-    lines.append("± two standard errors. The fewest passes of a Dream's rule whose pass@1, less two standard")
-    lines += [f"errors of the difference, is at most {cfg.margin} below the schedule's: {best}.", ""]
+    lines.append(
+        f"{cfg.tasks} tasks of TinyPython's split composed, temperature 0, at most {cfg.canvas} tokens;"
+    )
+    lines.append(
+        "± two standard errors. The fewest passes of a Dream's rule whose pass@1, less two standard"
+    )
+    lines += [
+        f"errors of the difference, is at most {cfg.margin} below the schedule's: {best}.",
+        "",
+    ]
     lines += [f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"]
     (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
     record(

@@ -1,15 +1,17 @@
-"""Self-speculation checked: --draft=N gives the text of token-by-token decoding, several tokens a step.
+"""Self-speculation checked: --draft=N gives the text of token-by-token decoding, several tokens a
+step.
 
     W=out/readings/world; python bench/drafts.py --ckpt=out/readings/ar_weight_3.332 --each=1 \\
         --files $W/composed.jsonl $W/phrased.jsonl
     python bench/drafts.py --coder=weights/pythoncoder --files $W/composed.jsonl --prompts=100    # a minute
 
-Each prompt goes through --each of the combinations of temperature, top-p, N, passes for the drafts and batch, in turn.
-Its text is compared with that of one token at a time, which the same key gives in a batch of 50. A margin is how far a
-token's logit with noise lies above the second: float32 may turn one below --tie. Writes bench/results/<file>.md.
+Each prompt goes through --each of the combinations of temperature, top-p, N, passes for the drafts
+and batch, in turn. Its text is compared with that of one token at a time, which the same key gives
+in a batch of 50. A margin is how far a token's logit with noise lies above the second: float32 may
+turn one below --tie. Writes bench/results/<file>.md.
 
-With --coder: what PythonCoder's rule, equal noise for a draft and its judge, costs in accepted drafts beside
-Leviathan's, which accepts the most that any rule can (arXiv:2211.17192). Only prints.
+With --coder: what PythonCoder's rule, equal noise for a draft and its judge, costs in accepted
+drafts beside Leviathan's, which accepts the most that any rule can (arXiv:2211.17192). Only prints.
 """
 
 import collections
@@ -57,7 +59,9 @@ class Config:
 
 @functools.partial(jax.jit, static_argnames="rule")
 def margins(model, token_BL, banned_V, key_B, rule):
-    """How far the best token after each one is ahead of the second [B, L - 1], both with their noise."""
+    """How far the best token after each one is ahead of the second [B, L - 1], both with their
+    noise.
+    """
     slot_BL = jnp.broadcast_to(jnp.arange(token_BL.shape[1]), token_BL.shape)
     hidden_BLD, _ = model.hidden(token_BL, place=diffusion.Place(jnp.ones_like(token_BL), slot_BL))
     score_BLV = jnp.where(banned_V, -jnp.inf, model.logits(hidden_BLD[:, :-1]))
@@ -65,23 +69,40 @@ def margins(model, token_BL, banned_V, key_B, rule):
 
         def noise(key, slot):
             key = jax.random.fold_in(jax.random.wrap_key_data(key), slot)
-            return -jnp.log(-jnp.log(jax.random.uniform(key, banned_V.shape, minval=jnp.finfo(jnp.float32).tiny)))
+            return -jnp.log(
+                -jnp.log(
+                    jax.random.uniform(key, banned_V.shape, minval=jnp.finfo(jnp.float32).tiny)
+                )
+            )
 
-        score_BLV = diffusion.filter_logits(score_BLV, rule.temperature, 0, rule.top_p, rule="dream")
+        score_BLV = diffusion.filter_logits(
+            score_BLV, rule.temperature, 0, rule.top_p, rule="dream"
+        )
         score_BLV += jax.vmap(jax.vmap(noise, (None, 0)))(key_B, slot_BL[:, 1:])
     return -jnp.diff(jax.lax.top_k(score_BLV, 2)[0])[..., 0]
 
 
 def write(cfg, model, prompts, numbers, rule, size):
     """{number of a prompt: (new tokens, their margins, steps)}, `size` rows at a time."""
-    found, width, banned_V = {}, max(map(len, prompts)) + cfg.max_new, np.arange(model.cfg.vocab) >= rule.vocab
+    found, width, banned_V = (
+        {},
+        max(map(len, prompts)) + cfg.max_new,
+        np.arange(model.cfg.vocab) >= rule.vocab,
+    )
     banned_V[model.cfg.mask_id] = True
     for i in range(0, len(numbers), size):
-        chosen = np.resize(numbers[i : i + size], size)  # the last batch is filled up with prompts that come again
+        # the last batch is filled up with prompts that come again
+        chosen = np.resize(numbers[i : i + size], size)
         key_B = sample_dream.folded_in(jax.random.key(0), chosen)
-        rows, stats = sample_draft.generate(model, [prompts[n] for n in chosen], cfg.max_new, rule, key_B, (width,))
+        rows, stats = sample_draft.generate(
+            model, [prompts[n] for n in chosen], cfg.max_new, rule, key_B, (width,)
+        )
         token_BL = np.array([np.pad(row, (0, width - len(row))) for row in rows])
-        margin_BL = token_BL[:, 1:] if rule.draft else np.asarray(margins(model, token_BL, banned_V, key_B, rule))
+        margin_BL = (
+            token_BL[:, 1:]
+            if rule.draft
+            else np.asarray(margins(model, token_BL, banned_V, key_B, rule))
+        )
         for n, row, when_L, margin_L in zip(chosen, rows, stats["when"], margin_BL, strict=True):
             begin, new = len(prompts[n]), int((when_L > 0).sum())
             found[int(n)] = row[begin:][:new], margin_L[begin - 1 :][:new], int(when_L.max())
@@ -89,19 +110,25 @@ def write(cfg, model, prompts, numbers, rule, size):
 
 
 def verify(p_BV, q_BV, draft_B, u_B, key, rule):
-    """(token_B, accepted_B): the draft with probability min(1, p/q), else a draw from max(p - q, 0) normalised.
+    """(token_B, accepted_B): the draft with probability min(1, p/q), else a draw from max(p - q, 0)
+    normalised.
 
-    If draft_B was drawn from q, the token is distributed as p. u_B is uniform in [0, 1). Ref: arXiv:2211.17192, alg. 1.
+    If draft_B was drawn from q, the token is distributed as p. u_B is uniform in [0, 1). Ref:
+    arXiv:2211.17192, alg. 1.
     """
     p_B, q_B = (jnp.take_along_axis(x, draft_B[:, None], 1)[:, 0] for x in (p_BV, q_BV))
     accepted_B = u_B * q_B < p_B
     residual_BV = jnp.maximum(p_BV - q_BV, 0)
-    return jnp.where(accepted_B, draft_B, pc.draw(residual_BV, key, jnp.arange(len(p_BV)), rule)), accepted_B
+    return jnp.where(
+        accepted_B, draft_B, pc.draw(residual_BV, key, jnp.arange(len(p_BV)), rule)
+    ), accepted_B
 
 
 @functools.partial(jax.jit, static_argnames="rule")
 def accepted(model, token_1L, key_K, rule):
-    """[K, L - 2, 2]: whether a draft of each token from the third on is accepted, by min(1, p/q) and by equal noise."""
+    """[K, L - 2, 2]: whether a draft of each token from the third on is accepted, by min(1, p/q)
+    and by equal noise.
+    """
     L = token_1L.shape[1]
     hidden_1LD, _ = model.step(model.new_cache(1, L), token_1L, jnp.arange(L)[None])
     p_NV = pc.probabilities(model.logits(hidden_1LD)[0, 1:-1], rule)
@@ -118,7 +145,9 @@ def accepted(model, token_1L, key_K, rule):
 
 
 def compare_rules(cfg, prompts):
-    """Print the shares of drafts that both rules accept, over 64 draws at each position of generated texts."""
+    """Print the shares of drafts that both rules accept, over 64 draws at each position of
+    generated texts.
+    """
     model, _ = checkpoints.load(pc, cfg.coder, dtype="float32")
     tokenizer = runs.read_tokenizer(cfg.coder)
     ids = {"vocab": tokenizer.get_vocab_size(), "eos": tokenizer.token_to_id("<|endoftext|>")}
@@ -143,51 +172,93 @@ def compare_rules(cfg, prompts):
 
 def main(cfg):
     jax.config.update("jax_default_matmul_precision", "highest")
-    lines = [json.loads(line) for name in cfg.files for line in runs.as_path(name).read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for name in cfg.files
+        for line in runs.as_path(name).read_text().splitlines()
+    ]
     if not lines:
-        raise ValueError('--files: JSON lines with a "prompt", such as out/readings/world/composed.jsonl')
+        raise ValueError(
+            '--files: JSON lines with a "prompt", such as out/readings/world/composed.jsonl'
+        )
     if cfg.coder:
         return compare_rules(cfg, [line["prompt"] for line in lines[: cfg.prompts]])
     model, _ = checkpoints.load(model_dream, cfg.ckpt, dtype="float32")
     tokenizer, began = runs.read_tokenizer(cfg.ckpt), time.process_time()
-    prompts = [tokenizer.encode(line["prompt"], add_special_tokens=False).ids for line in lines[: cfg.prompts]]
+    prompts = [
+        tokenizer.encode(line["prompt"], add_special_tokens=False).ids
+        for line in lines[: cfg.prompts]
+    ]
     ways = [*itertools.product(WAYS, cfg.drafts, cfg.draft_steps, cfg.batches)]
     each, given = min(cfg.each, len(ways)), {way: [] for way in ways}
-    rates = collections.defaultdict(lambda: collections.defaultdict(list))  # (N, passes) -> prompt -> tokens a step
+    # (N, passes) -> prompt -> tokens a step
+    rates = collections.defaultdict(lambda: collections.defaultdict(list))
     for n, k in itertools.product(range(len(prompts)), range(each)):
         given[ways[(n * each + k) % len(ways)]].append(n)
     out = ["# Drafts: one set of weights, the same text", ""]
-    out += [f"{len(prompts):,} prompts, each through {each} of {len(ways)} combinations; near-tie: {cfg.tie:g}.", ""]
-    out += ["| temperature, top-p | texts | not equal | tokens | near-ties | smallest margin |", "|---" * 6 + "|"]
+    out += [
+        f"{len(prompts):,} prompts, each through {each} of {len(ways)} combinations; near-tie: {cfg.tie:g}.",
+        "",
+    ]
+    out += [
+        "| temperature, top-p | texts | not equal | tokens | near-ties | smallest margin |",
+        "|---" * 6 + "|",
+    ]
     for way in WAYS:
         mine, unequal = {how: numbers for how, numbers in given.items() if how[0] == way}, []
         if not any(mine.values()):
             continue
-        rule = sample_draft.Sampling(0, 1, *way, vocab=tokenizer.get_vocab_size(), eos_ids=(model.cfg.eos_id,))
-        want = write(cfg, model, prompts, sorted({n for some in mine.values() for n in some}), rule, 50)
+        rule = sample_draft.Sampling(
+            0, 1, *way, vocab=tokenizer.get_vocab_size(), eos_ids=(model.cfg.eos_id,)
+        )
+        want = write(
+            cfg, model, prompts, sorted({n for some in mine.values() for n in some}), rule, 50
+        )
         for (_, draft, steps, size), numbers in mine.items():
             how = dataclasses.replace(rule, draft=draft, draft_steps=steps)
             for n, (row, _, took) in write(cfg, model, prompts, numbers, how, size).items():
-                rates[draft, steps][n].append((len(row) - 1) / max(took - 1, 1))  # the first comes with the prompt
-                first = next((m for a, b, m in zip(row, *want[n][:2], strict=False) if a != b), None)
+                # the first comes with the prompt
+                rates[draft, steps][n].append((len(row) - 1) / max(took - 1, 1))
+                first = next(
+                    (m for a, b, m in zip(row, *want[n][:2], strict=False) if a != b), None
+                )
                 unequal += [first] if row != want[n][0] else []
         margin_N = np.concatenate([margin_N for _, margin_N, _ in want.values()])
-        out += [f"| {way} | {sum(map(len, mine.values())):,} | {len(unequal)} {unequal or ''} | {margin_N.size:,} "]
+        out += [
+            f"| {way} | {sum(map(len, mine.values())):,} | {len(unequal)} {unequal or ''} | {margin_N.size:,} "
+        ]
         out[-1] += f"| {(margin_N < cfg.tie).sum()} | {margin_N.min():.2g} |"
         print(out[-1], flush=True)
-    out += ["", "| N | passes for the drafts | tokens a step | tokens a pass | prompts |", "|---" * 5 + "|"]
+    out += [
+        "",
+        "| N | passes for the drafts | tokens a step | tokens a pass | prompts |",
+        "|---" * 5 + "|",
+    ]
     for (draft, steps), found in sorted(rates.items()):
-        found = [np.mean(of_prompt) for of_prompt in found.values()]  # batches of one prompt give one text
+        # batches of one prompt give one text
+        found = [np.mean(of_prompt) for of_prompt in found.values()]
         mean, error = np.mean(found), 2 * np.std(found, ddof=1) / len(found) ** 0.5
-        out.append(f"| {draft} | {steps} | {mean:.2f} ± {error:.2f} | {mean / (1 + steps):.2f} | {len(found)} |")
-    out += ["", "Means and two standard errors over prompts, all temperatures together, after the first token. A step"]
-    out += ["is the passes for the drafts and one that verifies them; with 0 that one also makes the next drafts."]
-    out += ["With shifted logits a draft pass begins with the model's own next token: at least two tokens a step, but"]
+        out.append(
+            f"| {draft} | {steps} | {mean:.2f} ± {error:.2f} | {mean / (1 + steps):.2f} | {len(found)} |"
+        )
+    out += [
+        "",
+        "Means and two standard errors over prompts, all temperatures together, after the first token. A step",
+    ]
+    out += [
+        "is the passes for the drafts and one that verifies them; with 0 that one also makes the next drafts."
+    ]
+    out += [
+        "With shifted logits a draft pass begins with the model's own next token: at least two tokens a step, but"
+    ]
     out += ["for the last step of a text.", ""]
     out += [f"`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`", ""]
-    out += [f"{cpu_name()}, one core, {time.process_time() - began:.0f} processor seconds, compiling included."]
+    out += [
+        f"{cpu_name()}, one core, {time.process_time() - began:.0f} processor seconds, compiling included."
+    ]
     path = RESULTS / f"{cfg.file}.md"
-    below = "".join(path.read_text().partition("\n## ")[1:]) if path.exists() else ""  # the compilers' table, by hand
+    # the compilers' table, by hand
+    below = "".join(path.read_text().partition("\n## ")[1:]) if path.exists() else ""
     path.write_text("\n".join(out) + "\n" + below)
 
 

@@ -1,10 +1,12 @@
-"""What --int8 and --int4 cost a trained Dream: its held-out bits per byte, its predictions, its bytes, and those of 7b.
+"""What --int8 and --int4 cost a trained Dream: its held-out bits per byte, its predictions, its
+bytes, and those of 7b.
 
     python train_dream.py --seq_len=256 --steps=600 --out=out/dream     # a model; half an hour on a CPU
     python bench/dream_bits.py --ckpt=out/dream                        # two minutes
 
-All forms see the same rows under the same noise, and compute in float32: only the weights differ. "changed" is the mean
-KL divergence, in nats, of a masked token's distribution from that of the float32 weights. Writes dream_bits.json.
+All forms see the same rows under the same noise, and compute in float32: only the weights differ.
+"changed" is the mean KL divergence, in nats, of a masked token's distribution from that of the
+float32 weights. Writes dream_bits.json.
 """
 
 import dataclasses
@@ -46,14 +48,20 @@ FORMS = {  # of a matrix of this name
 
 def in_form(params, form):
     """The parameters with their matrices in a form, vectors as they are."""
-    return jax.tree_util.tree_map_with_path(lambda path, x: form(x, path[-1].key) if x.ndim == 2 else x, params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: form(x, path[-1].key) if x.ndim == 2 else x, params
+    )
 
 
 def dense(weight):
     """The matrix that a stored form stands for, in float32."""
     if isinstance(weight, md.Int8):
         return weight.q_FD * weight.scale_F1
-    return jnp.concatenate([*md.unpacked(weight, jnp.float32)], 1) if isinstance(weight, md.Int4) else weight * 1.0
+    return (
+        jnp.concatenate([*md.unpacked(weight, jnp.float32)], 1)
+        if isinstance(weight, md.Int4)
+        else weight * 1.0
+    )
 
 
 def size_of(params):
@@ -68,7 +76,8 @@ def main(cfg):
     graph, params, count = nnx.split(model)[0], nnx.to_pure_dict(nnx.state(model)), columns.shape[1]
     bytes_V = token_bytes(runs.read_tokenizer(cfg.ckpt), rows.meta["vocab_size"])
     counted_RL = md.counted(columns[1], *columns[3:])
-    bits = 1 / math.log(2) / bytes_V[columns[0][counted_RL]].sum(dtype=np.float64)  # per byte, of a nat in all rows
+    # per byte, of a nat in all rows
+    bits = 1 / math.log(2) / bytes_V[columns[0][counted_RL]].sum(dtype=np.float64)
 
     @jax.jit
     def bound(params, draw, first, batch):
@@ -80,14 +89,17 @@ def main(cfg):
     def change(params, exact, batch):
         """Mean divergence of the predictions at every second position, which is masked."""
         token_BL = jnp.where(jnp.arange(batch.shape[2]) % 2, model.cfg.mask_id, batch[0])
-        logp, want = (jax.nn.log_softmax(nnx.merge(graph, p)(token_BL)[:, :-1:2]) for p in (params, exact))
+        logp, want = (
+            jax.nn.log_softmax(nnx.merge(graph, p)(token_BL)[:, :-1:2]) for p in (params, exact)
+        )
         return (jnp.exp(want) * (want - logp)).sum(-1).mean()
 
     def bounds(params):  # bits per byte, of each draw
         nats_N = np.zeros(cfg.draws)
         for first in range(0, count, cfg.batch_size):
             batch = columns[:, first : first + cfg.batch_size]
-            batch = np.pad(batch, ((0, 0), (0, cfg.batch_size - batch.shape[1]), (0, 0)))  # empty rows cost nothing
+            # empty rows cost nothing
+            batch = np.pad(batch, ((0, 0), (0, cfg.batch_size - batch.shape[1]), (0, 0)))
             nats_N += [float(bound(params, n, first, batch)) for n in range(cfg.draws)]
         return bits * nats_N
 
@@ -102,9 +114,15 @@ def main(cfg):
             "of_each_draw": lost.tolist(),
             "changed": float(change(same, params, columns[:, : cfg.batch_size])),
             "bytes": size_of(kept),
-            "bytes_7b": size_of(jax.eval_shape(lambda params, form=form: in_form(params, form), half)),
+            "bytes_7b": size_of(
+                jax.eval_shape(lambda params, form=form: in_form(params, form), half)
+            ),
         }
-        print(name, {key: value for key, value in results[name].items() if key != "of_each_draw"}, flush=True)
+        print(
+            name,
+            {key: value for key, value in results[name].items() if key != "of_each_draw"},
+            flush=True,
+        )
     record(
         "dream_bits", "dream_int4_bits_per_byte_lost", results["int4"]["bits_per_byte_lost"],
         "bits per byte, --int4 less float32 weights", bits_per_byte=want.tolist(), forms=results, step=step,

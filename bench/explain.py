@@ -2,13 +2,16 @@
 
     python bench/explain.py --task=humaneval --samples=out/humaneval/samples.jsonl
 
-Cuts each text of --samples as every record of HARNESSES does, and runs the candidates on the same tests. Reads JSON
-lines: samples.jsonl of a run of benchmarks.py, or lines with "task_id" and "completion". Prints a table and writes
-explain.json into --out. Prompts, tests and limits are the same in all rows; only the cuts differ.
+Cuts each text of --samples as every record of HARNESSES does, and runs the candidates on the same
+tests. Reads JSON
+lines: samples.jsonl of a run of benchmarks.py, or lines with "task_id" and "completion". Prints a
+table and writes explain.json into --out. Prompts, tests and limits are the same in all rows; only
+the cuts differ.
 
-HARNESSES holds the records of protocols.py, older versions of the same harnesses, and harnesses that no paper on
-diffusion language models quotes or only DARE does: bigcode-evaluation-harness 8fc5bae, simple-evals ee3b031, DARE's
-OpenCompass 83ae8a3. Its names are those of the golden files, tests/golden/protocols; equal versions share a record.
+HARNESSES holds the records of protocols.py, older versions of the same harnesses, and harnesses
+that no paper on diffusion language models quotes or only DARE does: bigcode-evaluation-harness
+8fc5bae, simple-evals ee3b031, DARE's OpenCompass 83ae8a3. Its names are those of the golden files,
+tests/golden/protocols; equal versions share a record.
 """
 
 import ast
@@ -37,7 +40,8 @@ import sandbox
 @dataclasses.dataclass(frozen=True)
 class Config:
     task: typing.Literal["humaneval", "mbpp", "humaneval+", "mbpp+"] = "humaneval"  # which problems
-    samples: str = ""  # JSON lines with the texts that a model wrote, such as samples.jsonl of benchmarks.py
+    # JSON lines with the texts that a model wrote, such as samples.jsonl of benchmarks.py
+    samples: str = ""
     out: str = ""  # folder for explain.json; "" is out/<task>
     tasks_file: str = ""  # the official file, .gz or not; "" downloads it
     downloads: str = "data/tasks"  # folder for downloaded files
@@ -68,7 +72,9 @@ def ask_docstring(q, solved):
 
 
 def lm_eval_fence(text, q):
-    """The first block of a text that began inside one. A leading word counts as the block's language."""
+    """The first block of a text that began inside one. A leading word counts as the block's
+    language.
+    """
     blocks = re.findall(r"```(?:\w+)?\n?(.*?)\n?```", "```" + text, re.DOTALL)
     return blocks[0] if blocks else ""
 
@@ -84,7 +90,8 @@ def strip_left(text, q):
 
 BEGINS = r"\[BEGIN\]\s*'", r"BEGIN\s*'", r"\[BEGIN\]\s*", r"BEGIN\s*"
 ENDINGS = r"'\s*\[DONE\]", r"'\s*DONE", r"\s*\[DONE\]", r"\s*DONE"
-PATTERNS = [  # tried in this order: quoted answers, those without the second quote, without any, then fences
+# tried in this order: quoted answers, those without the second quote, without any, then fences
+PATTERNS = [
     *(begin + "(.*)" + end for begin, end in (
         (BEGINS[0], ENDINGS[0]), (BEGINS[1], ENDINGS[0]), (BEGINS[0], ENDINGS[1]), (BEGINS[1], ENDINGS[1]),
         (BEGINS[0], ENDINGS[2]), (BEGINS[1], ENDINGS[2]), (BEGINS[0], ENDINGS[3]), (BEGINS[1], ENDINGS[3]),
@@ -97,14 +104,18 @@ PATTERNS = [  # tried in this order: quoted answers, those without the second qu
 
 def opencompass_answer(text, q):
     """The match of the first pattern that fits, without fences, [DONE] and quotes."""
-    match = next((m for m in (re.search(pattern, text, re.DOTALL) for pattern in PATTERNS) if m), None)
+    match = next(
+        (m for m in (re.search(pattern, text, re.DOTALL) for pattern in PATTERNS) if m), None
+    )
     text = match[1] if match else text
     text = re.split(r"'?\s*\[?DONE\]?", text.split("```")[0])[0].replace("\\_", "_").strip()
     return text.removeprefix("'").removesuffix("'")
 
 
 def ask_opencompass(q, solved):
-    """Each solved problem is a turn of the chat; answers are quoted; asserts end in a space, but the very first."""
+    """Each solved problem is a turn of the chat; answers are quoted; asserts end in a space, but
+    the very first.
+    """
     chat = ""
     for shot in solved:
         asserts = "".join(f"{test.strip()} \n" for test in shot.tests)
@@ -117,13 +128,34 @@ def ask_opencompass(q, solved):
 
 EXPERT_BLOCK = protocols.EXPERT + "\n{text}\nYour code should pass these tests:\n{tests}"
 READ = "Read the following function signature and docstring, and fully implement the function described."
-BIGCODE_STOPS = ("\nclass", "\ndef", "\n#", "\n@", "\nprint", "\nif", "\n```", "<file_sep>", "<|endoftext|>")
-BIGCODE_MBPP_STOPS = ("\nclass", "\nassert", '\n"""', "\nprint", "\nif", "\n<|/", "\n```", "<|endoftext|>")
+BIGCODE_STOPS = (
+    "\nclass",
+    "\ndef",
+    "\n#",
+    "\n@",
+    "\nprint",
+    "\nif",
+    "\n```",
+    "<file_sep>",
+    "<|endoftext|>",
+)
+BIGCODE_MBPP_STOPS = (
+    "\nclass",
+    "\nassert",
+    '\n"""',
+    "\nprint",
+    "\nif",
+    "\n<|/",
+    "\n```",
+    "<|endoftext|>",
+)
 KNOWN = protocols.PROTOCOLS
 
 
 def evalplus_031(name):
-    """Version 0.3.1: colours stay, and the least limit is 1 s. It never passes HumanEval/32, whatever is written."""
+    """Version 0.3.1: colours stay, and the least limit is 1 s. It never passes HumanEval/32,
+    whatever is written.
+    """
     record = KNOWN[name]
     rules = tuple(rule for rule in record.rules if rule is not protocols.without_colours)
     return record._replace(rules=rules, limit_s=1)
@@ -219,7 +251,9 @@ def label(step, text, q):
         return LABELS[step]
     if step.func is protocols.extracted:
         return "code is looked for everywhere"
-    hit = min((stop for stop in step.args[0] if stop in text), key=text.find, default="no stop string")
+    hit = min(
+        (stop for stop in step.args[0] if stop in text), key=text.find, default="no stop string"
+    )
     return f"{hit!r} ends it"
 
 
@@ -234,10 +268,14 @@ def apply(steps, text, q):
 
 
 def suspects(record, text, q):
-    """[(name in the table, candidate without the rule)]: without each rule, without its stop strings together."""
+    """[(name in the table, candidate without the rule)]: without each rule, without its stop
+    strings together.
+    """
     steps, found = protocols.steps(record), []
     for i, step in enumerate(steps):
-        found.append((label(step, apply(steps[:i], text, q), q), apply(steps[:i] + steps[i + 1 :], text, q)))
+        found.append(
+            (label(step, apply(steps[:i], text, q), q), apply(steps[:i] + steps[i + 1 :], text, q))
+        )
     kept = [step for step in steps if getattr(step, "func", None) is not protocols.cut_at]
     return [*found, ("its stop strings together", apply(kept, text, q))]
 
@@ -250,8 +288,14 @@ def unexplained(code, q):
         return "no rule: special tokens stay"
     if not protocols.parses(code):
         return "no rule: text that is not Python stays"
-    functions = [n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.FunctionDef) and n.name == q.entry]
-    return NO_SINGLE_RULE if any(map(protocols.has_return, functions)) else "no rule: the function is missing"
+    functions = [
+        n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.FunctionDef) and n.name == q.entry
+    ]
+    return (
+        NO_SINGLE_RULE
+        if any(map(protocols.has_return, functions))
+        else "no rule: the function is missing"
+    )
 
 
 def groups(task):
@@ -259,7 +303,14 @@ def groups(task):
     found = {}
     for name, record in HARNESSES.items():
         if name.split("/")[1].startswith(task.rstrip("+")):
-            alike = record.ends, record.drops, record.stop_rule, record.stops, record.rules, record.prompt_first
+            alike = (
+                record.ends,
+                record.drops,
+                record.stop_rule,
+                record.stops,
+                record.rules,
+                record.prompt_first,
+            )
             found.setdefault(alike, []).append(name)
     return list(found.values())
 
@@ -270,12 +321,18 @@ def groups(task):
 def main(cfg):
     """Score the texts of --samples as every harness cuts them, by the same tests: the report.
 
-    A harness lost a text that fails under it and passes under another. The rule to blame is the first one without which
-    the text passes.
+    A harness lost a text that fails under it and passes under another. The rule to blame is the
+    first one without which the text passes.
     """
     if not cfg.samples:
-        raise ValueError("--samples=FILE is missing: texts that a model wrote, such as samples.jsonl of benchmarks.py")
-    shared = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if f.name not in ("out", "json")}
+        raise ValueError(
+            "--samples=FILE is missing: texts that a model wrote, such as samples.jsonl of benchmarks.py"
+        )
+    shared = {
+        f.name: getattr(cfg, f.name)
+        for f in dataclasses.fields(cfg)
+        if f.name not in ("out", "json")
+    }
     bench = benchmarks.resolve(benchmarks.Config(**shared))
     problems, out = tasks.read_problems(bench), Path(cfg.out or f"out/{cfg.task}")
     texts, asked = read_texts(bench, problems)
@@ -296,7 +353,9 @@ def main(cfg):
         if sample in solved and not passed[which]:
             found = suspects(HARNESSES[name], texts[sample], problems[sample[0]].asked)
             repaired[name, sample] = [(rule, program(name, sample, code)) for rule, code in found]
-    passed = run_distinct(bench, problems, [which for each in repaired.values() for _, which in each], passed)
+    passed = run_distinct(
+        bench, problems, [which for each in repaired.values() for _, which in each], passed
+    )
     table = [table_row(alike[0], problems, texts, programs, repaired, passed) for alike in names]
     for row, alike in zip(table, names, strict=True):
         row["protocols"] = [name.removesuffix(f"/{cfg.task.rstrip('+')}") for name in alike]
@@ -317,7 +376,9 @@ def main(cfg):
 
 
 def read_texts(cfg, problems):
-    """({sample: the text as written}, protocols that the file names). ValueError for a text that is cut already."""
+    """({sample: the text as written}, protocols that the file names). ValueError for a text that is
+    cut already.
+    """
     texts, asked = {}, set()
     for sample, row in benchmarks.given_rows(cfg, problems).items():
         if "protocol" in row and "written" not in row:
@@ -340,7 +401,9 @@ def table_row(name, problems, texts, programs, repaired, passed):
         if (name, sample) in repaired:
             rules = repaired[name, sample]
             reason = unexplained(rules[-1][1][1], problems[key].asked)
-            lost[next((rule for rule, which in rules if passed[which]), reason)].append(problems[key].id)
+            lost[next((rule for rule, which in rules if passed[which]), reason)].append(
+                problems[key].id
+            )
     means = [sum(each) / len(each) for each in rates.values()]
     row = {"passed": sum(map(sum, rates.values())), "samples": len(texts), "functions": functions}
     row["pass@1"] = [float(np.mean(means)), *benchmarks.interval(means)]
@@ -356,14 +419,24 @@ def run_distinct(cfg, problems, pairs, known):
     expected = tasks.expectations(cfg.task, problems, {key for key, _ in new}, {}, flags)
     for key, complaint in expected.items():
         if isinstance(complaint, str):
-            raise RuntimeError(f"the reference solution of {problems[key].id} does not run here: {complaint}")
-    for first in range(0, len(new), 200):  # inputs and results of all problems would fill the memory
+            raise RuntimeError(
+                f"the reference solution of {problems[key].id} does not run here: {complaint}"
+            )
+    # inputs and results of all problems would fill the memory
+    for first in range(0, len(new), 200):
         batch = new[first : first + 200]
-        tests = [tasks.hidden_tests(problems[key], expected.get(key), code, limit, record) for key, code in batch]
-        results = sandbox.run_tests([code for _, code in batch], tests, **flags | tasks.options(cfg.task, tests, limit))
+        tests = [
+            tasks.hidden_tests(problems[key], expected.get(key), code, limit, record)
+            for key, code in batch
+        ]
+        results = sandbox.run_tests(
+            [code for _, code in batch], tests, **flags | tasks.options(cfg.task, tests, limit)
+        )
         for (key, code), result in zip(batch, results, strict=True):
             if result.rate is None:
-                raise RuntimeError(f"a program for {problems[key].id} could not be run: {result.error}")
+                raise RuntimeError(
+                    f"a program for {problems[key].id} could not be run: {result.error}"
+                )
             found[key, code] = tasks.hidden_verdict(problems[key], result)["passed"]
     return found
 
@@ -371,10 +444,14 @@ def run_distinct(cfg, problems, pairs, known):
 def describe(report):
     """The report as text: a line for each row, and below it what it lost by which rule."""
     lines = [
-        "{task}: {samples:,} texts of {problems} problems; {solved:,} pass under at least one protocol".format(**report)
+        "{task}: {samples:,} texts of {problems} problems; {solved:,} pass under at least one protocol".format(
+            **report
+        )
     ]
     asked = " and ".join(report["asked_by"]) or "a protocol that the file does not name"
-    lines += [f"asked for by {asked}; prompts, tests and limits are the same in all rows, only the cuts differ"]
+    lines += [
+        f"asked for by {asked}; prompts, tests and limits are the same in all rows, only the cuts differ"
+    ]
     lines += ["functions: texts with a whole function that returns something, right or wrong"]
     for row in report["table"]:
         mean, low, high = (100 * x for x in row["pass@1"])

@@ -3,12 +3,14 @@
     python bench/first_hour.py                        # on a Jetson, a GPU box or a CPU
     python bench/first_hour.py --only build tests     # with the steps that write what these read; keeps other rows
 
-Builds the kernels, tests them on the GPU, times kernels and whole generations, exports a bundle, builds its TensorRT
-engine, writes with every backend, trains for two minutes, and tests the kernels under compute-sanitizer. Each step is a
-process of its own, goes on where another failed, and says why it cannot run here. The weights are random.
+Builds the kernels, tests them on the GPU, times kernels and whole generations, exports a bundle,
+builds its TensorRT engine, writes with every backend, trains for two minutes, and tests the kernels
+under compute-sanitizer. Each step is a process of its own, goes on where another failed, and says
+why it cannot run here. The weights are random.
 
-Needs requirements-jetson.txt, pytest, and for training pyarrow; on a desktop requirements-dev.txt. After every step it
-writes bench/results/first_hour_<device>.json: status, seconds, numbers, and the last lines of the output.
+Needs requirements-jetson.txt, pytest, and for training pyarrow; on a desktop requirements-dev.txt.
+After every step it writes bench/results/first_hour_<device>.json: status, seconds, numbers, and the
+last lines of the output.
 """
 
 import dataclasses
@@ -62,7 +64,9 @@ class Step:
 def sanitizer():
     """compute-sanitizer's path, or None."""
     home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
-    return shutil.which("compute-sanitizer", path=f"{home}/bin") or shutil.which("compute-sanitizer")
+    return shutil.which("compute-sanitizer", path=f"{home}/bin") or shutil.which(
+        "compute-sanitizer"
+    )
 
 
 def lacking(need):
@@ -79,9 +83,13 @@ def lacking(need):
     if need == "compute-sanitizer" and not sanitizer():
         return "no compute-sanitizer in $CUDA_HOME/bin or on the PATH"
     if need == "compute-sanitizer":
-        debugs = any(group.gr_name == "debug" and group.gr_gid in os.getgroups() for group in grp.getgrall())
+        debugs = any(
+            group.gr_name == "debug" and group.gr_gid in os.getgroups() for group in grp.getgrall()
+        )
         how = "sudo usermod -a -G debug $USER, then log in again"
-        return "" if debugs or not jetson_user else f"compute-sanitizer needs the group debug: {how}"
+        return (
+            "" if debugs or not jetson_user else f"compute-sanitizer needs the group debug: {how}"
+        )
     return "" if importlib.util.find_spec(need) else f"the Python module {need} is not installed"
 
 
@@ -93,36 +101,62 @@ def make_steps(cfg, scratch):
     # on a GPU torch.compile needs Triton
     train = f"train_gpu.py --model={cfg.model} --data={rows} --out={trained} --eval_every=100000"
     train += "" if importlib.util.find_spec("triton") else " --no-compile"
-    tested, checked = ("GPU", "kernels", "pytest"), ("GPU", "kernels", "pytest", "compute-sanitizer")
+    tested, checked = (
+        ("GPU", "kernels", "pytest"),
+        ("GPU", "kernels", "pytest", "compute-sanitizer"),
+    )
     onnx = "onnx", *["onnxscript"] * export_jetson.by_torch_export()
     more_tests = "tests/test_kernels.py tests/test_inference_jetson.py tests/test_model_mdlm.py"
     steps = [
         Step("build", "setup_kernels.py build_ext --inplace", ()),
         Step("tests", f"{on_gpu} {more_tests}", tested),
-        Step("kernels", f"bench/bench_kernels.py --model={cfg.model}", ("GPU", "kernels", "profiler")),
+        Step(
+            "kernels", f"bench/bench_kernels.py --model={cfg.model}", ("GPU", "kernels", "profiler")
+        ),
         Step("generation", f"bench/bench_jetson.py --model={cfg.model}", ("GPU", "kernels")),
         Step("export", f"export_jetson.py --ckpt={run} --out={bundle}", ()),
-        Step("engine", f"export_jetson.py --tensorrt --bundle={bundle}", ("GPU", "tensorrt", *onnx)),
+        Step(
+            "engine", f"export_jetson.py --tensorrt --bundle={bundle}", ("GPU", "tensorrt", *onnx)
+        ),
     ]
-    more = {"kernels": ("GPU", "kernels"), "onnx": (*onnx, "onnxruntime"), "tensorrt": ("GPU", "tensorrt", *onnx)}
+    more = {
+        "kernels": ("GPU", "kernels"),
+        "onnx": (*onnx, "onnxruntime"),
+        "tensorrt": ("GPU", "tensorrt", *onnx),
+    }
     for backend in jetson.BACKENDS[1:]:
         result = scratch / f"{backend}.json"
         command = f"{write} --backend={backend} --out={result}"
         steps.append(Step(f"write_{backend}", command, more.get(backend, ()), result=result))
     steps.append(Step("data", f"data_prep.py python --rows=padded --out={rows}", ("pyarrow",)))
-    steps.append(Step("train", train, ("pyarrow",), seconds=cfg.train_s, endless=True, result=trained / "log.jsonl"))
+    steps.append(
+        Step(
+            "train",
+            train,
+            ("pyarrow",),
+            seconds=cfg.train_s,
+            endless=True,
+            result=trained / "log.jsonl",
+        )
+    )
     # the slowest tell least where all else passed
     for tool in ("memcheck", "racecheck"):
-        steps.append(Step(tool, on_gpu, checked, under=(sanitizer(), f"--tool={tool}", "--error-exitcode=9")))
+        steps.append(
+            Step(tool, on_gpu, checked, under=(sanitizer(), f"--tool={tool}", "--error-exitcode=9"))
+        )
     return steps
 
 
 def numbers(step, output):
-    """What a step measured: the entries that it printed, and its file; of a log the first row and the last."""
+    """What a step measured: the entries that it printed, and its file; of a log the first row and
+    the last.
+    """
     found = [json.loads(line) for line in output.splitlines() if line.startswith('{"name": ')]
     if step.result and step.result.exists():
         text = step.result.read_text()
-        rows = list(map(json.loads, text.splitlines() if step.result.suffix == ".jsonl" else [text]))
+        rows = list(
+            map(json.loads, text.splitlines() if step.result.suffix == ".jsonl" else [text])
+        )
         found += rows[:1] + rows[1:][-1:]
     return found
 
@@ -131,7 +165,12 @@ def run(step):
     """{"status", "seconds", "numbers", "tail"} of a step, in a process group of its own."""
     # without torch's cache of memory compute-sanitizer sees where each tensor ends
     env = os.environ | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if step.under else {})
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    pipes = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+        "start_new_session": True,
+    }
     started, late = time.perf_counter(), False
     command = [*step.under, sys.executable, *step.command.split()]
     with subprocess.Popen(command, cwd=ROOT, env=env, **pipes) as process:
@@ -151,8 +190,18 @@ def run(step):
     if step.endless:
         status = "passed" if late and "saved step" in output else "failed"
     else:
-        status = f"failed: more than {step.seconds} s" if late else "failed" if process.returncode else "passed"
-    row = {"status": status, "seconds": time.perf_counter() - started, "numbers": numbers(step, output)}
+        status = (
+            f"failed: more than {step.seconds} s"
+            if late
+            else "failed"
+            if process.returncode
+            else "passed"
+        )
+    row = {
+        "status": status,
+        "seconds": time.perf_counter() - started,
+        "numbers": numbers(step, output),
+    }
     return row | {"tail": output.splitlines()[-1 if status == "passed" else -12 :]}
 
 
@@ -168,29 +217,42 @@ def main(cfg):
     cuda = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if cuda else "CPU"
     out = Path(cfg.out or RESULTS / f"first_hour_{name.replace(' ', '_')}.json")
-    device = device_state(torch.device("cuda" if cuda else "cpu")) | {"cpu": cpu_name(), "python": sys.version}
+    device = device_state(torch.device("cuda" if cuda else "cpu")) | {
+        "cpu": cpu_name(),
+        "python": sys.version,
+    }
     done = runs.read_json(out)["steps"] if cfg.only and out.exists() else []
     with tempfile.TemporaryDirectory() as folder:
         random_run(Path(folder) / "run", mdlm.CONFIGS[cfg.model])
         steps = make_steps(cfg, Path(folder))
         if unknown := set(cfg.only) - {step.name for step in steps}:
-            raise ValueError(f"--only: no step {unknown.pop()}; there are {', '.join(step.name for step in steps)}")
+            raise ValueError(
+                f"--only: no step {unknown.pop()}; there are {', '.join(step.name for step in steps)}"
+            )
         chosen = {*cfg.only} or {step.name for step in steps}
         chosen |= {"data"} if "train" in chosen else set()  # steps that read what others write
         chosen |= {"engine"} if "write_tensorrt" in chosen else set()
-        chosen |= {"export"} if any(name.startswith(("engine", "write_")) for name in chosen) else set()
+        chosen |= (
+            {"export"} if any(name.startswith(("engine", "write_")) for name in chosen) else set()
+        )
         done = [row for row in done if row["name"] not in chosen]
         for step in (step for step in steps if step.name in chosen):
             print(f"{step.name:18}", end="", flush=True)
             why = next(filter(None, map(lacking, step.needs)), "")
             row = {"status": f"skipped: {why}"} if why else run(step)
             done.append({"name": step.name, "command": f"python {step.command}"} | row)
-            runs.write(out, {"device": device, "steps": done})  # what follows may take the machine with it
-            print(row["status"] + (f", {row['seconds']:.0f} s" if "seconds" in row else ""), flush=True)
+            # what follows may take the machine with it
+            runs.write(out, {"device": device, "steps": done})
+            print(
+                row["status"] + (f", {row['seconds']:.0f} s" if "seconds" in row else ""),
+                flush=True,
+            )
             if "failed" in row["status"]:
                 print("\n".join(f"    {line}" for line in row["tail"]), flush=True)
     print(f"wrote {out}")
-    if failed := [row["name"] for row in done if row["name"] in chosen and "failed" in row["status"]]:
+    if failed := [
+        row["name"] for row in done if row["name"] in chosen and "failed" in row["status"]
+    ]:
         raise ValueError(f"failed: {', '.join(failed)}; their last lines are in {out}")
 
 

@@ -1,11 +1,12 @@
-"""Variance of a completion's score under coupled masks and under independent ones, with the same number of passes.
+"""Variance of a completion's score under coupled masks and under independent ones, with the same
+number of passes.
 
     python bench/grpo_masks.py    # after the demo, which writes the tasks
 
-Scores the first --length tokens of solutions of the demo's training tasks many times, each time under fresh masks:
-three forward passes either way. Both estimate the same mean; their variances differ. These are of a token's score and
-of the sum over a completion, averaged over tokens and completions. The gradient's variance is another one: most of it
-comes from the completions.
+Scores the first --length tokens of solutions of the demo's training tasks many times, each time
+under fresh masks: three forward passes either way. Both estimate the same mean; their variances
+differ. These are of a token's score and of the sum over a completion, averaged over tokens and
+completions. The gradient's variance is another one: most of it comes from the completions.
 Writes an entry of cpu.json under bench/results/.
 """
 
@@ -44,7 +45,9 @@ class Config:
 def main(cfg):
     model, _ = checkpoints.load(model_dream, cfg.ckpt, dtype="float32")
     tokenizer = tokenizers.Tokenizer.from_file(f"{cfg.ckpt}/tokenizer.json")
-    tasks = [json.loads(line) for line in Path(cfg.tasks).read_text().splitlines()][: cfg.completions]
+    tasks = [json.loads(line) for line in Path(cfg.tasks).read_text().splitlines()][
+        : cfg.completions
+    ]
     prompts = [tokenizer.encode(task["prompt"]).ids for task in tasks]
     token_BL, see_BL = sample_dream.canvas(prompts, cfg.length, model.cfg)
     for row, task in zip(token_BL, tasks, strict=True):
@@ -55,7 +58,10 @@ def main(cfg):
     fixed, results = {"token_BL": token_BL, "see_BL": see_BL, "counted_BC": counted_BC}, {}
     estimators = {
         "coupled": (grpo.draw_masks, grpo.coupled_scores),
-        "independent": (grpo_run.draw_uniforms, functools.partial(grpo_run.scores_by, "independent")),
+        "independent": (
+            grpo_run.draw_uniforms,
+            functools.partial(grpo_run.scores_by, "independent"),
+        ),
     }
     for name, (draw, scores_of) in estimators.items():
 
@@ -67,7 +73,10 @@ def main(cfg):
         draws = [np.asarray(scores(mask), np.float64) for mask in masks]
         score_NBC = np.stack(draws) * counted_BC
         per_token = score_NBC.var(0)[counted_BC].mean()
-        results[name] = {"token": float(per_token), "completion": float(score_NBC.sum(-1).var(0).mean())}
+        results[name] = {
+            "token": float(per_token),
+            "completion": float(score_NBC.sum(-1).var(0).mean()),
+        }
         results[name]["mean"] = float(score_NBC.sum(-1).mean())
         print(name, results[name], flush=True)
     record(

@@ -1,21 +1,25 @@
-"""An exact ruler for reinforcement learning of diffusion models: what the estimators of a completion's score are worth.
+"""An exact ruler for reinforcement learning of diffusion models: what the estimators of a
+completion's score are worth.
 
     python bench/grpo_ruler.py --batches=100    # after the demo, which writes the tasks; gradients need --batches
     python bench/grpo_ruler.py --drift      # how far a cached sampler is from the model that learns: printed, a minute
 
-The score of an answer of n tokens is a sum over the canvases that mask a set M of it, of weights times log p(x_i | M).
-With n at most 8 there are 256 canvases: all are run once, and what costs a trainer noise is computed exactly: the ELBO,
-the likelihood under any order, and of every estimator mean and variance over all that it may draw. Writes
-results/<file>.md, a row for each estimator, averaged over right answers of a trained model's held-out tasks, and
-tables of what a sampler's own path says of them and of how fairly published code draws numbers of masked tokens.
+The score of an answer of n tokens is a sum over the canvases that mask a set M of it, of weights
+times log p(x_i | M). With n at most 8 there are 256 canvases: all are run once, and what costs a
+trainer noise is computed exactly: the ELBO, the likelihood under any order, and of every estimator
+mean and variance over all that it may draw. Writes results/<file>.md, a row for each estimator,
+averaged over right answers of a trained model's held-out tasks, and tables of what a sampler's own
+path says of them and of how fairly published code draws numbers of masked tokens.
 
-Policy does the same for a table of logits for every canvas: the exact likelihood of every answer under a
-sampler's rule, the exact gradient of the expected reward, and the gradient that an estimator expects instead.
+Policy does the same for a table of logits for every canvas: the exact likelihood of every answer
+under a sampler's rule, the exact gradient of the expected reward, and the gradient that an
+estimator expects instead.
 
-Sets are bits: bit i of M set means that position i is MASK. Letters: N = 2^n sets, n positions, V vocabulary, D draws
-of an estimator, K passes of a draw, X answers, C = (V + 1)^n canvases of all of them together.
-Refs: coupled-GRPO, arXiv:2506.20639; d1, arXiv:2504.12216; LLaDA 1.5 (VRPO), arXiv:2505.19223; SPG, arXiv:2510.09541;
-ESPO, arXiv:2512.03759; GDPO, arXiv:2510.08554; TraceRL, arXiv:2509.06949.
+Sets are bits: bit i of M set means that position i is MASK. Letters: N = 2^n sets, n positions, V
+vocabulary, D draws of an estimator, K passes of a draw, X answers, C = (V + 1)^n canvases of all of
+them together. Refs: coupled-GRPO, arXiv:2506.20639; d1, arXiv:2504.12216; LLaDA 1.5 (VRPO),
+arXiv:2505.19223; SPG, arXiv:2510.09541; ESPO, arXiv:2512.03759; GDPO, arXiv:2510.08554; TraceRL,
+arXiv:2509.06949.
 """
 
 import collections
@@ -51,14 +55,20 @@ def sizes(n):
 
 def answer_logp(logits_NnV, answer_n):
     """log p(x_i | canvas that masks M) [N, n], and 0 where M does not hold i."""
-    logp_Nn = np.take_along_axis(diffusion.log_softmax(logits_NnV), answer_n[None, :, None].astype(np.int64), 2)[..., 0]
+    logp_Nn = np.take_along_axis(
+        diffusion.log_softmax(logits_NnV), answer_n[None, :, None].astype(np.int64), 2
+    )[..., 0]
     return np.where(sizes(len(answer_n))[0], logp_Nn, 0)
 
 
 def elbo_weights(n):
-    """c [N, n], elbo = sum of c * logp: the chance that an order reveals i when M is masked, (m-1)! (n-m)! / n!."""
+    """c [N, n], elbo = sum of c * logp: the chance that an order reveals i when M is masked, (m-1)!
+    (n-m)! / n!.
+    """
     held_Nn, m_N = sizes(n)
-    c = [0] + [math.factorial(m - 1) * math.factorial(n - m) / math.factorial(n) for m in range(1, n + 1)]
+    c = [0] + [
+        math.factorial(m - 1) * math.factorial(n - m) / math.factorial(n) for m in range(1, n + 1)
+    ]
     return np.where(held_Nn, np.array(c)[m_N][:, None], 0.0)
 
 
@@ -67,9 +77,11 @@ def exact_elbo(logp_Nn):
 
 
 def any_order(logp_Nn):
-    """(log of the mean over orders of the product of a token a pass, chance v [N, n] that an order of x passes there).
+    """(log of the mean over orders of the product of a token a pass, chance v [N, n] that an order
+    of x passes there).
 
-    F[M] = logsumexp over i in M of logp[M, i] + F[M without i], minus log m; the gradient is the sum of v * d logp.
+    F[M] = logsumexp over i in M of logp[M, i] + F[M without i], minus log m; the gradient is the
+    sum of v * d logp.
     """
     N, n = logp_Nn.shape
     held_Nn, m_N = sizes(n)
@@ -98,16 +110,23 @@ def best_order(logp_Nn, best=max):
 
 
 def upper_bound(logp_Nn, beta):
-    """SPG's score with infinitely many masks: (1/beta) sum_i log E_order[p_i^beta], without the paper's constant."""
+    """SPG's score with infinitely many masks: (1/beta) sum_i log E_order[p_i^beta], without the
+    paper's constant.
+    """
     weight_Nn = elbo_weights(logp_Nn.shape[1])
-    return sum(np.log((weight_Nn * np.exp(beta * (logp_Nn - logp_Nn.max(0)))).sum(0)) / beta + logp_Nn.max(0))
+    return sum(
+        np.log((weight_Nn * np.exp(beta * (logp_Nn - logp_Nn.max(0)))).sum(0)) / beta
+        + logp_Nn.max(0)
+    )
 
 
 def ancestral(logp_Nn, schedule, steps):
-    """(bound, log-likelihood) of `steps` ancestral steps on t = 1, 1 - 1/steps, ..., 0; the last one reveals all.
+    """(bound, log-likelihood) of `steps` ancestral steps on t = 1, 1 - 1/steps, ..., 0; the last
+    one reveals all.
 
-    A masked token stays MASK with k = rate(s) / rate(t). Bound: sum over steps, sets of P(M at t) (1 - k) sum_i logp.
-    Likelihood: F_s[M] = sum over subsets S of (1 - k)^|S| k^(m - |S|) p(x_S | M) F[M without S].
+    A masked token stays MASK with k = rate(s) / rate(t). Bound: sum over steps, sets of P(M at t)
+    (1 - k) sum_i logp. Likelihood: F_s[M] = sum over subsets S of (1 - k)^|S| k^(m - |S|) p(x_S |
+    M) F[M without S].
     """
     N, n = logp_Nn.shape
     _, m_N = sizes(n)
@@ -124,7 +143,9 @@ def ancestral(logp_Nn, schedule, steps):
                 S = M
                 while True:  # over all subsets S of M
                     size = m_N[S]
-                    chance = (size * log_go if size else 0) + ((m_N[M] - size) * log_stay if size < m_N[M] else 0)
+                    chance = (size * log_go if size else 0) + (
+                        (m_N[M] - size) * log_stay if size < m_N[M] else 0
+                    )
                     parts = sum(logp_Nn[M, i] for i in range(n) if S >> i & 1)
                     new_N[M] = np.logaddexp(new_N[M], chance + parts + F_N[M ^ S])
                     if not S:
@@ -138,7 +159,9 @@ def ancestral(logp_Nn, schedule, steps):
 
 
 class Draws(typing.NamedTuple):
-    """All draws of an estimator: score = sum over k of weight[d, k] * logp[set[d, k]], with chance chance[d]."""
+    """All draws of an estimator: score = sum over k of weight[d, k] * logp[set[d, k]], with chance
+    chance[d].
+    """
 
     chance_D: np.ndarray
     set_DK: np.ndarray
@@ -158,8 +181,13 @@ def uniform_sizes(n, first, last):
 
 
 def together(parts):
-    """Draws of several independent ones, each [(chance, weight, set)]: every combination, weights as they are."""
-    rows = [(math.prod(c for c, _, _ in draw), [M for *_, M in draw], [w for _, w, _ in draw]) for draw in parts]
+    """Draws of several independent ones, each [(chance, weight, set)]: every combination, weights
+    as they are.
+    """
+    rows = [
+        (math.prod(c for c, _, _ in draw), [M for *_, M in draw], [w for _, w, _ in draw])
+        for draw in parts
+    ]
     chance, sets, weights = zip(*rows, strict=True)
     return Draws(np.array(chance), np.array(sets), np.array(weights, float))
 
@@ -184,7 +212,9 @@ def bernoulli(n, t):
 
 
 def coupled(n, weigh, independent=False):
-    """Full canvas, a mask of rate t in [0.2, 0.8], and its complement; or, independent, another mask of rate 1 - t."""
+    """Full canvas, a mask of rate t in [0.2, 0.8], and its complement; or, independent, another
+    mask of rate 1 - t.
+    """
     full = (1 << n) - 1
 
     def masks(t):
@@ -201,7 +231,9 @@ def one_pass(n):
 
 
 def bernoulli_draws(n, eps=1e-3):
-    """One mask of rate t, weight 1/t, t uniform in [eps, 1]: smooth in log t, where it is integrated."""
+    """One mask of rate t, weight 1/t, t uniform in [eps, 1]: smooth in log t, where it is
+    integrated.
+    """
     nodes, range_u = gauss(math.log(eps), 0, 64), -math.log(eps) / (1 - eps)
     times = [(math.exp(u), chance * math.exp(u) * range_u) for u, chance in nodes]
     return at_times(n, times, lambda t: [(p, [M]) for p, M in bernoulli(n, t)], lambda t: [1 / t])
@@ -215,7 +247,10 @@ def strata(n, K):
     """K draws of count, whose sizes lie n / K apart: m, m + n/K, ..."""
     step, draws = n // K, []
     for m in range(1, step + 1):
-        layers = [[(p, n / size / K, M) for p, size, M in of_sizes(n, [(size, 1)])] for size in range(m, n + 1, step)]
+        layers = [
+            [(p, n / size / K, M) for p, size, M in of_sizes(n, [(size, 1)])]
+            for size in range(m, n + 1, step)
+        ]
         layers[0] = [(p / step, w, M) for p, w, M in layers[0]]
         draws += itertools.product(*layers)
     return together(draws)
@@ -224,7 +259,12 @@ def strata(n, K):
 def espo(n):
     full, rows = (1 << n) - 1, []
     for p, m, M in of_sizes(n, uniform_sizes(n, 0, n)):
-        rows.append([(p, (n + 1) / m / 2 if m else 0.0, M), (1, (n + 1) / (n - m) / 2 if m < n else 0.0, full - M)])
+        rows.append(
+            [
+                (p, (n + 1) / m / 2 if m else 0.0, M),
+                (1, (n + 1) / (n - m) / 2 if m < n else 0.0, full - M),
+            ]
+        )
     return together(rows)
 
 
@@ -234,13 +274,20 @@ def coupled_elbo(n):
     full = (1 << n) - 1
     rows = []
     for p, m, M in of_sizes(n, uniform_sizes(n, 1, n - 1)):
-        rows.append([(p, 1 / n, full), (1, (n - 1) / 2 / m, M), (1, (n - 1) / 2 / (n - m), full - M)])
+        rows.append(
+            [(p, 1 / n, full), (1, (n - 1) / 2 / m, M), (1, (n - 1) / 2 / (n - m), full - M)]
+        )
     return together(rows)
 
 
 def gdpo(n, nodes):
-    """Quadrature of the integral over the share of masks: floor(x n) tokens, weight 1/x, at every node x."""
-    layers = [[(p, weight / x if x else 0.0, M) for p, _, M in of_sizes(n, [(int(x * n), 1.0)])] for x, weight in nodes]
+    """Quadrature of the integral over the share of masks: floor(x n) tokens, weight 1/x, at every
+    node x.
+    """
+    layers = [
+        [(p, weight / x if x else 0.0, M) for p, _, M in of_sizes(n, [(int(x * n), 1.0)])]
+        for x, weight in nodes
+    ]
     return together(itertools.product(*layers))
 
 
@@ -285,7 +332,9 @@ def coefficients(name, n):
         np.add.at(mean_N, set_DK[:, k], chance_D * weight_DK[:, k])
         for other in range(set_DK.shape[1]):  # a draw may hold a set twice
             same = set_DK[:, k] == set_DK[:, other]
-            np.add.at(square_N, set_DK[:, k], chance_D * weight_DK[:, k] * weight_DK[:, other] * same)
+            np.add.at(
+                square_N, set_DK[:, k], chance_D * weight_DK[:, k] * weight_DK[:, other] * same
+            )
     return mean_N[:, None] * held_Nn, square_N[:, None] * held_Nn
 
 
@@ -301,10 +350,12 @@ def moments(name, logp_Nn):
 
 
 def spg_draws(logp_Nn, K, beta):
-    """All draws of K masks of uniform size: chance [D], sets [D, K], scores [D, 2], their derivatives [D, 2, K, n].
+    """All draws of K masks of uniform size: chance [D], sets [D, K], scores [D, 2], their
+    derivatives [D, 2, K, n].
 
-    The derivatives are by logp of each set. Of the scores the lower is the mean over masks of the mean of logp, the
-    upper the mean over the tokens that were masked of (1/beta) log of the mean over masks of [masked] p^beta n/m.
+    The derivatives are by logp of each set. Of the scores the lower is the mean over masks of the
+    mean of logp, the upper the mean over the tokens that were masked of (1/beta) log of the mean
+    over masks of [masked] p^beta n/m.
     """
     n = logp_Nn.shape[1]
     held_Nn, m_N = sizes(n)
@@ -325,7 +376,9 @@ def spg_draws(logp_Nn, K, beta):
 
 
 def spg(logp_Nn, K, beta, mix):
-    """Mean and variance [3] of SPG's scores with K masks: lower, upper, and mix * upper + (1 - mix) * lower."""
+    """Mean and variance [3] of SPG's scores with K masks: lower, upper, and mix * upper + (1 - mix)
+    * lower.
+    """
     chance_D, _, score_D2, _ = spg_draws(logp_Nn, K, beta)
     score_D3 = np.concatenate([score_D2, score_D2 @ [[1 - mix], [mix]]], 1)
     mean_3 = chance_D @ score_D3
@@ -333,10 +386,12 @@ def spg(logp_Nn, K, beta, mix):
 
 
 def count_chances(kind, length, batch):
-    """P(row b has so many masked tokens) [batch, length + 1] where a batch draws one number and spreads it by strata.
+    """P(row b has so many masked tokens) [batch, length + 1] where a batch draws one number and
+    spreads it by strata.
 
-    ESPO's and LLaDA's code round the strata, half to even: where the batch divides badly, a row never draws some
-    numbers. "floor" is what rounds none: floor((u + b / batch) mod 1 * length) + 1 with u uniform in [0, 1).
+    ESPO's and LLaDA's code round the strata, half to even: where the batch divides badly, a row
+    never draws some numbers. "floor" is what rounds none: floor((u + b / batch) mod 1 * length) + 1
+    with u uniform in [0, 1).
     """
     chance = np.zeros((batch, length + 1))
     row_B, first = np.arange(batch), int(kind != "espo")  # ESPO draws 0, too
@@ -353,13 +408,20 @@ def count_chances(kind, length, batch):
 
 
 def path_of(step_n):
-    """[(set that is masked before a step, positions that it writes)] of a record, empty steps left out."""
+    """[(set that is masked before a step, positions that it writes)] of a record, empty steps left
+    out.
+    """
     steps = [np.flatnonzero(step_n == step) for step in np.unique(step_n)]
-    return [(sum(1 << int(i) for later in steps[k:] for i in later), places) for k, places in enumerate(steps)]
+    return [
+        (sum(1 << int(i) for later in steps[k:] for i in later), places)
+        for k, places in enumerate(steps)
+    ]
 
 
 def path_logp(logp_Nn, step_n):
-    """log p of each token when it was written [n]: their sum is exact if positions are chosen by the distribution."""
+    """log p of each token when it was written [n]: their sum is exact if positions are chosen by
+    the distribution.
+    """
     found_n = np.zeros(len(step_n))
     for M, places in path_of(step_n):
         found_n[places] = logp_Nn[M, places]
@@ -367,7 +429,9 @@ def path_logp(logp_Nn, step_n):
 
 
 def tracerl(logp_Nn, step_n, shrink=1):
-    """TraceRL's score: `shrink` steps at a time on the canvas of the first; the mean of the means over their tokens."""
+    """TraceRL's score: `shrink` steps at a time on the canvas of the first; the mean of the means
+    over their tokens.
+    """
     path = path_of(step_n)
     joined = [
         (path[k][0], np.concatenate([places for _, places in path[k : k + shrink]]))
@@ -377,10 +441,12 @@ def tracerl(logp_Nn, step_n, shrink=1):
 
 
 def drawn_path_logp(logits_NnV, answer_n, step_n, tau=None):
-    """log p of a path whose positions are chosen by the probability of the drawn token; -inf where that cannot be.
+    """log p of a path whose positions are chosen by the probability of the drawn token; -inf where
+    that cannot be.
 
-    All masked positions draw. Written are those with at least tau, else the best; or without tau as many of the best as
-    the record has. What is not written must have drawn a token of less: a factor that a replay of the tokens omits.
+    All masked positions draw. Written are those with at least tau, else the best; or without tau as
+    many of the best as the record has. What is not written must have drawn a token of less: a
+    factor that a replay of the tokens omits.
     """
     total, prob_NnV = 0.0, np.exp(diffusion.log_softmax(logits_NnV))
     for M, places in path_of(step_n):
@@ -400,13 +466,17 @@ def drawn_path_logp(logits_NnV, answer_n, step_n, tau=None):
 
 
 def steps_of(logits_NnV, answer_n, tau, drawn):
-    """The steps [n] in which a sampler writes an answer if every masked position draws its token of it."""
+    """The steps [n] in which a sampler writes an answer if every masked position draws its token of
+    it.
+    """
     n = len(answer_n)
     prob_NnV, step_n, M = np.exp(diffusion.log_softmax(logits_NnV)), np.zeros(n, int), (1 << n) - 1
     for step in range(n):
         masked = [i for i in range(n) if M >> i & 1]
         score = {i: prob_NnV[M, i, answer_n[i]] if drawn else prob_NnV[M, i].max() for i in masked}
-        places = [i for i in masked if score[i] >= tau] or [max(masked, key=score.get)] if masked else []
+        places = (
+            [i for i in masked if score[i] >= tau] or [max(masked, key=score.get)] if masked else []
+        )
         step_n[places] = step
         M -= sum(1 << i for i in places)
     return step_n
@@ -416,12 +486,14 @@ def steps_of(logits_NnV, answer_n, tau, drawn):
 
 
 def replayed(model, token_BL, see_BL, step_BC, mask_id, steps, temperature=1.0, vocab=0):
-    """log p of each drawn token on the canvas on which it was drawn, by a model without a cache: [B, C], JAX.
+    """log p of each drawn token on the canvas on which it was drawn, by a model without a cache:
+    [B, C], JAX.
 
-    token_BL and step_BC are a sample_dream.Record's, step_BC of the completion, the last C columns; before step s a
-    canvas shows what has a smaller step. Tokens of other steps than 0 .. steps - 1 have 0. p is after the temperature,
-    and without MASK and ids from `vocab` on, which are never drawn. If positions are chosen by the distribution, the
-    sum over a completion is the log-probability of its path.
+    token_BL and step_BC are a sample_dream.Record's, step_BC of the completion, the last C columns;
+    before step s a canvas shows what has a smaller step. Tokens of other steps than 0 .. steps - 1
+    have 0. p is after the temperature, and without MASK and ids from `vocab` on, which are never
+    drawn. If positions are chosen by the distribution, the sum over a completion is the
+    log-probability of its path.
     """
     import jax
     import jax.numpy as jnp
@@ -433,18 +505,23 @@ def replayed(model, token_BL, see_BL, step_BC, mask_id, steps, temperature=1.0, 
         hidden_BCD = grpo.hidden_of_views(model, token_BL, see_BL, canvas_BC[:, None])[:, 0]
         logits_BCV = model.logits(hidden_BCD).astype(jnp.float32) / temperature
         id_V = jnp.arange(logits_BCV.shape[-1])
-        logits_BCV = jnp.where((id_V == mask_id) | (id_V >= (vocab or len(id_V))), -jnp.inf, logits_BCV)
-        logp_BC = jnp.take_along_axis(jax.nn.log_softmax(logits_BCV), token_BC[..., None], -1)[..., 0]
+        logits_BCV = jnp.where(
+            (id_V == mask_id) | (id_V >= (vocab or len(id_V))), -jnp.inf, logits_BCV
+        )
+        logp_BC = jnp.take_along_axis(jax.nn.log_softmax(logits_BCV), token_BC[..., None], -1)[
+            ..., 0
+        ]
         return jnp.where((step_BC == step) & (token_BC != mask_id), logp_BC, 0.0)
 
     return sum(of_step(step) for step in range(steps))
 
 
 def drift(log_BC, counted_BC):
-    """How far apart sampler and learner are, of log(learner's p / sampler's p) of the counted tokens.
+    """How far apart sampler and learner are, of log(learner's p / sampler's p) of the counted
+    tokens.
 
-    "drift_k1" and "drift_k3" are means of -log w and w - 1 - log w, which estimate KL(sampler || learner), the second
-    with less noise; "drift_ratio_max" is the largest w.
+    "drift_k1" and "drift_k3" are means of -log w and w - 1 - log w, which estimate KL(sampler ||
+    learner), the second with less noise; "drift_ratio_max" is the largest w.
     """
     log_T = np.clip(np.asarray(log_BC, np.float64)[counted_BC], -20, 20)
     k1, k3, most = -log_T.mean(), (np.exp(log_T) - 1 - log_T).mean(), np.exp(log_T.max())
@@ -452,23 +529,31 @@ def drift(log_BC, counted_BC):
 
 
 def importance_weights(log_BC, counted_BC, form, most=3.0):
-    """Weights of the tokens' losses, from log(learner's p / sampler's p): of a token, or the sum over its completion.
+    """Weights of the tokens' losses, from log(learner's p / sampler's p): of a token, or the sum
+    over its completion.
 
-    A weight is exp of that, and beyond `most` it is `most` ("truncate") or 0 ("mask"). Ref: TRL's GRPOTrainer.
+    A weight is exp of that, and beyond `most` it is `most` ("truncate") or 0 ("mask"). Ref: TRL's
+    GRPOTrainer.
     """
     level, kind = form.split("_")
     log_BC = np.where(counted_BC, log_BC, 0.0)
     if level == "sequence":
         log_BC = np.broadcast_to(log_BC.sum(1, keepdims=True), log_BC.shape)
     weight_BC = np.exp(np.clip(log_BC, -20, 20))
-    return np.minimum(weight_BC, most) if kind == "truncate" else np.where(weight_BC > most, 0.0, weight_BC)
+    return (
+        np.minimum(weight_BC, most)
+        if kind == "truncate"
+        else np.where(weight_BC > most, 0.0, weight_BC)
+    )
 
 
 # ---- a whole policy: all answers, all canvases ---------------------------------------------------------------------
 
 
 def canvas_of(answer_n, M, V):
-    """Number of the canvas that shows an answer but for set M: base V + 1, position 0 runs fastest, digit V is MASK."""
+    """Number of the canvas that shows an answer but for set M: base V + 1, position 0 runs fastest,
+    digit V is MASK.
+    """
     return sum((V if M >> i & 1 else int(v)) * (V + 1) ** i for i, v in enumerate(answer_n))
 
 
@@ -477,7 +562,9 @@ def digits(number, base, n):
 
 
 class Step(typing.NamedTuple):
-    """One way on from a canvas: what is written, {position: token}, with what chance, and the gradient of its log."""
+    """One way on from a canvas: what is written, {position: token}, with what chance, and the
+    gradient of its log.
+    """
 
     written: dict
     chance: float
@@ -486,7 +573,9 @@ class Step(typing.NamedTuple):
 
 
 def surest(p_nV, masked, kind, k):
-    """The k masked positions that are surest, by their distributions alone; of equal ones the lower position."""
+    """The k masked positions that are surest, by their distributions alone; of equal ones the lower
+    position.
+    """
     score = {
         "max_prob": lambda p: p.max(),
         "entropy": lambda p: (p * np.log(np.maximum(p, 1e-300))).sum(),
@@ -496,7 +585,9 @@ def surest(p_nV, masked, kind, k):
 
 
 def written_by(rule, p_nV, masked, drawn, tau, k):
-    """The positions that a rule writes of tokens drawn at all masked ones, by the probability of each drawn token."""
+    """The positions that a rule writes of tokens drawn at all masked ones, by the probability of
+    each drawn token.
+    """
     p = {i: p_nV[i, drawn[i]] for i in masked}
     if rule == "threshold" and max(p.values()) >= tau:
         return [i for i in masked if p[i] >= tau]
@@ -527,7 +618,8 @@ def steps_from(rule, p_nV, masked, tau, k):
                 p = math.prod(p_nV[i, v] for i, v in zip(places, tokens, strict=True))
                 yield Step(dict(zip(places, tokens, strict=True)), chance * p, grad_nV, grad_nV)
         return
-    # Every masked position draws; draws that write the same are one step, with the chance of what was not written.
+    # Every masked position draws; draws that write the same are one step, with the chance of what
+    # was not written.
     found = {}
     for tokens in itertools.product(range(V), repeat=len(masked)):
         drawn = dict(zip(masked, tokens, strict=True))
@@ -550,7 +642,9 @@ def steps_from(rule, p_nV, masked, tau, k):
 
 
 class Policy:
-    """A sampler's rule on a table of logits [C, n, V]: exact likelihood of every answer, reward, and its gradient."""
+    """A sampler's rule on a table of logits [C, n, V]: exact likelihood of every answer, reward,
+    and its gradient.
+    """
 
     def __init__(self, logits_CnV, reward_X, rule, tau=0.0, k=1):
         C, n, V = logits_CnV.shape
@@ -560,8 +654,12 @@ class Policy:
         # canvases by how much they mask: each leads to such that mask less
         masked = {c: [i for i, v in enumerate(digits(c, V + 1, n)) if v == V] for c in range(C)}
         order = sorted(range(C), key=lambda c: -len(masked[c]))
-        self.steps = {c: list(steps_from(rule, probs_CnV[c], masked[c], tau, k)) for c in order if masked[c]}
-        self.to = {c: [self.after(c, step.written) for step in steps] for c, steps in self.steps.items()}
+        self.steps = {
+            c: list(steps_from(rule, probs_CnV[c], masked[c], tau, k)) for c in order if masked[c]
+        }
+        self.to = {
+            c: [self.after(c, step.written) for step in steps] for c, steps in self.steps.items()
+        }
 
         # forward: the chance to come by a canvas; backward: the reward that it leads to
         self.reach_C, self.value_C = np.zeros(C), np.zeros(C)
@@ -572,7 +670,9 @@ class Policy:
         ends = [canvas_of(answer, 0, V) for answer in self.answers]
         self.likelihood_X, self.value_C[ends] = self.reach_C[ends], reward_X
         for c in reversed(order[: len(self.steps)]):
-            self.value_C[c] = sum(s.chance * self.value_C[c2] for s, c2 in zip(self.steps[c], self.to[c], strict=True))
+            self.value_C[c] = sum(
+                s.chance * self.value_C[c2] for s, c2 in zip(self.steps[c], self.to[c], strict=True)
+            )
         self.value = self.value_C[C - 1]
 
     def after(self, c, written):
@@ -580,7 +680,9 @@ class Policy:
         return c + sum((v - V) * (V + 1) ** i for i, v in written.items())
 
     def gradient(self, part="grad_nV"):
-        """d E reward / d logits [C, n, V]; part="tokens_nV" leaves out the chance of what was not written."""
+        """d E reward / d logits [C, n, V]; part="tokens_nV" leaves out the chance of what was not
+        written.
+        """
         grad_CnV = np.zeros(self.shape)
         for c, steps in self.steps.items():
             for step, c2 in zip(steps, self.to[c], strict=True):
@@ -589,7 +691,8 @@ class Policy:
         return grad_CnV
 
     def expected(self, coef_Nn):
-        """The policy gradient that a score sum of coef * logp expects: the covariance of reward and its gradient.
+        """The policy gradient that a score sum of coef * logp expects: the covariance of reward and
+        its gradient.
 
         That is what a leave-one-out baseline leaves of E[(reward - baseline) d score].
         """
@@ -619,7 +722,8 @@ class Config:
     tasks: str = "out/grpo/world/constants.jsonl"  # TinyPython's tasks, with their solutions
     answers: int = 48  # tasks whose right answers are scored
     tau: float = 0.9  # threshold of the samplers whose paths are replayed
-    free: int = 6  # first tokens of an answer that are masked in all ways; the rest of the canvas is kept
+    # first tokens of an answer that are masked in all ways; the rest of the canvas is kept
+    free: int = 6
     length: int = 16  # tokens of a completion
     batches: int = 0  # of completions whose policy gradients are compared, 25 s for each; 0: none
     prompts: int = 4  # of a batch
@@ -637,14 +741,18 @@ class Canvases(typing.NamedTuple):
     begin: int  # slot of an answer's first token
 
     def masked(self, row, n):
-        """The canvases [N, L] of a row of tokens that mask all sets of its answer's first n tokens."""
+        """The canvases [N, L] of a row of tokens that mask all sets of its answer's first n
+        tokens.
+        """
         token_NL = np.repeat(row[None], 1 << n, 0)
         token_NL[:, self.begin : self.begin + n][sizes(n)[0]] = self.model.cfg.mask_id
         return token_NL
 
     def logits(self, model, token_NL, see_L, n):
         """Logits [N, n, V] of an answer's first n tokens."""
-        return model.logits(model.hidden(token_NL, see_BM=see_L[None])[0][:, self.begin - 1 : self.begin - 1 + n])
+        return model.logits(
+            model.hidden(token_NL, see_BM=see_L[None])[0][:, self.begin - 1 : self.begin - 1 + n]
+        )
 
 
 def load(cfg):
@@ -668,7 +776,9 @@ def load(cfg):
 
 
 def tables(canvases, n):
-    """(logits [N, n, V], tokens [n]) of the first tokens of right answers, each on the canvases of all sets of them."""
+    """(logits [N, n, V], tokens [n]) of the first tokens of right answers, each on the canvases of
+    all sets of them.
+    """
     import jax
 
     @jax.jit
@@ -699,9 +809,11 @@ def one_draw(name, n, rng):
 
 
 def spg_weights(logp_Nn, advantages, rng, K=2, beta=1.5, mix=0.5):
-    """Weights [2, N, n] of d logp in SPG's gradient, sums over completions: what it expects, and one draw of it.
+    """Weights [2, N, n] of d logp in SPG's gradient, sums over completions: what it expects, and
+    one draw of it.
 
-    An answer that was worse than its group is pushed down by the mixed score, one that was better up by the lower.
+    An answer that was worse than its group is pushed down by the mixed score, one that was better
+    up by the lower.
     """
     chance_D, set_DK, _, slope_D2Kn = spg_draws(logp_Nn, K, beta)
     weight_2Nn = np.zeros((2, *logp_Nn.shape))
@@ -715,7 +827,9 @@ def spg_weights(logp_Nn, advantages, rng, K=2, beta=1.5, mix=0.5):
 
 
 def path_weights(step_n, by_step=False):
-    """Weights [N, n] of logp in the log-likelihood of a path; by_step those of TraceRL, a mean over steps of means."""
+    """Weights [N, n] of logp in the log-likelihood of a path; by_step those of TraceRL, a mean over
+    steps of means.
+    """
     path, weight_Nn = path_of(step_n), np.zeros((1 << len(step_n), len(step_n)))
     for M, places in path:
         weight_Nn[M, places] = 1 / len(path) / len(places) if by_step else 1
@@ -723,10 +837,12 @@ def path_weights(step_n, by_step=False):
 
 
 def batch(canvases, cfg, rng):
-    """{(row of tokens, its steps): (see_L, [advantage of each completion that wrote it])} of a few groups.
+    """{(row of tokens, its steps): (see_L, [advantage of each completion that wrote it])} of a few
+    groups.
 
-    The positions are chosen by the largest probability, so the record's path is all that the sampler did. The reward
-    is 1 for the right answer, the advantage that less the mean of the others in the group.
+    The positions are chosen by the largest probability, so the record's path is all that the
+    sampler did. The reward is 1 for the right answer, the advantage that less the mean of the
+    others in the group.
     """
     import jax
 
@@ -736,11 +852,17 @@ def batch(canvases, cfg, rng):
     task_R = np.repeat(rng.choice(len(canvases.token_BL), cfg.prompts, replace=False), cfg.group)
     token_RL, right_Rn = canvases.token_BL[task_R].copy(), canvases.token_BL[task_R, at]
     token_RL[:, at] = canvases.model.cfg.mask_id
-    rule = sample_dream.Sampling(temperature=1.0, threshold=cfg.tau, score="distribution", history=True)
+    rule = sample_dream.Sampling(
+        temperature=1.0, threshold=cfg.tau, score="distribution", history=True
+    )
     key = jax.random.key(int(rng.integers(1 << 30)))
-    token_RL, stats = sample_dream.fill(canvases.model, token_RL, canvases.see_BL[task_R], rule, key)
+    token_RL, stats = sample_dream.fill(
+        canvases.model, token_RL, canvases.see_BL[task_R], rule, key
+    )
     reward_PG = (token_RL[:, at] == right_Rn).all(1).reshape(-1, cfg.group).astype(float)
-    advantage_R = ((reward_PG - reward_PG.mean(1, keepdims=True)) * cfg.group / (cfg.group - 1)).ravel()
+    advantage_R = (
+        (reward_PG - reward_PG.mean(1, keepdims=True)) * cfg.group / (cfg.group - 1)
+    ).ravel()
     found = {}
     for r in np.flatnonzero(advantage_R):
         what = tuple(token_RL[r]), tuple(np.asarray(stats["record"].step_BL)[r, at])
@@ -749,13 +871,24 @@ def batch(canvases, cfg, rng):
 
 
 GRADIENTS = (  # without those of much more noise, and of other nodes or weights
-    *("one_pass", "count", "strata2", "espo", "coupled", "independent", "coupled_elbo", "gdpo_gauss-2"),
+    *(
+        "one_pass",
+        "count",
+        "strata2",
+        "espo",
+        "coupled",
+        "independent",
+        "coupled_elbo",
+        "gdpo_gauss-2",
+    ),
     *("left_to_right", "spg"),
 )
 
 
 def gradient_rows(canvases, cfg):
-    """The table of policy gradients: what estimators expect, and one draw of them, beside the exact one of the path."""
+    """The table of policy gradients: what estimators expect, and one draw of them, beside the exact
+    one of the path.
+    """
     import jax
     from flax import nnx
     from jax.flatten_util import ravel_pytree
@@ -770,15 +903,21 @@ def gradient_rows(canvases, cfg):
 
     @jax.jit
     def slope(params, weight_Sn, *inputs):
-        return ravel_pytree(jax.grad(lambda params: (weight_Sn * logp(params, *inputs)).sum())(params))[0]
+        return ravel_pytree(
+            jax.grad(lambda params: (weight_Sn * logp(params, *inputs)).sum())(params)
+        )[0]
 
     def slope_of(weight_Nn, token_NL, *inputs):
-        """The gradient [P] of the sum of weight * logp: a draw weighs few of the canvases, and no others are run."""
+        """The gradient [P] of the sum of weight * logp: a draw weighs few of the canvases, and no
+        others are run.
+        """
         M_S = np.flatnonzero(weight_Nn.any(1))
         S = 8 if len(M_S) <= 8 else len(weight_Nn)
         weight_Sn = np.zeros((S, n), np.float32)
         weight_Sn[: len(M_S)] = weight_Nn[M_S]
-        return np.asarray(slope(params, weight_Sn, token_NL[np.resize(M_S, S)], *inputs), np.float64)
+        return np.asarray(
+            slope(params, weight_Sn, token_NL[np.resize(M_S, S)], *inputs), np.float64
+        )
 
     def weights_of(name, advantages, logp_Nn):
         """Weights [2, N, n] of logp: what an estimator expects, and one draw of it."""
@@ -788,7 +927,9 @@ def gradient_rows(canvases, cfg):
         return np.stack([sum(advantages) * coefficients(name, n)[0], draws])
 
     def gradient(kinds):
-        """([K, parameters] of a batch, mean reward): the exact gradient, and for `kinds` expected ones and draws."""
+        """([K, parameters] of a batch, mean reward): the exact gradient, and for `kinds` expected
+        ones and draws.
+        """
         answers, reward = batch(canvases, cfg, rng)
         total = 0.0
         for (row, step_n), (see_L, advantages) in answers.items():
@@ -798,7 +939,11 @@ def gradient_rows(canvases, cfg):
             weights = [sum(advantages) * weight for weight in weights]
             if kinds:
                 logp_Nn = np.where(sizes(n)[0], np.asarray(logps(params, *inputs), np.float64), 0)
-                weights += [*np.concatenate(np.stack([weights_of(name, advantages, logp_Nn) for name in kinds], 1))]
+                weights += [
+                    *np.concatenate(
+                        np.stack([weights_of(name, advantages, logp_Nn) for name in kinds], 1)
+                    )
+                ]
             keys = [(weight_Nn.round(9) + 0.0).tobytes() for weight_Nn in weights]
             different = dict(zip(keys, weights, strict=True))  # many expect the same: the ELBO's
             slopes = {key: slope_of(weight_Nn, *inputs) for key, weight_Nn in different.items()}
@@ -819,14 +964,18 @@ def gradient_rows(canvases, cfg):
         alone.append([cosine(g_P, exact_P) for g_P in (*gradient_KP[:2], *drawn_KP)])
         noise.append(((drawn_KP - expected_KP) ** 2).sum(1))
     if len(alone) < 2 or not np.ndim(exact_P):
-        raise ValueError("all completions of nearly every task got the same reward: no gradient; take more --batches")
+        raise ValueError(
+            "all completions of nearly every task got the same reward: no gradient; take more --batches"
+        )
     mean_KP, alone_K, noise_K = sums_KP / len(alone), np.mean(alone, 0), np.mean(noise, 0)
     error_K = np.std(alone, 0, ddof=1) / math.sqrt(len(alone))
     yield f"\n\nPolicy gradients of {len(alone)} batches of {cfg.prompts} x {cfg.group} answers of {n} tokens."
     yield f"The sampler fills all whose largest probability is at least {cfg.tau}. Mean reward {np.mean(rewards):.2f}\n"
     yield "| estimator | passes | cosine, expectation | cosine, one batch | mask variance / squared norm |"
     yield "|" + "---|" * 5
-    rows = {"the path, exactly": "steps", "TraceRL, shrink 1": "steps"} | {name: passes(name, n) for name in kinds}
+    rows = {"the path, exactly": "steps", "TraceRL, shrink 1": "steps"} | {
+        name: passes(name, n) for name in kinds
+    }
     noise_K = [0.0, 0.0, *(noise_K / (mean_KP[2 : 2 + len(kinds)] ** 2).sum(1))]
     for k, (name, cost) in enumerate(rows.items()):
         expects = f"{cosine(mean_KP[k], mean_KP[0]):.3f}"
@@ -855,7 +1004,9 @@ def path_rows(found, tau, elbo):
 
 
 def drift_rows(canvases, cfg):
-    """The table of drift by threshold, of the tasks' completions with and without the cache of coupled_grpo.py."""
+    """The table of drift by threshold, of the tasks' completions with and without the cache of
+    coupled_grpo.py.
+    """
     import jax
 
     import sample_dream
@@ -865,7 +1016,12 @@ def drift_rows(canvases, cfg):
     token_BL[:, -C:] = model.cfg.mask_id
     for threshold in (0.9, 0.5, 0.2):
         for cache in ("dual", ""):
-            own = {"temperature": 1.0, "threshold": threshold, "score": "distribution", "history": True}
+            own = {
+                "temperature": 1.0,
+                "threshold": threshold,
+                "score": "distribution",
+                "history": True,
+            }
             rule = sample_dream.Sampling(block_length=C, cache=cache, **own)
             _, stats = sample_dream.fill(model, token_BL, canvases.see_BL, rule, jax.random.key(0))
             record = stats["record"]
@@ -873,7 +1029,11 @@ def drift_rows(canvases, cfg):
             views = np.asarray(record.token_BL), canvases.see_BL, step_BC, model.cfg.mask_id
             log_BC = np.asarray(replayed(model, *views, int(step_BC.max()) + 1)) - logp_BC
             found = drift(log_BC, drawn_BC != model.cfg.mask_id)
-            rows.append(f"| {threshold} | {cache or 'none'} | " + " | ".join(f"{x:.2g}" for x in found.values()) + " |")
+            rows.append(
+                f"| {threshold} | {cache or 'none'} | "
+                + " | ".join(f"{x:.2g}" for x in found.values())
+                + " |"
+            )
     yield f"{len(token_BL)} completions of {C} tokens, temperature 1, one block.\n"
     yield "| threshold | cache | drift k1 | drift k3 | largest ratio |\n|" + "---|" * 5
     yield from rows
@@ -894,9 +1054,13 @@ def strata_rows(length):
 def main(cfg):
     n = cfg.free
     if not 1 <= n <= min(8, cfg.length) or cfg.answers < 1:
-        raise ValueError(f"--free={n} is 1 to 8, as an answer has 2^n canvases, --length no less, --answers at least 1")
+        raise ValueError(
+            f"--free={n} is 1 to 8, as an answer has 2^n canvases, --length no less, --answers at least 1"
+        )
     if cfg.batches and not (cfg.batches > 1 and cfg.group > 1 and 1 <= cfg.prompts <= cfg.answers):
-        raise ValueError("--batches and --group are at least 2, --prompts at least 1 and at most --answers")
+        raise ValueError(
+            "--batches and --group are at least 2, --prompts at least 1 and at most --answers"
+        )
     canvases = load(cfg)
     if cfg.drift:
         print("\n".join(drift_rows(canvases, cfg)))
@@ -914,17 +1078,25 @@ def main(cfg):
     for name in ["left_to_right", *ESTIMATORS]:
         if name.startswith("strata") and n % int(name[-1]):
             continue
-        # divided by what the weights of a token sum to: coupled's 1.5 is a matter of the learning rate
+        # divided by what the weights of a token sum to: coupled's 1.5 is a matter of the learning
+        # rate
         weight = coefficients(name, n)[0].sum() / n
         means, covs = zip(*(moments(name, logp_Nn) for logp_Nn in found), strict=True)
         mean_B, cov_Bnn = np.array(means).sum(1) / n / weight, np.array(covs) / weight**2
         scores = (mean_B - elbos).mean(), (mean_B - orders).mean()
         spread = cov_Bnn.sum((1, 2)).mean(), np.trace(cov_Bnn, axis1=1, axis2=2).mean()
-        cells = f"{weight:.3g}", *(f"{x:+.4f}" for x in scores), *(f"{x * passes(name, n):.3f}" for x in spread)
+        cells = (
+            f"{weight:.3g}",
+            *(f"{x:+.4f}" for x in scores),
+            *(f"{x * passes(name, n):.3f}" for x in spread),
+        )
         lines.append(f"| {name} | {passes(name, n)} | {' | '.join(cells)} |")
     lines += [*path_rows(of_answers, cfg.tau, elbos.mean()), *strata_rows(cfg.length)]
     lines += gradient_rows(canvases, cfg) if cfg.batches else []
-    text = "\n".join(lines) + f"\n\n`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`\n"
+    text = (
+        "\n".join(lines)
+        + f"\n\n`python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`\n"
+    )
     (RESULTS / f"{cfg.file}.md").write_text(text)
     print(text)
 

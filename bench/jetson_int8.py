@@ -1,9 +1,11 @@
-"""What 8 bits cost: held-out bits per byte of a trained MDLM as the device reads it, in FP16 and after --int8.
+"""What 8 bits cost: held-out bits per byte of a trained MDLM as the device reads it, in FP16 and
+after --int8.
 
     python bench/jetson_int8.py --ckpt=out/stories      # a run of train_gpu.py; a minute or two on two cores
 
-Exports both bundles, reads each as inference_jetson.py does, and bounds the same held-out rows under the same noise, in
-float32, so that only the weights differ. Writes an entry of bench/results/cpu.json.
+Exports both bundles, reads each as inference_jetson.py does, and bounds the same held-out rows
+under the same noise, in float32, so that only the weights differ. Writes an entry of
+bench/results/cpu.json.
 """
 
 import dataclasses
@@ -38,15 +40,23 @@ def main(cfg):
     token_RL = rows.read(np.arange(min(cfg.rows, rows.total)))[0].astype(np.int64)
     bytes_V = token_bytes(runs.read_tokenizer(cfg.ckpt), rows.meta["vocab_size"])
     tokens = train_gpu.is_text(token_RL).sum()
-    bits = tokens / math.log(2) / bytes_V[token_RL].sum(dtype=np.float64)  # per byte, of a nat per token
+    # per byte, of a nat per token
+    bits = tokens / math.log(2) / bytes_V[token_RL].sum(dtype=np.float64)
     bounds, sizes = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         for name in ("fp16", "int8"):
             out = Path(folder) / name
-            settings = {"out": str(out), "int8": name == "int8", "torchscript": False, "onnx": False}
+            settings = {
+                "out": str(out),
+                "int8": name == "int8",
+                "torchscript": False,
+                "onnx": False,
+            }
             export_jetson.main(export_jetson.Config(ckpt=cfg.ckpt, **settings))
             model, rng = jetson.read_model(out, jetson.read_bundle(out)), np.random.default_rng(0)
-            draws = [train_gpu.evaluate(model, token_RL, rng, 16, "float32") for _ in range(cfg.draws)]
+            draws = [
+                train_gpu.evaluate(model, token_RL, rng, 16, "float32") for _ in range(cfg.draws)
+            ]
             bounds[name] = bits * np.array([sums_T4[:, 0].sum() for sums_T4 in draws])
             sizes[name] = (out / "model.safetensors").stat().st_size
     lost = bounds["int8"] - bounds["fp16"]  # of each draw of the noise

@@ -4,11 +4,13 @@
     python bench/judge.py stories --ckpt=weights/mdlm --data=out/speedrun/stories/data
     python bench/judge.py code --ckpt=out/speedrun/code/run --data=out/speedrun/code/data
 
-stories: MDLM continues the beginnings of held-out stories, and a twin scores the texts: a PythonCoder with plain
-attention, trained on the same text with the same tokenizer (--twin, trained if it does not exist). Prints the twin's
-perplexity on the generated and on the held-out continuations, and the share of distinct 3-grams of words of both.
-code: PythonCoder continues the first lines of held-out functions. Prints how many texts parse up to their last whole
-statement and their share of repeated lines, beside those of the held-out functions.
+stories: MDLM continues the beginnings of held-out stories, and a twin scores the texts: a
+PythonCoder with plain attention, trained on the same text with the same tokenizer (--twin, trained
+if it does not exist). Prints the twin's perplexity on the generated and on the held-out
+continuations, and the share of distinct 3-grams of words of both.
+code: PythonCoder continues the first lines of held-out functions. Prints how many texts parse up to
+their last whole statement and their share of repeated lines, beside those of the held-out
+functions.
 """
 
 import codeop
@@ -68,18 +70,31 @@ def answers(cfg, command, prompts):
     """The JSON lines with which a program of this project answers prompts."""
     lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
     command = [sys.executable, *command, f"--max_new={cfg.max_new}", *cfg.flags.split()]
-    done = subprocess.run(command, cwd=ROOT, input=lines, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=ROOT, input=lines, stdout=subprocess.PIPE, text=True, check=True
+    )
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def continued_stories(cfg, prompts):
-    command = ["inference_jetson.py", f"--bundle={Path(cfg.ckpt).absolute()}", "--serve", "--steps=128"]
+    command = [
+        "inference_jetson.py",
+        f"--bundle={Path(cfg.ckpt).absolute()}",
+        "--serve",
+        "--steps=128",
+    ]
     texts = [answer["text"] for answer in answers(cfg, command, prompts)]
     return [text.removeprefix(prompt) for prompt, text in zip(prompts, texts, strict=True)]
 
 
 def continued_code(cfg, prompts):
-    command = ["generate.py", "--model=pythoncoder", f"--ckpt={Path(cfg.ckpt).absolute()}", "--file=-", "--json"]
+    command = [
+        "generate.py",
+        "--model=pythoncoder",
+        f"--ckpt={Path(cfg.ckpt).absolute()}",
+        "--file=-",
+        "--json",
+    ]
     return [answer["completion"] for answer in answers(cfg, command, prompts)]
 
 
@@ -89,7 +104,13 @@ def continued_code(cfg, prompts):
 def train_twin(cfg):
     shutil.rmtree(Path(cfg.twin, "run"), ignore_errors=True)  # one that was stopped
     data = f"{cfg.twin}/data"
-    source = ["text", str(Path(cfg.text).absolute()), "--rows=packed", "--seq_len=256", f"--out={data}"]
+    source = [
+        "text",
+        str(Path(cfg.text).absolute()),
+        "--rows=packed",
+        "--seq_len=256",
+        f"--out={data}",
+    ]
     # Packed rows need an end of text; the ids are those of the padded rows.
     source += [f"--tokenizer={Path(cfg.data).absolute()}/tokenizer.json", "--eos=<eos>"]
     subprocess.run([sys.executable, "data_prep.py", *source], cwd=ROOT, check=True)
@@ -121,7 +142,8 @@ def nats_of(model, prompts, texts, tokenizer):
 
 
 def perplexity(nats_N, count_N, beginnings):
-    """Of all texts together, and its 10th and 90th percentile over 1,000 draws of beginnings with replacement.
+    """Of all texts together, and its 10th and 90th percentile over 1,000 draws of beginnings with
+    replacement.
 
     Text i continues beginning i % beginnings.
     """
@@ -154,12 +176,17 @@ def judge_stories(cfg, tokenizer):
     begins = [re.match(r"(\S+\s+){9}\S+", story) for story in stories]
     prompts = [begin.group() for begin in begins if begin]
     ends = [story[begin.end() :] for story, begin in zip(stories, begins, strict=True) if begin]
-    tails = [tokenizer.decode(tokenizer.encode(end, add_special_tokens=False).ids[: cfg.max_new]) for end in ends]
+    tails = [
+        tokenizer.decode(tokenizer.encode(end, add_special_tokens=False).ids[: cfg.max_new])
+        for end in ends
+    ]
     asked = (prompts * -(-cfg.samples // len(prompts)))[: cfg.samples]
     written = continued_stories(cfg, asked)
 
     ours, real = (nats_of(model, *pair, tokenizer) for pair in ((asked, written), (prompts, tails)))
-    (of_ours, spread), (of_real, spread_of_real) = (perplexity(*each, len(prompts)) for each in (ours, real))
+    (of_ours, spread), (of_real, spread_of_real) = (
+        perplexity(*each, len(prompts)) for each in (ours, real)
+    )
     # the same number of texts of both, as repeats grow with it
     grams = distinct(written[: len(tails)]), distinct(tails[: len(written)])
     return {
@@ -179,12 +206,15 @@ HEAD = re.compile(r"^( *)def \w+\([^\n]*\)(?: *->[^\n]*)?:\n", re.MULTILINE)
 
 
 def parses(text):
-    """Whether a text parses up to its last whole statement, without its last line, which is incomplete."""
+    """Whether a text parses up to its last whole statement, without its last line, which is
+    incomplete.
+    """
     lines = text.splitlines(keepends=True)[:-1]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            codeop.compile_command("".join(lines), symbol="exec")  # None: incomplete, but no error so far
+            # None: incomplete, but no error so far
+            codeop.compile_command("".join(lines), symbol="exec")
         except (SyntaxError, ValueError, OverflowError):
             return False
     return True
@@ -203,7 +233,9 @@ def judge_code(cfg, tokenizer):
         for found in HEAD.finditer(text):
             if not found.group(1):
                 heads.append(found.group())
-                following = tokenizer.encode(text[found.end() :], add_special_tokens=False).ids[: cfg.max_new]
+                following = tokenizer.encode(text[found.end() :], add_special_tokens=False).ids[
+                    : cfg.max_new
+                ]
                 bodies.append(tokenizer.decode(following))
     asked = (heads * -(-cfg.samples // len(heads)))[: cfg.samples]
     written = continued_code(cfg, asked)
@@ -211,7 +243,8 @@ def judge_code(cfg, tokenizer):
     return {
         "samples": len(written),
         "parse": sum(whole) / len(whole),
-        "parse_of_heldout": sum(parses(h + b) for h, b in zip(heads, bodies, strict=True)) / len(heads),
+        "parse_of_heldout": sum(parses(h + b) for h, b in zip(heads, bodies, strict=True))
+        / len(heads),
         "repeated_lines": repeated(written),
         "repeated_lines_of_heldout": repeated(bodies),
     }, list(zip(asked, written, strict=True))

@@ -5,14 +5,15 @@
     python bench/lm_eval_model.py --model=unmask --model_args=ckpt=out/llada,likelihood=llada --tasks=hellaswag
     python bench/lm_eval_model.py --model=unmask --model_args=ckpt=out/nemotron,likelihood=ar --tasks=wikitext
 
-The other flags are lm-eval's own. --model_args are those of Unmask below, and fields of sample_dream.Sampling: steps,
-block_length, cache, threshold, alg, ...
+The other flags are lm-eval's own. --model_args are those of Unmask below, and fields of
+sample_dream.Sampling: steps, block_length, cache, threshold, alg, ...
 
-What a log-likelihood is depends on the model, is printed, and stands in the results as "likelihood":
-exact   of a model with blocks of up to four tokens: the sum over all masks of a block
-ar      each token from those before it, in one pass, exact: of blocks of one token, and of causal models (Nemotron)
-bound   of any other: the ELBO, a lower bound, the mean of `draws` draws of the noise, stratified in time
-llada   LLaDA's own estimate of its bound, by number of masks, with softmax over all ids and guidance by cfg_scale.
+What a log-likelihood is depends on the model, is printed, and stands in the results as
+"likelihood": exact   of a model with blocks of up to four tokens: the sum over all masks of a block
+ar      each token from those before it, in one pass, exact: of blocks of one token, and of causal
+models (Nemotron) bound   of any other: the ELBO, a lower bound, the mean of `draws` draws of the
+noise, stratified in time llada   LLaDA's own estimate of its bound, by number of masks, with
+softmax over all ids and guidance by cfg_scale.
         Ref: arXiv:2502.09992, eq. 14
 
 Letters: B batch, L length, A tokens of an answer, N chunks of draws, V vocabulary.
@@ -49,20 +50,26 @@ import sample_dream
 
 def row_of(token_BL):
     """(segments, positions) of rows of one document each; token -1 is padding."""
-    return (token_BL >= 0).astype(jnp.int32), jnp.broadcast_to(jnp.arange(token_BL.shape[1]), token_BL.shape)
+    return (token_BL >= 0).astype(jnp.int32), jnp.broadcast_to(
+        jnp.arange(token_BL.shape[1]), token_BL.shape
+    )
 
 
 @functools.partial(jax.jit, static_argnames="graph")
 def exact_nats(params, token_BL, fixed_BL, *, graph):
     """-log p [B] of the tokens that are not fixed, given those that are; see Dream.exact_nll."""
     segment_BL, position_BL = row_of(token_BL)
-    nll_BL = nnx.merge(graph, params).exact_nll(jnp.maximum(token_BL, 0), segment_BL, position_BL, fixed_BL)
+    nll_BL = nnx.merge(graph, params).exact_nll(
+        jnp.maximum(token_BL, 0), segment_BL, position_BL, fixed_BL
+    )
     return nll_BL.sum(1)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "draws", "size"))
 def bound_nats(params, key, token_L, fixed_L, *, graph, draws, size):
-    """A bound on -log p of the tokens that are not fixed: the mean of Dream.nelbo over draws, `size` at a time."""
+    """A bound on -log p of the tokens that are not fixed: the mean of Dream.nelbo over draws,
+    `size` at a time.
+    """
     model = nnx.merge(graph, params)
     token_BL, fixed_BL = (jnp.broadcast_to(x_L, (size, len(x_L))) for x_L in (token_L, fixed_L))
     segment_BL, position_BL = row_of(token_BL)
@@ -77,9 +84,11 @@ def bound_nats(params, key, token_L, fixed_L, *, graph, draws, size):
 
 @functools.partial(jax.jit, static_argnames=("graph", "cfg_scale"))
 def llada_nats(params, noised_BL, token_L, prompt, answer, *, graph, cfg_scale=0.0):
-    """LLaDA's estimate of -log p of the `answer` tokens after `prompt` ones: mean of sum(nll) A / masks over the rows.
+    """LLaDA's estimate of -log p of the `answer` tokens after `prompt` ones: mean of sum(nll) A /
+    masks over the rows.
 
-    Token -1 is padding. With cfg_scale w the logits are u + (w + 1) (c - u), u those with the prompt masked.
+    Token -1 is padding. With cfg_scale w the logits are u + (w + 1) (c - u), u those with the
+    prompt masked.
     """
     model, see_BL = nnx.merge(graph, params), jnp.broadcast_to(token_L >= 0, noised_BL.shape)
     logits_BLV = model(noised_BL, None, see_BL)
@@ -95,7 +104,9 @@ def llada_nats(params, noised_BL, token_L, prompt, answer, *, graph, cfg_scale=0
 
 
 def llada_counts(first, answer, rows):
-    """LLaDA's numbers of masked tokens [B] in the rows of a batch, evenly spread over 1 .. answer from `first` on."""
+    """LLaDA's numbers of masked tokens [B] in the rows of a batch, evenly spread over 1 .. answer
+    from `first` on.
+    """
     return (np.round(first + np.arange(rows) * answer / rows).astype(int) - 1) % answer + 1
 
 
@@ -110,8 +121,9 @@ def llada_masks(rng, answer, rows):
 
 @register_model("unmask")
 class Unmask(TemplateLM):
-    """max_length: tokens of context and answer, 0: the model's positions, at most 4096; max_new: of a generation
-    whose task does not say; greedy: whether is_greedy is computed (a generation per answer), else it is False.
+    """max_length: tokens of context and answer, 0: the model's positions, at most 4096; max_new: of
+    a generation whose task does not say; greedy: whether is_greedy is computed (a generation per
+    answer), else it is False.
     """
 
     def __init__(
@@ -119,13 +131,25 @@ class Unmask(TemplateLM):
         cfg_scale=0.0, max_length=0, max_new=256, greedy=False, seed=0, **sampling,
     ):  # fmt: skip
         super().__init__()
-        self.batch_size, self.draws, self.cfg_scale, self.greedy = int(batch_size), draws, cfg_scale, greedy
+        self.batch_size, self.draws, self.cfg_scale, self.greedy = (
+            int(batch_size),
+            draws,
+            cfg_scale,
+            greedy,
+        )
         settings = {"dtype": dtype, "bits": bits, "rows": self.batch_size}
         self.model, _, self.mesh = inference.load_for_inference(md, ckpt, **settings)
         self.ckpt, cfg = ckpt, self.model.cfg
-        self.tokenizer, self.wrap = sample_dream.load_tokenizer(ckpt, cfg), canvas.chat_template(runs.as_path(ckpt))
+        self.tokenizer, self.wrap = (
+            sample_dream.load_tokenizer(ckpt, cfg),
+            canvas.chat_template(runs.as_path(ckpt)),
+        )
         self.max_length, self.max_new = max_length or min(cfg.positions, 4096), max_new
-        ends = {cfg.eos_id, canvas.turn_end(self.tokenizer), self.tokenizer.token_to_id("<|endoftext|>")}
+        ends = {
+            cfg.eos_id,
+            canvas.turn_end(self.tokenizer),
+            self.tokenizer.token_to_id("<|endoftext|>"),
+        }
         ends -= {None, cfg.expand_id}
         settings = {"vocab": self.tokenizer.get_vocab_size(), "eos_ids": tuple(sorted(ends))}
         self.rule, self.sampler = sample_dream.Sampling(**sampling, **settings), sample_dream
@@ -135,16 +159,25 @@ class Unmask(TemplateLM):
         # How likelihoods are computed, and the model for it: that of `ar` has blocks of one token.
         small = 0 < cfg.block_length <= md.EXACT_BLOCK
         self.likelihood = likelihood or ("exact" if small else "bound")
-        if self.likelihood not in ("exact", "ar", "bound", "llada") or (self.likelihood == "exact" and not small):
-            raise ValueError(f"likelihood={likelihood}: ar, bound, llada, or exact of blocks up to {md.EXACT_BLOCK}")
+        if self.likelihood not in ("exact", "ar", "bound", "llada") or (
+            self.likelihood == "exact" and not small
+        ):
+            raise ValueError(
+                f"likelihood={likelihood}: ar, bound, llada, or exact of blocks up to {md.EXACT_BLOCK}"
+            )
         if self.likelihood == "ar" and not (cfg.causal or cfg.block_length == 1):
-            raise ValueError("likelihood=ar is for causal models (Nemotron) and for blocks of one token")
+            raise ValueError(
+                "likelihood=ar is for causal models (Nemotron) and for blocks of one token"
+            )
         self.graph, self.params = nnx.split(self.model)
         if self.likelihood == "ar":
             self.graph = md.graph_of(dataclasses.replace(cfg, block_length=1), self.model.run)
         self.key, self.rng = jax.random.key(seed), np.random.default_rng(seed)
         drawn = self.likelihood in ("bound", "llada")
-        print(f"log-likelihoods: {self.likelihood}" + (f", {draws} draws each" if drawn else ""), file=sys.stderr)
+        print(
+            f"log-likelihoods: {self.likelihood}" + (f", {draws} draws each" if drawn else ""),
+            file=sys.stderr,
+        )
 
     def get_model_info(self):
         """What the results say of the model."""
@@ -169,26 +202,37 @@ class Unmask(TemplateLM):
         return self.tokenizer.encode(string, add_special_tokens=False).ids
 
     def apply_chat_template(self, chat_history, add_generation_prompt=True):
-        """The model's own template, of turns that end with the user's, perhaps after a system turn."""
+        """The model's own template, of turns that end with the user's, perhaps after a system
+        turn.
+        """
         turns = [turn["content"] for turn in chat_history]
         system = turns.pop(0) if chat_history[0]["role"] == "system" else None
         if not self.wrap or len(turns) % 2 == 0:
-            raise ValueError(f"{self.ckpt} has no chat template, or the last turn is not the user's")
+            raise ValueError(
+                f"{self.ckpt} has no chat template, or the last turn is not the user's"
+            )
         return self.wrap(turns[-1], system, list(zip(turns[:-1:2], turns[1::2], strict=True)))
 
     # ---- likelihoods
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
-        """[(log p of the answer, whether it is the greedy one)] of (texts, context ids, answer ids)."""
+        """[(log p of the answer, whether it is the greedy one)] of (texts, context ids, answer
+        ids).
+        """
         pairs = [(context, answer[-(self.max_length - 1) :]) for _, context, answer in requests]
-        pairs = [(context[max(0, len(context) + len(answer) - self.max_length) :], answer) for context, answer in pairs]
+        pairs = [
+            (context[max(0, len(context) + len(answer) - self.max_length) :], answer)
+            for context, answer in pairs
+        ]
         found = []
         with inference.mesh_context(self.mesh):
             for i in range(0, len(pairs), self.batch_size):
                 batch = pairs[i : i + self.batch_size]
                 drawn = self.likelihood in ("bound", "llada")
                 nats = (
-                    [self.nats_by_draws(i + j, *pair) for j, pair in enumerate(batch)] if drawn else self.exact(batch)
+                    [self.nats_by_draws(i + j, *pair) for j, pair in enumerate(batch)]
+                    if drawn
+                    else self.exact(batch)
                 )
                 greedy = self.is_greedy(batch) if self.greedy else [False] * len(batch)
                 found += zip((-float(x) for x in nats), greedy, strict=False)
@@ -198,16 +242,27 @@ class Unmask(TemplateLM):
         return found
 
     def exact(self, batch):
-        """-log p of each answer; the batch is filled up to its size, so that few shapes are compiled."""
-        width = sample_dream.canvas_width(max(len(context + answer) for context, answer in batch), self.max_length)
-        token_BL, fixed_BL = np.full((self.batch_size, width), -1), np.ones((self.batch_size, width), int)
+        """-log p of each answer; the batch is filled up to its size, so that few shapes are
+        compiled.
+        """
+        width = sample_dream.canvas_width(
+            max(len(context + answer) for context, answer in batch), self.max_length
+        )
+        token_BL, fixed_BL = (
+            np.full((self.batch_size, width), -1),
+            np.ones((self.batch_size, width), int),
+        )
         for token_L, fixed_L, (context, answer) in zip(token_BL, fixed_BL, batch, strict=False):
             token_L[: len(context + answer)] = context + answer
             fixed_L[len(context) : len(context + answer)] = 0
-        return np.asarray(exact_nats(self.params, token_BL, fixed_BL, graph=self.graph))[: len(batch)]
+        return np.asarray(exact_nats(self.params, token_BL, fixed_BL, graph=self.graph))[
+            : len(batch)
+        ]
 
     def nats_by_draws(self, number, context, answer):
-        """An estimate of a bound on -log p of an answer; its noise is a function of the seed and of its number."""
+        """An estimate of a bound on -log p of an answer; its noise is a function of the seed and of
+        its number.
+        """
         prompt, A = len(context), len(answer)
         width = sample_dream.canvas_width(prompt + A, self.max_length)
         token_L, fixed_L = np.full(width, -1), np.ones(width, int)
@@ -220,22 +275,30 @@ class Unmask(TemplateLM):
         nats = []
         for _ in range(self.draws // size):
             noised_BL = np.tile(np.maximum(token_L, 0), (size, 1))
-            noised_BL[:, prompt : prompt + A][llada_masks(self.rng, A, size)] = self.model.cfg.mask_id
+            noised_BL[:, prompt : prompt + A][llada_masks(self.rng, A, size)] = (
+                self.model.cfg.mask_id
+            )
             settings = {"graph": self.graph, "cfg_scale": self.cfg_scale}
             nats.append(llada_nats(self.params, noised_BL, token_L, prompt, A, **settings))
         return np.mean(nats)
 
     def is_greedy(self, batch):
         """Whether the model generates each of the answers at temperature 0."""
-        texts = self.generated([context for context, _ in batch], max(len(answer) for _, answer in batch), self.rule)
+        texts = self.generated(
+            [context for context, _ in batch], max(len(answer) for _, answer in batch), self.rule
+        )
         return [ids[: len(answer)] == answer for ids, (_, answer) in zip(texts, batch, strict=True)]
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        """log p of whole texts after BOS, in windows of max_length tokens that see one token of the window before."""
+        """log p of whole texts after BOS, in windows of max_length tokens that see one token of the
+        window before.
+        """
         totals = []
         for request in requests:
             ids = self.tok_encode(request.args[0])
-            windows = utils.get_rolling_token_windows(ids, self.prefix_token_id, self.max_length - 1, 1)
+            windows = utils.get_rolling_token_windows(
+                ids, self.prefix_token_id, self.max_length - 1, 1
+            )
             windows = [(None, *utils.make_disjoint_window(window)) for window in windows]
             totals.append(sum(logp for logp, _ in self._loglikelihood_tokens(windows)))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, totals[-1])
@@ -247,10 +310,15 @@ class Unmask(TemplateLM):
         """The new ids of each prompt, a batch at a time, in at most three canvas widths."""
         longest = self.max_length - new
         if longest < 1:
-            raise ValueError(f"max_gen_toks={new} leaves no room for a prompt: raise max_length={self.max_length}")
+            raise ValueError(
+                f"max_gen_toks={new} leaves no room for a prompt: raise max_length={self.max_length}"
+            )
         prompts = [ids[-longest:] or [self.prefix_token_id] for ids in prompts]
         lengths = sorted(len(ids) + new for ids in prompts)
-        shape = {"widths": sample_dream.widths(lengths, self.batch_size, self.max_length), "rows": self.batch_size}
+        shape = {
+            "widths": sample_dream.widths(lengths, self.batch_size, self.max_length),
+            "rows": self.batch_size,
+        }
         rows = []
         for i in range(0, len(prompts), self.batch_size):
             batch, key = prompts[i : i + self.batch_size], jax.random.fold_in(self.key, i)
@@ -267,8 +335,12 @@ class Unmask(TemplateLM):
             settings = json.loads(settings)
             stops, new = settings.get("until") or [], settings.get("max_gen_toks", self.max_new)
             heat = settings.get("temperature", 1.0) if settings.get("do_sample") else 0.0
-            rule = dataclasses.replace(self.rule, temperature=heat, top_p=settings.get("top_p", 1.0))
-            found = self.generated([self.tok_encode(requests[n].args[0]) for n in numbers], new, rule)
+            rule = dataclasses.replace(
+                self.rule, temperature=heat, top_p=settings.get("top_p", 1.0)
+            )
+            found = self.generated(
+                [self.tok_encode(requests[n].args[0]) for n in numbers], new, rule
+            )
             for number, ids in zip(numbers, found, strict=True):
                 end = next((i for i, token in enumerate(ids) if token in rule.eos_ids), len(ids))
                 text = self.tokenizer.decode(ids[:end], skip_special_tokens=False)

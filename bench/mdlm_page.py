@@ -52,8 +52,14 @@ def main(cfg):
     jetson.write(writer, settings, recorder)
     # in which step each token was written, 0: given; without BOS and what follows EOS
     text = jetson.text_ids(recorder.history[-1], settings.prompt)
-    steps = [[ids[p] if p < len(ids) else mdlm.MASK for p in range(1, 1 + len(text))] for ids in recorder.history]
-    when = [next(i for i, token in enumerate(tokens) if token != mdlm.MASK) for tokens in zip(*steps, strict=True)]
+    steps = [
+        [ids[p] if p < len(ids) else mdlm.MASK for p in range(1, 1 + len(text))]
+        for ids in recorder.history
+    ]
+    when = [
+        next(i for i, token in enumerate(tokens) if token != mdlm.MASK)
+        for tokens in zip(*steps, strict=True)
+    ]
     prob = [recorder.found.get(p, 1.0) for p in range(1, 1 + len(text))]
     tokens = map(canvas.Token, canvas.pieces(writer.tokenizer, text), when, prob)
     canvas.write_page(cfg.html, [list(tokens)])

@@ -1,10 +1,12 @@
-"""Training and sampling speed of MDLM: train_gpu.py against a plain PyTorch trainer, sample() against its model.
+"""Training and sampling speed of MDLM: train_gpu.py against a plain PyTorch trainer, sample()
+against its model.
 
     python bench/mdlm_speed.py --data=data/stories        # ten minutes on two cores; keep the machine idle
 
-The plain trainer is what one writes first: eager, softmax attention in the open (and, as a second baseline, PyTorch's
-fused attention), logits of every position, the same weights, rows, noise, loss, AdamW, clipping and average. Its losses
-must equal ours. Writes bench/results/cpu.json, or <GPU>.json.
+The plain trainer is what one writes first: eager, softmax attention in the open (and, as a second
+baseline, PyTorch's fused attention), logits of every position, the same weights, rows, noise, loss,
+AdamW, clipping and average. Its losses must equal ours. Writes bench/results/cpu.json, or
+<GPU>.json.
 """
 
 import copy
@@ -109,10 +111,15 @@ def plain_steps(cfg, settings, rows, device, micro, fused):
     ema = copy.deepcopy(model)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": rest, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), eps=1e-8)
     # the type of our matmuls, and as there a scale against the underflow of float16
-    autocast = torch.autocast(device.type, getattr(torch, cfg.dtype), enabled=cfg.dtype != "float32")
+    autocast = torch.autocast(
+        device.type, getattr(torch, cfg.dtype), enabled=cfg.dtype != "float32"
+    )
     scaler = torch.amp.GradScaler(device.type, enabled=cfg.dtype == "float16")
     seconds, losses = [], []
     for step in range(cfg.warmup + cfg.steps):
@@ -123,7 +130,9 @@ def plain_steps(cfg, settings, rows, device, micro, fused):
         counted = train_gpu.is_text(noised.token_BL).sum()
         weight_B = diffusion.nelbo_weight(noised.time_B, settings.schedule) / counted
         weight_BL = np.where(noised.mask_BL, weight_B[:, None], 0)
-        x0, xt, rate, weight = map(torch.from_numpy, (noised.token_BL, noised.xt_BL, rate_B, weight_BL))
+        x0, xt, rate, weight = map(
+            torch.from_numpy, (noised.token_BL, noised.xt_BL, rate_B, weight_BL)
+        )
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * train_gpu.learning_rate(step, settings)
         # gradients over micro-batches: logits of every position
@@ -153,18 +162,23 @@ def plain_steps(cfg, settings, rows, device, micro, fused):
     return seconds[cfg.warmup :], losses
 
 
-# dense bfloat16 FLOP/s of the data sheets, the longest name first; other devices, and float32, report no MFU
+# dense bfloat16 FLOP/s of the data sheets, the longest name first; other devices, and float32,
+# report no MFU
 PEAK_FLOPS = {
     "H200_NVL": 835e12, "H100_NVL": 835e12, "H100_PCIe": 756e12, "H200": 989e12, "H100": 989e12, "A100": 312e12,
 }  # fmt: skip
 
 
 def flops(noised, architecture):
-    """Of a step: 6 per weight and token; the head runs at the masks only, attention on pairs of a row's tokens."""
+    """Of a step: 6 per weight and token; the head runs at the masks only, attention on pairs of a
+    row's tokens.
+    """
     length_B = (noised.token_BL != mdlm.PAD).sum(1)
     weights = mdlm.count_params(architecture)["blocks"] * length_B.sum()
     weights += architecture.vocab * architecture.width * noised.mask_BL.sum()
-    return 6 * int(weights) + 12 * architecture.layers * architecture.width * int((length_B**2).sum())
+    return 6 * int(weights) + 12 * architecture.layers * architecture.width * int(
+        (length_B**2).sum()
+    )
 
 
 def our_steps(cfg, data):
@@ -173,9 +187,19 @@ def our_steps(cfg, data):
         steps = cfg.warmup + cfg.steps
         flags = f"--data={data} --out={folder}/run --model={cfg.model} --steps={steps} --batch_size={cfg.batch_size}"
         flags += " --optimizer=adamw --no-rope"  # as the plain trainer
-        command = [sys.executable, str(ROOT / "train_gpu.py"), *flags.split(), "--log_every=1", f"--dtype={cfg.dtype}"]
-        subprocess.run([*command, "--eval_rows=16", "--eval_every=1000"], check=True, stdout=subprocess.DEVNULL)
-        log = [json.loads(line) for line in Path(folder, "run", "log.jsonl").read_text().splitlines()]
+        command = [
+            sys.executable,
+            str(ROOT / "train_gpu.py"),
+            *flags.split(),
+            "--log_every=1",
+            f"--dtype={cfg.dtype}",
+        ]
+        subprocess.run(
+            [*command, "--eval_rows=16", "--eval_every=1000"], check=True, stdout=subprocess.DEVNULL
+        )
+        log = [
+            json.loads(line) for line in Path(folder, "run", "log.jsonl").read_text().splitlines()
+        ]
     rows = [row for row in log if "loss" in row]
     return [row["step_ms"] / 1e3 for row in rows][cfg.warmup :], [row["loss"] for row in rows]
 
@@ -190,7 +214,9 @@ def bench_training(cfg, file, device):
     for fused in (False, True):
         for micro in cfg.micro_batches:
             seconds, plain_losses = plain_steps(cfg, settings, rows, device, micro, fused)
-            np.testing.assert_allclose(plain_losses, losses, rtol=1e-3 if cfg.dtype == "float32" else 0.05)
+            np.testing.assert_allclose(
+                plain_losses, losses, rtol=1e-3 if cfg.dtype == "float32" else 0.05
+            )
             plain[fused, micro] = seconds
     half = "" if cfg.dtype == "float32" else f", {cfg.dtype}"
     again, _ = our_steps(cfg, data)  # the machine's speed drifts
@@ -199,7 +225,9 @@ def bench_training(cfg, file, device):
     steps = range(cfg.warmup, settings.steps)
     batches = (train_gpu.training_batch(rows, settings, step).token_BL for step in steps)
     tokens = float(np.mean([(token_BL != mdlm.PAD).sum() for token_BL in batches]))
-    mean_flops = np.mean([flops(train_gpu.training_batch(rows, settings, step), architecture) for step in steps])
+    mean_flops = np.mean(
+        [flops(train_gpu.training_batch(rows, settings, step), architecture) for step in steps]
+    )
     median, low, high = np.quantile(ours + again, [0.5, 0.1, 0.9]).tolist()
     for fused in (False, True):
         best = min((seconds for key, seconds in plain.items() if key[0] == fused), key=np.median)
@@ -212,8 +240,15 @@ def bench_training(cfg, file, device):
             "ratio",
             spread=[their_low / high, their_high / low],
             ours={"step_s": median, "p10": low, "p90": high, "tok_per_s": tokens / median},
-            baseline={"step_s": theirs, "p10": their_low, "p90": their_high, "tok_per_s": tokens / theirs},
-            baseline_micro_batches={key[1]: float(np.median(s)) for key, s in plain.items() if key[0] == fused},
+            baseline={
+                "step_s": theirs,
+                "p10": their_low,
+                "p90": their_high,
+                "tok_per_s": tokens / theirs,
+            },
+            baseline_micro_batches={
+                key[1]: float(np.median(s)) for key, s in plain.items() if key[0] == fused
+            },
             mfu=mean_flops / median / peak if peak else None,
         )
 
@@ -222,7 +257,9 @@ def bench_training(cfg, file, device):
 
 
 def bench_sampling(cfg, file, device):
-    """Share of sample()'s time that is not the model's. Untrained weights: the time does not depend on them."""
+    """Share of sample()'s time that is not the model's. Untrained weights: the time does not depend
+    on them.
+    """
     torch.manual_seed(0)
     model = mdlm.MDLM(mdlm.CONFIGS[cfg.model]).to(device).eval()
     spent_s = []  # of each call of the model
@@ -249,13 +286,21 @@ def bench_sampling(cfg, file, device):
                 for seed in range(6):  # the first one is not counted
                     passes, started = [], time.perf_counter()
                     spent_s.clear()
-                    rule, generator = mdlm.Sampling(sampler, steps=steps), torch.Generator(device).manual_seed(seed)
-                    mdlm.sample(model, canvas, rule, generator, lambda i, x, done=passes: done.append(i)).tolist()
+                    rule, generator = (
+                        mdlm.Sampling(sampler, steps=steps),
+                        torch.Generator(device).manual_seed(seed),
+                    )
+                    mdlm.sample(
+                        model, canvas, rule, generator, lambda i, x, done=passes: done.append(i)
+                    ).tolist()
                     seconds = time.perf_counter() - started
                     shares.append(1 - sum(spent_s) / seconds)
                     passes_s.append(seconds / len(passes))
                 row = {"length": length, "steps": steps, "passes": len(passes)}
-                row |= {"overhead": float(np.median(shares[1:])), "pass_ms": 1e3 * float(np.median(passes_s[1:]))}
+                row |= {
+                    "overhead": float(np.median(shares[1:])),
+                    "pass_ms": 1e3 * float(np.median(passes_s[1:])),
+                }
                 table.append(row)
         worst = max(table, key=lambda row: row["overhead"])
         name = f"mdlm {cfg.model} sampling, {sampler}, top-p 0.95: share of the time outside the model, worst case"
@@ -263,7 +308,9 @@ def bench_sampling(cfg, file, device):
 
 
 def one_dtype(cfg, device):
-    """The same settings with the type of matmuls that train_gpu.py takes here, for both trainers."""
+    """The same settings with the type of matmuls that train_gpu.py takes here, for both
+    trainers.
+    """
     settings = train_gpu.Config(model=cfg.model, batch_size=cfg.batch_size, dtype=cfg.dtype)
     return dataclasses.replace(cfg, dtype=train_gpu.resolve(settings, train_gpu.Devices(device))[1])
 

@@ -3,13 +3,15 @@
     python bench/mending.py    # two and a half hours, beside other work; goes on where it stopped
     python bench/mending.py --functions=16 --rounds=4 --out=out/try_mending --file=try_mending    # a first look
 
-Half of the functions are solutions with one planted bug: a wrong constant, comparison, method or variable, or a missing
-line. The others are what weights/dream itself generates at temperature 0. All fail the example in their docstring. An
-attempt may read that example alone; hidden tests decide whether a function is mended, and count those that pass the
-example and fail the tests. Writes mending.md, mending.png and an entry of cpu.json under bench/results/.
+Half of the functions are solutions with one planted bug: a wrong constant, comparison, method or
+variable, or a missing line. The others are what weights/dream itself generates at temperature 0.
+All fail the example in their docstring. An attempt may read that example alone; hidden tests decide
+whether a function is mended, and count those that pass the example and fail the tests. Writes
+mending.md, mending.png and an entry of cpu.json under bench/results/.
 
-Every round opens one place and fills 64 masks, by an entropy bound of 0.1. Against it: whole functions generated anew,
-by weights/dream at temperature 0.8, or from left to right by weights/pythoncoder, the first at temperature 0.
+Every round opens one place and fills 64 masks, by an entropy bound of 0.1. Against it: whole
+functions generated anew, by weights/dream at temperature 0.8, or from left to right by
+weights/pythoncoder, the first at temperature 0.
 """
 
 import ast
@@ -50,12 +52,26 @@ class Config:
     rounds: int = 8  # of a repair, and texts generated anew
     masks: int = 64
     batch_size: int = 50
-    file: str = "cpu"  # bench/results/<file>.json; mending.md and .png belong to "cpu", else <file>.md and .png
+    # bench/results/<file>.json; mending.md and .png belong to "cpu", else <file>.md and .png
+    file: str = "cpu"
     seed: int = 0
 
 
 KINDS = "constant", "comparison", "method", "variable", "missing line"
-METHODS = {"min", "max", "any", "all", "upper", "lower", "startswith", "endswith", "isupper", "islower", "sum", "len"}
+METHODS = {
+    "min",
+    "max",
+    "any",
+    "all",
+    "upper",
+    "lower",
+    "startswith",
+    "endswith",
+    "isupper",
+    "islower",
+    "sum",
+    "len",
+}
 METHODS |= {"isdigit", "isalpha", "sorted"}
 
 
@@ -66,7 +82,11 @@ def bugs(prompt, body, rng):
     """{kind: body with one bug} of a solution; all of them parse."""
     *_, function = ast.parse(prompt + body).body
     names = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
-    names |= {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    names |= {
+        node.id
+        for node in ast.walk(function)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
     found = {kind: [] for kind in KINDS}
     for mark in re.finditer(r"[=!<>]+|\b\w+\b", body):
         word, (start, end) = mark[0], mark.span()
@@ -83,13 +103,15 @@ def bugs(prompt, body, rng):
     lines = body.splitlines(keepends=True)
     if len(lines) > 1:
         found["missing line"] = ["".join(lines[:i] + lines[i + 1 :]) for i in range(len(lines))]
-    found = {kind: [text for text in of if infill.parses(prompt + text)] for kind, of in found.items()}
+    found = {
+        kind: [text for text in of if infill.parses(prompt + text)] for kind, of in found.items()
+    }
     return {kind: rng.choice(of) for kind, of in found.items() if of}
 
 
 def planted(cfg, tasks):
-    """Functions with a bug that the example and a hidden test find, as rows, as many of each kind; and {kind: [bugs
-    that a hidden test finds, those among them that the example finds]}.
+    """Functions with a bug that the example and a hidden test find, as rows, as many of each kind;
+    and {kind: [bugs that a hidden test finds, those among them that the example finds]}.
     """
     rng, wanted = random.Random(cfg.seed), dict.fromkeys(KINDS, -(-cfg.functions // len(KINDS)))
     candidates = []
@@ -117,7 +139,9 @@ def own_failures(cfg, tasks, dream):
     for i in range(0, len(tasks), cfg.batch_size):
         part = tasks[i : i + cfg.batch_size]
         texts, _ = dream.anew(part, 0.0, 0)
-        part = [task | {"kind": "its own", "body": text} for task, text in zip(part, texts, strict=True)]
+        part = [
+            task | {"kind": "its own", "body": text} for task, text in zip(part, texts, strict=True)
+        ]
         rows += [row for row, (example, _) in zip(part, passing(part), strict=True) if not example]
         if len(rows) >= cfg.functions:
             break
@@ -135,7 +159,10 @@ def passing(rows):
 
 def judge(programs, tests):
     results = judged(programs, tests, timeout_s=1.0)
-    return [[*zip(map("pass".__eq__, result.verdicts), result.values, strict=True)] for result in results]
+    return [
+        [*zip(map("pass".__eq__, result.verdicts), result.values, strict=True)]
+        for result in results
+    ]
 
 
 # ---- the models ------------------------------------------------------------------------------------------------------
@@ -145,12 +172,21 @@ class Dream:
     def __init__(self, cfg):
         self.cfg, (self.model, _) = cfg, checkpoints.load(model_dream, cfg.dream)
         self.tokenizer, self.end = runs.read_tokenizer(cfg.dream), self.model.cfg.eos_id
-        self.rule = sample_dream.Sampling(entropy_bound=0.1, vocab=self.tokenizer.get_vocab_size(), eos_ids=(self.end,))
+        self.rule = sample_dream.Sampling(
+            entropy_bound=0.1, vocab=self.tokenizer.get_vocab_size(), eos_ids=(self.end,)
+        )
         self.read = infill.Reader(self.model, self.tokenizer)
 
     def repaired(self, rows, openings):
         """[(passes, the text with most of the example)] of rows, opened as `openings` says."""
-        fill = repair.filler(self.read, self.rule, jax.random.key(1), self.cfg.masks, (self.end,), self.cfg.batch_size)
+        fill = repair.filler(
+            self.read,
+            self.rule,
+            jax.random.key(1),
+            self.cfg.masks,
+            (self.end,),
+            self.cfg.batch_size,
+        )
         drafts = [repair.Draft(row["prompt"], row["body"], row["examples"]) for row in rows]
         repair.repair(drafts, self.cfg.rounds, self.read, fill, judge, openings)
         return [(draft.passes, draft.body) for draft in drafts]
@@ -160,7 +196,9 @@ class Dream:
         rule = dataclasses.replace(self.rule, temperature=temperature)
         prompts = [self.tokenizer.encode(row["prompt"]).ids for row in rows]
         how = {"rows": self.cfg.batch_size, "widths": (64, 128, 192, 256)}
-        ids, stats = sample_dream.generate(self.model, prompts, self.cfg.masks, rule, jax.random.key(number), **how)
+        ids, stats = sample_dream.generate(
+            self.model, prompts, self.cfg.masks, rule, jax.random.key(number), **how
+        )
         new = [row[len(prompt) :] for row, prompt in zip(ids, prompts, strict=True)]
         new = [row[: row.index(self.end)] if self.end in row else row for row in new]
         return self.tokenizer.decode_batch(new), stats["passes"].tolist()
@@ -170,7 +208,10 @@ class Coder:
     def __init__(self, cfg):
         self.cfg, (self.model, _) = cfg, checkpoints.load(model_pythoncoder, cfg.coder)
         self.tokenizer = runs.read_tokenizer(cfg.coder, self.model.cfg.vocab)
-        self.special = {"vocab": self.tokenizer.get_vocab_size(), "eos": self.tokenizer.token_to_id("<|endoftext|>")}
+        self.special = {
+            "vocab": self.tokenizer.get_vocab_size(),
+            "eos": self.tokenizer.token_to_id("<|endoftext|>"),
+        }
 
     def anew(self, rows, temperature, number):
         rule = model_pythoncoder.Sampling(temperature, speculate=False, **self.special)
@@ -178,7 +219,9 @@ class Coder:
         for i in range(0, len(prompts), self.cfg.batch_size):
             part = prompts[i : i + self.cfg.batch_size]
             part += [part[-1]] * (self.cfg.batch_size - len(part))  # so that one shape is compiled
-            texts, _ = model_pythoncoder.generate(self.model, part, self.cfg.masks, rule, jax.random.key(number + i))
+            texts, _ = model_pythoncoder.generate(
+                self.model, part, self.cfg.masks, rule, jax.random.key(number + i)
+            )
             new += texts
         new = new[: len(prompts)]
         return self.tokenizer.decode_batch(new), [len(ids) for ids in new]  # the end is one of them
@@ -215,7 +258,9 @@ def attempts(cfg, dream, coder):
                 texts, counts = model.anew([rows[i] for i in left], temperature, number)
                 trials = [rows[i] | {"body": text} for i, text in zip(left, texts, strict=True)]
                 wrong = []
-                for i, trial, count, (example, _) in zip(left, trials, counts, passing(trials), strict=True):
+                for i, trial, count, (example, _) in zip(
+                    left, trials, counts, passing(trials), strict=True
+                ):
                     passes[i] += count
                     best[i] = trial["body"] if example else best[i]
                     wrong += [] if example else [i]
@@ -231,8 +276,11 @@ def attempts(cfg, dream, coder):
     found["repair: tokens"] = lambda rows: dream.repaired(rows, by_tokens)
     found["repair: line alone"] = lambda rows: dream.repaired(rows, by_line)
     found["repair: at random"] = lambda rows: dream.repaired(rows, at_random)
-    greedy_first, drawn = [0.0] + [0.8] * (cfg.rounds - 1), [0.8] * cfg.rounds  # its own failure is the greedy text
-    found["anew, Dream"] = lambda rows: again(dream, drawn if rows[0]["kind"] == "its own" else greedy_first)(rows)
+    # its own failure is the greedy text
+    greedy_first, drawn = [0.0] + [0.8] * (cfg.rounds - 1), [0.8] * cfg.rounds
+    found["anew, Dream"] = lambda rows: again(
+        dream, drawn if rows[0]["kind"] == "its own" else greedy_first
+    )(rows)
     return found | {"anew, PythonCoder": again(coder, greedy_first)}
 
 
@@ -295,12 +343,22 @@ def main(cfg):
 
     # functions that fail
     if not (out / "functions.json").exists():
-        lines = [line for split in splits for line in (out / f"world/{split}.jsonl").read_text().splitlines()]
+        lines = [
+            line
+            for split in splits
+            for line in (out / f"world/{split}.jsonl").read_text().splitlines()
+        ]
         tasks = [task for task in map(json.loads, lines) if ">>>" in task["prompt"]]
-        tasks = [task | {"examples": [test for *_, test in canvas.examples(task["prompt"])]} for task in tasks]
+        tasks = [
+            task | {"examples": [test for *_, test in canvas.examples(task["prompt"])]}
+            for task in tasks
+        ]
         tasks = random.Random(cfg.seed).sample(tasks, len(tasks))
         rows, seen = planted(cfg, tasks)
-        runs.write(out / "functions.json", {"planted": rows, "own": own_failures(cfg, tasks, dream), "seen": seen})
+        runs.write(
+            out / "functions.json",
+            {"planted": rows, "own": own_failures(cfg, tasks, dream), "seen": seen},
+        )
     functions = runs.read_json(out / "functions.json")
 
     # every attempt on all of them
@@ -310,14 +368,21 @@ def main(cfg):
             path, rows = out / f"{re.sub('[^a-zA-Z]+', '_', name)}_{group}.json", functions[group]
             if not path.exists():
                 done = attempt(rows)
-                verdicts = passing([row | {"body": text} for row, (_, text) in zip(rows, done, strict=True)])
+                verdicts = passing(
+                    [row | {"body": text} for row, (_, text) in zip(rows, done, strict=True)]
+                )
                 found = [
                     {"kind": row["kind"], "passes": passes, "example": example, "hidden": hidden}
-                    for row, (passes, _), (example, hidden) in zip(rows, done, verdicts, strict=True)
+                    for row, (passes, _), (example, hidden) in zip(
+                        rows, done, verdicts, strict=True
+                    )
                 ]
                 runs.write(path, found)
             measured.setdefault(group, {})[name] = json.loads(path.read_text())
-            print(f"{name:30} {group:8} {share(measured[group][name], 50)} % within 50 passes", flush=True)
+            print(
+                f"{name:30} {group:8} {share(measured[group][name], 50)} % within 50 passes",
+                flush=True,
+            )
 
     file = "mending" if cfg.file == "cpu" else cfg.file
     titles = {"planted": "a planted bug", "own": "the model's own failure"}
@@ -332,8 +397,12 @@ def main(cfg):
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     lines += ["Percent, with 95 % intervals (Wilson).", "", f"`python bench/{command}`"]
     (RESULTS / f"{file}.md").write_text("\n".join(lines) + "\n")
-    best, anew = (measured["planted"][name] for name in ("repair: tokens, then line", "anew, Dream"))
-    right = [np.mean([row["hidden"] and row["passes"] <= 50 for row in rows]) for rows in (best, anew)]
+    best, anew = (
+        measured["planted"][name] for name in ("repair: tokens, then line", "anew, Dream")
+    )
+    right = [
+        np.mean([row["hidden"] and row["passes"] <= 50 for row in rows]) for rows in (best, anew)
+    ]
     name = "repair contest: planted bugs mended within 50 passes / generated anew"
     record(cfg.file, name, right[0] / right[1], "ratio", shares=right)
 

@@ -28,7 +28,8 @@ class Config:
 
 
 def braille(x_N, y_N, width, height):
-    """`height` lines of `width` characters with a curve through the points (x, y), x rising: 2 by 4 dots a character.
+    """`height` lines of `width` characters with a curve through the points (x, y), x rising: 2 by 4
+    dots a character.
 
     The largest y is in the first line, the smallest in the last.
     """
@@ -37,7 +38,8 @@ def braille(x_N, y_N, width, height):
     row_C = np.rint((y_C.max() - y_C) / (np.ptp(y_C) or 1) * (4 * height - 1)).astype(int).tolist()
     cells = np.zeros((height, width), int)
     for column, (before, row) in enumerate(zip([row_C[0], *row_C], row_C, strict=False)):
-        for dot in range(min(before, row), max(before, row) + 1):  # down or up to it, so that the curve has no holes
+        # down or up to it, so that the curve has no holes
+        for dot in range(min(before, row), max(before, row) + 1):
             bit = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))[dot % 4][column % 2]
             cells[dot // 4, column // 2] |= bit
     return ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
@@ -58,7 +60,9 @@ def text_plot(rows, names, unit="step", width=80, height=10):
 
 
 def series(rows, names, unit):
-    """{name: (units, values)} of the names that two or more rows of a log have a finite number for."""
+    """{name: (units, values)} of the names that two or more rows of a log have a finite number
+    for.
+    """
     found = {}
     for name in names:
         points = [(row[unit], row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]
@@ -78,7 +82,9 @@ def save_curves(folder, rows, names, unit):
     if not found:
         return
     figure, data = Figure((7, 2.5 * len(found)), layout="constrained"), io.BytesIO()
-    for axis, (name, points) in zip(figure.subplots(len(found), squeeze=False)[:, 0], found.items(), strict=True):
+    for axis, (name, points) in zip(
+        figure.subplots(len(found), squeeze=False)[:, 0], found.items(), strict=True
+    ):
         axis.plot(*points)
         axis.set(ylabel=name.replace("_", " "), xlabel=unit)
         axis.grid(alpha=0.3)

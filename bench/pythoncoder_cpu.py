@@ -1,11 +1,13 @@
-"""Training speed of the tiny preset against the same model in PyTorch with torch.compile: one run, one machine.
+"""Training speed of the tiny preset against the same model in PyTorch with torch.compile: one run,
+one machine.
 
     python bench/pythoncoder_cpu.py               # five minutes; needs torch; keep the machine idle
 
-Both take the same shapes, 4,096 tokens a step in the micro-batches that suit each (ours as train_tpu.py picks them, the
-baseline at each of --accumulate, its fastest counts), dropout 0.1, float32, and the machine's cores. There are two
-baselines: torch.compile of the plain model, with whole attention maps and whole logits, and of one tuned by hand, whose
-attention and loss go in blocks. Writes cpu.json.
+Both take the same shapes, 4,096 tokens a step in the micro-batches that suit each (ours as
+train_tpu.py picks them, the baseline at each of --accumulate, its fastest counts), dropout 0.1,
+float32, and the machine's cores. There are two
+baselines: torch.compile of the plain model, with whole attention maps and whole logits, and of one
+tuned by hand, whose attention and loss go in blocks. Writes cpu.json.
 """
 
 import dataclasses
@@ -46,13 +48,18 @@ class Ours:
         params = jax.jit(lambda: pc.new_params(self.model, 0))()
         self.state = {"params": params, "opt": jax.jit(optimizer.init)(params)}
         shape = (cfg.batch_size // cfg.micro_batch, cfg.micro_batch, cfg.seq_len)
-        token = jnp.asarray(np.random.default_rng(0).integers(0, self.model.vocab, shape), jnp.int32)
-        segment = jnp.broadcast_to(1 + jnp.arange(cfg.seq_len) * 3 // cfg.seq_len, shape)  # three documents a row
+        token = jnp.asarray(
+            np.random.default_rng(0).integers(0, self.model.vocab, shape), jnp.int32
+        )
+        # three documents a row
+        segment = jnp.broadcast_to(1 + jnp.arange(cfg.seq_len) * 3 // cfg.seq_len, shape)
         position = segment * 0 + jnp.arange(cfg.seq_len)
         self.batch = dict(zip(train_tpu.COLUMNS, (token, segment, position), strict=False))
         step = train_tpu.make_step(cfg, pc.graph_of(self.model, run), optimizer)
         started = time.perf_counter()
-        self.step = jax.jit(step, donate_argnums=0).lower(self.state, self.batch, jnp.int32(0)).compile()
+        self.step = (
+            jax.jit(step, donate_argnums=0).lower(self.state, self.batch, jnp.int32(0)).compile()
+        )
         self.compile_s = time.perf_counter() - started
 
     def seconds(self, count):
@@ -72,10 +79,15 @@ def main(cfg):
     settings, model, compile_s = ours.cfg, ours.model, ours.compile_s
     seconds = ours.seconds(cfg.steps)
     tokens = settings.batch_size * settings.seq_len
-    # Each baseline in a process of its own, with our shapes and all cores; "plain" without what was tuned by hand.
+    # Each baseline in a process of its own, with our shapes and all cores; "plain" without what was
+    # tuned by hand.
     names = "vocab", "width", "layers", "heads", "kv_heads", "head_size", "ffn"
     shape = {name: getattr(model, name) for name in names}
-    batch = {"seq_len": settings.seq_len, "batch_size": settings.batch_size, "dropout": settings.dropout}
+    batch = {
+        "seq_len": settings.seq_len,
+        "batch_size": settings.batch_size,
+        "dropout": settings.dropout,
+    }
     same = shape | batch | {"steps": cfg.steps, "threads": os.cpu_count(), "device": "cpu"}
     flags = [f"--{name}={value}" for name, value in same.items()]
     plain = [f"--block={settings.seq_len}", "--no-chunked_loss", "--no-aten_dropout"]
@@ -89,7 +101,8 @@ def main(cfg):
             baselines[name].append(json.loads(result.stdout))
     seconds += ours.seconds(cfg.steps)  # once more, for the machine's speed drifts
     median, low, high = np.quantile(seconds, [0.5, 0.1, 0.9]).tolist()
-    # One row for each baseline at its fastest count of micro-batches; the spread is its p10 over our p90 and so on.
+    # One row for each baseline at its fastest count of micro-batches; the spread is its p10 over
+    # our p90 and so on.
     for name, results in baselines.items():
         best = min(results, key=lambda b: b["step_s"])
         keys = "step_s", "step_s_p10", "step_s_p90", "tok_per_s", "compile_s"
@@ -99,7 +112,13 @@ def main(cfg):
             best["step_s"] / median,
             "ratio",
             spread=[best["step_s_p10"] / high, best["step_s_p90"] / low],
-            ours={"step_s": median, "p10": low, "p90": high, "tok_per_s": tokens / median, "compile_s": compile_s},
+            ours={
+                "step_s": median,
+                "p10": low,
+                "p90": high,
+                "tok_per_s": tokens / median,
+                "compile_s": compile_s,
+            },
             baseline=[{key: result[key] for key in keys} for result in results],
             accumulate=cfg.accumulate,
             shape=shape,

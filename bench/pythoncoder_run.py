@@ -1,8 +1,10 @@
-"""The figures and the page of a finished run of train_tpu.py: curve, held-out bits per byte, drafts, completions.
+"""The figures and the page of a finished run of train_tpu.py: curve, held-out bits per byte,
+drafts, completions.
 
     python train_tpu.py && python bench/pythoncoder_run.py        # the run half an hour, this a minute
 
-Writes pythoncoder_run.png, pythoncoder_run.jsonl (the run's log), pythoncoder_run.md and cpu.json under bench/results/.
+Writes pythoncoder_run.png, pythoncoder_run.jsonl (the run's log), pythoncoder_run.md and cpu.json
+under bench/results/.
 """
 
 import dataclasses
@@ -39,12 +41,15 @@ PROMPTS = [
 @dataclasses.dataclass(frozen=True)
 class Config:
     ckpt: str = "out/train_tpu"  # run folder
-    file: str = "cpu"  # bench/results/<file>.json; pythoncoder_run.md and the rest belong to "cpu", else <file>.md
+    # bench/results/<file>.json; pythoncoder_run.md and the rest belong to "cpu", else <file>.md
+    file: str = "cpu"
     max_new: int = 120  # tokens of each completion
 
 
 def script(name, *args):
-    result = subprocess.run([sys.executable, str(ROOT / name), *args], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, str(ROOT / name), *args], capture_output=True, text=True, check=True
+    )
     return result.stdout, result.stderr
 
 
@@ -60,7 +65,9 @@ def xz_after_training_text(run):
         token_RL, segment_RL = rows.read(np.arange(rows.total))[:2]
         texts.append(tokenizer.decode(token_RL[segment_RL > 0].tolist()).encode())
     extreme = 9 | lzma.PRESET_EXTREME
-    train, both = (len(lzma.compress(text, preset=extreme)) for text in (texts[0], texts[0] + texts[1]))
+    train, both = (
+        len(lzma.compress(text, preset=extreme)) for text in (texts[0], texts[0] + texts[1])
+    )
     return 8 * (both - train) / len(texts[1])
 
 
@@ -76,7 +83,13 @@ def main(cfg):
     name = "pythoncoder_run" if cfg.file == "cpu" else cfg.file
     _, axis = plt.subplots(figsize=(8, 4.5))
     axis.plot([r["step"] for r in train], [r["main"] for r in train], lw=0.8, label="training")
-    axis.plot([r["step"] for r in held], [r["heldout_nats"] for r in held], "o-", ms=4, label="held-out files")
+    axis.plot(
+        [r["step"] for r in held],
+        [r["heldout_nats"] for r in held],
+        "o-",
+        ms=4,
+        label="held-out files",
+    )
     title = f"{final['bits_per_byte']:.3f} bits per byte at the end"
     axis.set(xlabel="optimizer step", ylabel="nats per token", title=title)
     axis.legend()
@@ -88,7 +101,9 @@ def main(cfg):
     # the page: each prompt as a user would type it, and what came
     text = ["# Completions, unedited\n"]
     for prompt in PROMPTS:
-        out, err = script("generate.py", f"--ckpt={run}", f"--prompt={prompt}", f"--max_new={cfg.max_new}")
+        out, err = script(
+            "generate.py", f"--ckpt={run}", f"--prompt={prompt}", f"--max_new={cfg.max_new}"
+        )
         shown = f'$ python generate.py --ckpt={run} --prompt="{prompt}" --max_new={cfg.max_new}\n{out}{err}'
         text.append(f"```\n{shown}```\n")
     (RESULTS / f"{name}.md").write_text("\n".join(text))
@@ -107,7 +122,10 @@ def main(cfg):
         drafts_accepted=final.get("drafts_accepted"),
         steps=final["step"],
         evaluations={r["step"]: r["bits_per_byte"] for r in held},
-        tok_per_s={name: speed[len(speed) * share // 10] for name, share in (("median", 5), ("p10", 1), ("p90", 9))},
+        tok_per_s={
+            name: speed[len(speed) * share // 10]
+            for name, share in (("median", 5), ("p10", 1), ("p90", 9))
+        },
         input_wait=max(r["wait"] for r in train),
         settings=settings["train"],
     )

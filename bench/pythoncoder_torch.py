@@ -1,16 +1,19 @@
-"""PythonCoder in PyTorch, as a good PyTorch user would write it today: the baseline of train_tpu.py's speed.
+"""PythonCoder in PyTorch, as a good PyTorch user would write it today: the baseline of
+train_tpu.py's speed.
 
     python bench/pythoncoder_torch.py --threads=2                        # preset tiny; a minute to compile, prints JSON
     python bench/pythoncoder_torch.py --dtype=bfloat16 --dropout=0
     python bench/pythoncoder_torch.py --check=tests/golden/pythoncoder   # is it the same model?
 
-Model, loss and update are those of model_pythoncoder.py and train_tpu.py: floored differential attention with clamped
-lambda, documents packed into rows, two heads, dropout at three places, mean over the valid tokens of all micro-batches,
-clipping to norm 1, AdamW with decay on matrices. The tokens are random, speed does not depend on them. Needs PyTorch
-2.13 for --chunked_loss. What was tried for speed, and what it gave, is in bench/LOG.md.
+Model, loss and update are those of model_pythoncoder.py and train_tpu.py: floored differential
+attention with clamped lambda, documents packed into rows, two heads, dropout at three places, mean
+over the valid tokens of all micro-batches, clipping to norm 1, AdamW with decay on matrices. The
+tokens are random, speed does not depend on them. Needs PyTorch 2.13 for --chunked_loss. What was
+tried for speed, and what it gave, is in bench/LOG.md.
 
-Letters: B batch, L length, M keys that a block of queries sees, D width, J pairs of key/value heads, G query pairs per
-key/value pair, I the two softmax maps, K head size, E = 2K value size, F feed-forward, V vocabulary.
+Letters: B batch, L length, M keys that a block of queries sees, D width, J pairs of key/value
+heads, G query pairs per key/value pair, I the two softmax maps, K head size, E = 2K value size, F
+feed-forward, V vocabulary.
 """
 
 import dataclasses
@@ -51,9 +54,12 @@ class Config:
     batch_size: int = 16  # sequences per optimiser step
     accumulate: int = 1  # micro-batches that they are cut into
     block: int = 128  # queries per block of attention
-    chunked_loss: bool = True  # float32: cross-entropy in chunks of tokens; False makes all logits at once
-    dtype: typing.Literal["float32", "bfloat16"] = "float32"  # bfloat16 is autocast, weights stay float32
-    aten_dropout: bool = True  # on a CPU ATen makes the dropout masks; else Inductor does, which costs 12 % of a step
+    # float32: cross-entropy in chunks of tokens; False makes all logits at once
+    chunked_loss: bool = True
+    # bfloat16 is autocast, weights stay float32
+    dtype: typing.Literal["float32", "bfloat16"] = "float32"
+    # on a CPU ATen makes the dropout masks; else Inductor does, which costs 12 % of a step
+    aten_dropout: bool = True
     compile: bool = True  # run through torch.compile
     steps: int = 10  # timed steps
     warmup: int = 3  # steps before them, not timed; the first one compiles
@@ -64,15 +70,21 @@ class Config:
 
 
 def rope_frequencies(cfg):
-    """Rotary frequencies [K/2] and the factor on cos and sin; YaRN (arXiv:2309.00071) if yarn_factor > 1."""
+    """Rotary frequencies [K/2] and the factor on cos and sin; YaRN (arXiv:2309.00071) if
+    yarn_factor > 1.
+    """
     K, log_theta = cfg.head_size, math.log(cfg.theta)
     inv_freq = cfg.theta ** (-np.arange(0, K, 2) / K)
     if cfg.yarn_factor <= 1:
         return inv_freq, 1.0
-    low, high = (K * math.log(cfg.positions / (2 * math.pi * turns)) / (2 * log_theta) for turns in (32, 1))
+    low, high = (
+        K * math.log(cfg.positions / (2 * math.pi * turns)) / (2 * log_theta) for turns in (32, 1)
+    )
     low, high = max(math.floor(low), 0), min(math.ceil(high), K - 1)
     ramp = np.clip((np.arange(K // 2) - low) / max(high - low, 1e-3), 0, 1)
-    return inv_freq * (1 - ramp) + inv_freq / cfg.yarn_factor * ramp, 0.1 * math.log(cfg.yarn_factor) + 1
+    return inv_freq * (1 - ramp) + inv_freq / cfg.yarn_factor * ramp, 0.1 * math.log(
+        cfg.yarn_factor
+    ) + 1
 
 
 def rotate(x, cos, sin):
@@ -82,17 +94,23 @@ def rotate(x, cos, sin):
 
 
 def diff_attention(q_BJILGK, k_BJILK, v_BJLE, bias_BLM, lam, floor, block):
-    """max(softmax(q_1 k_1) - lam softmax(q_2 k_2), 0) v; bias is 0 where a key may be seen, else -inf.
+    """max(softmax(q_1 k_1) - lam softmax(q_2 k_2), 0) v; bias is 0 where a key may be seen, else
+    -inf.
 
-    The floor needs both maps, so scaled_dot_product_attention cannot do it (and is slower on a CPU where it could).
-    Each block of queries meets the keys up to its own end: half the work, and its maps stay in the cache. The G heads
-    of a group are rows of one product: keys and values are never repeated.
+    The floor needs both maps, so scaled_dot_product_attention cannot do it (and is slower on a CPU
+    where it could). Each block of queries meets the keys up to its own end: half the work, and its
+    maps stay in the cache. The G heads of a group are rows of one product: keys and values are
+    never repeated.
     """
     out = []
     for start in range(0, q_BJILGK.shape[3], block):
         queries, keys = slice(start, start + block), slice(0, start + block)
-        score_BJIRM = q_BJILGK[:, :, :, queries].flatten(3, 4) @ k_BJILK[..., keys, :].mT  # R runs over L and G
-        score_BJILGM = score_BJIRM.unflatten(3, (-1, q_BJILGK.shape[4])) + bias_BLM[:, None, None, queries, None, keys]
+        # R runs over L and G
+        score_BJIRM = q_BJILGK[:, :, :, queries].flatten(3, 4) @ k_BJILK[..., keys, :].mT
+        score_BJILGM = (
+            score_BJIRM.unflatten(3, (-1, q_BJILGK.shape[4]))
+            + bias_BLM[:, None, None, queries, None, keys]
+        )
         map_BJILGM = score_BJILGM.softmax(-1, torch.float32)
         weight_BJLGM = map_BJILGM[:, :, 0] - lam * map_BJILGM[:, :, 1]
         weight_BJLGM = (weight_BJLGM.relu() if floor else weight_BJLGM).to(v_BJLE.dtype)
@@ -105,7 +123,10 @@ class Block(nn.Module):
         super().__init__()
         self.cfg = cfg
         Q, C = cfg.heads * cfg.head_size, cfg.kv_heads * cfg.head_size
-        self.attn_norm, self.ffn_norm = nn.RMSNorm(cfg.width, eps=1e-6), nn.RMSNorm(cfg.width, eps=1e-6)
+        self.attn_norm, self.ffn_norm = (
+            nn.RMSNorm(cfg.width, eps=1e-6),
+            nn.RMSNorm(cfg.width, eps=1e-6),
+        )
         self.subln = nn.RMSNorm(2 * cfg.head_size, eps=1e-5)
         self.wqkv = nn.Linear(cfg.width, Q + 2 * C, bias=False)
         self.wo = nn.Linear(Q, cfg.width, bias=False)
@@ -119,8 +140,11 @@ class Block(nn.Module):
     def forward(self, x_BLD, cos, sin, bias_BLM):
         cfg, (B, L, _) = self.cfg, x_BLD.shape
         J, G, K = cfg.kv_heads // 2, cfg.heads // cfg.kv_heads, cfg.head_size
-        # queries, keys and values from one product, rotated, head-major; the scale goes to the queries
-        qkv = self.wqkv(self.attn_norm(x_BLD)).split([cfg.heads * K, cfg.kv_heads * K, cfg.kv_heads * K], -1)
+        # queries, keys and values from one product, rotated, head-major; the scale goes to the
+        # queries
+        qkv = self.wqkv(self.attn_norm(x_BLD)).split(
+            [cfg.heads * K, cfg.kv_heads * K, cfg.kv_heads * K], -1
+        )
         q_BLJGIK = rotate(qkv[0].view(B, L, J, G, 2, K) * K**-0.5, cos, sin)
         k_BLJIK = rotate(qkv[1].view(B, L, J, 2, K), cos[:, :, 0], sin[:, :, 0])
         q_BJILGK = q_BLJGIK.permute(0, 2, 4, 1, 3, 5).contiguous()
@@ -145,17 +169,24 @@ class PythonCoder(nn.Module):
         self.cfg = cfg
         self.embed = nn.Embedding(cfg.vocab, D)  # its weight is the main head's too
         self.layers = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.layers))
-        self.norm, self.norm_hidden, self.norm_embed, self.norm_out = (nn.RMSNorm(D, eps=1e-6) for _ in range(4))
+        self.norm, self.norm_hidden, self.norm_embed, self.norm_out = (
+            nn.RMSNorm(D, eps=1e-6) for _ in range(4)
+        )
         self.proj, self.head = nn.Linear(2 * D, D, bias=False), nn.Linear(D, cfg.vocab, bias=False)
         inv_freq, self.rope_factor = rope_frequencies(cfg)
-        self.register_buffer("inv_freq", torch.tensor(inv_freq, dtype=torch.float32), persistent=False)
-        for name, weight in self.named_parameters():  # matrices that add to the residual stream are smaller
+        self.register_buffer(
+            "inv_freq", torch.tensor(inv_freq, dtype=torch.float32), persistent=False
+        )
+        # matrices that add to the residual stream are smaller
+        for name, weight in self.named_parameters():
             if weight.ndim > 1:
                 residual = name.endswith(("wo.weight", "w_down.weight"))
                 nn.init.normal_(weight, 0, 0.02 / math.sqrt(2 * cfg.layers) if residual else 0.02)
 
     def hidden(self, token_BL, segment_BL, position_BL):
-        """What the main and the MTP head multiply, [B, L, D] each; segments number the documents packed into a row."""
+        """What the main and the MTP head multiply, [B, L, D] each; segments number the documents
+        packed into a row.
+        """
         angle = position_BL[:, :, None, None, None, None] * self.inv_freq
         cos, sin = angle.cos() * self.rope_factor, angle.sin() * self.rope_factor
         # a token sees its own document, up to itself
@@ -166,25 +197,40 @@ class PythonCoder(nn.Module):
         for layer in self.layers:
             x_BLD = layer(x_BLD, cos, sin, bias_BLM)
         hidden_BLD = self.norm(x_BLD)
-        both_BL2D = torch.cat([self.norm_hidden(hidden_BLD), self.norm_embed(embed_BLD.roll(-1, 1))], -1)
+        both_BL2D = torch.cat(
+            [self.norm_hidden(hidden_BLD), self.norm_embed(embed_BLD.roll(-1, 1))], -1
+        )
         return hidden_BLD, self.norm_out(self.proj(both_BL2D))
 
     def forward(self, token_BL, segment_BL, position_BL):
-        """Summed cross-entropy in nats of the main head (next token) and of the MTP head (the one after it)."""
+        """Summed cross-entropy in nats of the main head (next token) and of the MTP head (the one
+        after it).
+        """
         main_BLD, mtp_BLD = self.hidden(token_BL, segment_BL, position_BL)
         sums = []
-        for ahead, x_BLD, weight_VD in ((1, main_BLD, self.embed.weight), (2, mtp_BLD, self.head.weight)):
-            x_TD, label_T = x_BLD.flatten(0, 1), targets(token_BL, segment_BL, ahead).flatten()  # T = B L
-            if self.cfg.chunked_loss and self.cfg.dtype == "float32":  # under autocast it is off by 0.009 nats
+        for ahead, x_BLD, weight_VD in (
+            (1, main_BLD, self.embed.weight),
+            (2, mtp_BLD, self.head.weight),
+        ):
+            # T = B L
+            x_TD, label_T = x_BLD.flatten(0, 1), targets(token_BL, segment_BL, ahead).flatten()
+            # under autocast it is off by 0.009 nats
+            if self.cfg.chunked_loss and self.cfg.dtype == "float32":
                 chunks = nn.LinearCrossEntropyOptions()
-                sums.append(F.linear_cross_entropy(x_TD, weight_VD, label_T, reduction="sum", options=chunks))
+                sums.append(
+                    F.linear_cross_entropy(
+                        x_TD, weight_VD, label_T, reduction="sum", options=chunks
+                    )
+                )
             else:
                 sums.append(F.cross_entropy(F.linear(x_TD, weight_VD), label_T, reduction="sum"))
         return sums
 
 
 def targets(token_BL, segment_BL, ahead):
-    """Token `ahead` places on; -100, which the loss skips, where that is another document or padding (segment 0)."""
+    """Token `ahead` places on; -100, which the loss skips, where that is another document or
+    padding (segment 0).
+    """
     label_BL, segment_ahead_BL = (F.pad(x[:, ahead:], (0, ahead)) for x in (token_BL, segment_BL))
     return label_BL.masked_fill((segment_ahead_BL != segment_BL) | (segment_BL == 0), -100)
 
@@ -196,11 +242,17 @@ def random_batch(cfg, generator):
     border_BL = torch.rand(shape, generator=generator) < 1 / 200
     border_BL[:, 0] = True
     place_BL = torch.arange(cfg.seq_len).expand(shape)
-    return token_BL, border_BL.cumsum(1), place_BL - torch.where(border_BL, place_BL, 0).cummax(1).values
+    return (
+        token_BL,
+        border_BL.cumsum(1),
+        place_BL - torch.where(border_BL, place_BL, 0).cummax(1).values,
+    )
 
 
 def train_step(cfg, model, optimizer, batch):
-    """One update from all micro-batches: sums of token losses over the counts of all valid tokens. Returns the loss."""
+    """One update from all micro-batches: sums of token losses over the counts of all valid tokens.
+    Returns the loss.
+    """
     main_count, mtp_count = ((targets(*batch[:2], ahead) >= 0).sum() for ahead in (1, 2))
     loss = 0
     for micro in zip(*(x.chunk(cfg.accumulate) for x in batch), strict=True):
@@ -216,7 +268,9 @@ def train_step(cfg, model, optimizer, batch):
 
 
 def check(cfg):
-    """Largest errors of logits, losses and gradients of the golden tiny model, for the variants that this model has."""
+    """Largest errors of logits, losses and gradients of the golden tiny model, for the variants
+    that this model has.
+    """
     settings, arrays = (Path(cfg.check) / f"tiny_model.{ending}" for ending in ("json", "npz"))
     settings, arrays = json.loads(settings.read_text()), np.load(arrays)
     batch = [torch.from_numpy(arrays[name]).long() for name in ("tokens", "segments", "positions")]
@@ -227,23 +281,42 @@ def check(cfg):
             print(f"{name}: left out, this model has neither caps nor z-loss")
             continue
         same = "vocab", "layers", "heads", "kv_heads", "ffn", "theta", "floor", "yarn_factor"
-        renamed = {"width": ref["hidden"], "head_size": ref["head_dim"], "positions": ref["yarn_original"]}
+        renamed = {
+            "width": ref["hidden"],
+            "head_size": ref["head_dim"],
+            "positions": ref["yarn_original"],
+        }
         model = PythonCoder(
-            dataclasses.replace(cfg, **{key: ref[key] for key in same}, **renamed, dropout=0.0, block=min(cfg.block, 7))
+            dataclasses.replace(
+                cfg,
+                **{key: ref[key] for key in same},
+                **renamed,
+                dropout=0.0,
+                block=min(cfg.block, 7),
+            )
         )
 
-        # the reference's arrays are leaves, so that gradients arrive at them and not at the fused projections
-        param = {key[6:]: torch.from_numpy(arrays[key]).requires_grad_() for key in arrays.files if key[:6] == "param/"}
+        # the reference's arrays are leaves, so that gradients arrive at them and not at the fused
+        # projections
+        param = {
+            key[6:]: torch.from_numpy(arrays[key]).requires_grad_()
+            for key in arrays.files
+            if key[:6] == "param/"
+        }
         state = {}
         for key in model.state_dict():
             path, _, leaf = key.removesuffix(".weight").rpartition(".")
             fused = {"wqkv": ("wq", "wk", "wv"), "w_gate_up": ("w_gate", "w_up")}.get(leaf, (leaf,))
-            names = [part if not path and part in param else f"{path or 'mtp'}.{part}" for part in fused]
+            names = [
+                part if not path and part in param else f"{path or 'mtp'}.{part}" for part in fused
+            ]
             weight = torch.cat([param[n] for n in names], -1)
             state[key] = weight.T if weight.ndim == 2 and leaf not in ("embed", "head") else weight
         # losses and gradients, then the logits of both heads
         main, mtp = torch.func.functional_call(model, state, tuple(batch))
-        main, mtp = (x / (targets(*batch[:2], ahead) >= 0).sum() for ahead, x in ((1, main), (2, mtp)))
+        main, mtp = (
+            x / (targets(*batch[:2], ahead) >= 0).sum() for ahead, x in ((1, main), (2, mtp))
+        )
         total = main + ref["mtp_weight"] * mtp
         total.backward()
         model.load_state_dict(state)
@@ -251,14 +324,20 @@ def check(cfg):
             hidden = model.hidden(*batch)
         errors = {"main": main.item() - variant["main"], "mtp": mtp.item() - variant["mtp"]}
         errors["total"] = total.item() - variant["total"]
-        for key, x_BLD, head in (("logits", hidden[0], model.embed), ("mtp_logits", hidden[1], model.head)):
+        for key, x_BLD, head in (
+            ("logits", hidden[0], model.embed),
+            ("mtp_logits", hidden[1], model.head),
+        ):
             got, want = F.linear(x_BLD, head.weight).detach().numpy(), arrays[f"{name}/{key}"]
-            errors[key] = (got - want)[:, : -1 if key == "mtp_logits" else None]  # the last has no next token
+            # the last has no next token
+            errors[key] = (got - want)[:, : -1 if key == "mtp_logits" else None]
         slopes = variant["directional_derivatives"]
         for key, want in slopes.items():
             grad = param[key].grad.flatten()
             got = float(grad.double() @ torch.cos(0.7 + 1.3 * torch.arange(len(grad)).double()))
-            errors["gradients"] = max(errors.get("gradients", 0), abs(got - want) / max(abs(want), 1e-2))
+            errors["gradients"] = max(
+                errors.get("gradients", 0), abs(got - want) / max(abs(want), 1e-2)
+            )
         largest[name] = {key: float(np.abs(error).max()) for key, error in errors.items()}
         print(name, " ".join(f"{key} {error:.1e}" for key, error in largest[name].items()))
     return largest
@@ -267,8 +346,16 @@ def check(cfg):
 def main(cfg):
     if cfg.check:
         limit = {"gradients": 1e-3}  # relative; everything else 1e-4 absolute
-        found = [(name, key, error) for name, errors in check(cfg).items() for key, error in errors.items()]
-        far = [f"{name} {key} {error:.1e}" for name, key, error in found if not error <= limit.get(key, 1e-4)]
+        found = [
+            (name, key, error)
+            for name, errors in check(cfg).items()
+            for key, error in errors.items()
+        ]
+        far = [
+            f"{name} {key} {error:.1e}"
+            for name, key, error in found
+            if not error <= limit.get(key, 1e-4)
+        ]
         if far or not found:
             raise ValueError(f"not the reference's model: {', '.join(far)}")
         return
@@ -281,7 +368,9 @@ def main(cfg):
     if cfg.compile:
         model.compile()
     # weight decay on matrices and embeddings alone
-    decay, rest = ([p for p in model.parameters() if (p.ndim > 1) == matrix] for matrix in (True, False))
+    decay, rest = (
+        [p for p in model.parameters() if (p.ndim > 1) == matrix] for matrix in (True, False)
+    )
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), eps=1e-8, fused=True)
     generator = torch.Generator().manual_seed(cfg.seed)
@@ -302,9 +391,12 @@ def main(cfg):
         "tok_per_s": cfg.batch_size * cfg.seq_len / median,
         "compile_s": seconds[0] - median,
         "loss": losses[-1],
-        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name()
+        if device == "cuda"
+        else platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
-        "load": os.getloadavg()[0],  # of the machine in the last minute; above `threads` the numbers are not worth much
+        # of the machine in the last minute; above `threads` the numbers are not worth much
+        "load": os.getloadavg()[0],
         "params": sum(p.numel() for p in model.parameters()),
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -1,14 +1,17 @@
-"""One set of weights, two modes: what the masked loss costs autoregressive decoding, and what drafts save.
+"""One set of weights, two modes: what the masked loss costs autoregressive decoding, and what
+drafts save.
 
     python bench/readings.py                       # two hours of an idle machine; goes on where it stopped
     python bench/readings.py --seeds 0 --start=40 --steps=20 --tasks=8 --out=out/try_readings --file=try_readings
     python bench/readings.py --arms=               # measures nothing: the page of what is on file
 
-Each seed trains a Dream from left to right on TinyPython, then goes on from there in several ways of the same processor
-time: from left to right, or in blocks with a causal context, whose masked loss comes with --ar_weight times the
-autoregressive one. Measured on each: bits per byte of held-out responses, read from left to right; and on the first
-tasks of the split `composed`, greedily, one prompt at a time: pass@1, forward passes of a text, and tokens that a step
-of drafts writes. A run is appended to results/readings.jsonl, from which readings.md and readings.png are written.
+Each seed trains a Dream from left to right on TinyPython, then goes on from there in several ways
+of the same processor
+time: from left to right, or in blocks with a causal context, whose masked loss comes with
+--ar_weight times the autoregressive one. Measured on each: bits per byte of held-out responses,
+read from left to right; and on the first tasks of the split `composed`, greedily, one prompt at a
+time: pass@1, forward passes of a text, and tokens that a step of drafts writes. A run is appended
+to results/readings.jsonl, from which readings.md and readings.png are written.
 """
 
 import dataclasses
@@ -74,9 +77,14 @@ def rules(arm):
     if arm in ("start", "ar"):
         return found
     for n in (2, 4, 8, 16):
-        found |= {f"drafts of {n}, passes {s}": (sample_draft, {"draft": n, "draft_steps": s}) for s in (0, 1)}
+        found |= {
+            f"drafts of {n}, passes {s}": (sample_draft, {"draft": n, "draft_steps": s})
+            for s in (0, 1)
+        }
     found |= {f"blocks, threshold {p}": (sample_block, {"threshold": p}) for p in (0.7, 0.9)}
-    return found | {f"blocks, entropy bound {h}": (sample_block, {"entropy_bound": h}) for h in (0.1, 0.3, 1.0)}
+    return found | {
+        f"blocks, entropy bound {h}": (sample_block, {"entropy_bound": h}) for h in (0.1, 0.3, 1.0)
+    }
 
 
 # ---- training ------------------------------------------------------------------------------------------------------
@@ -98,7 +106,16 @@ def trained(cfg, out, seed, arm):
     """(folder, processor seconds after the start, those of the start) of a seed's way to go on."""
     start, folder = out / f"start{seed}", out / f"{arm.replace(' ', '_')}{seed}"
     data, ends = f"--data={out / 'rows'}", "--eval_rows=16"
-    first = train(start, "--model=tiny", data, ends, *PACE, "--objective=ar", f"--steps={cfg.start}", f"--seed={seed}")
+    first = train(
+        start,
+        "--model=tiny",
+        data,
+        ends,
+        *PACE,
+        "--objective=ar",
+        f"--steps={cfg.start}",
+        f"--seed={seed}",
+    )
     if arm == "start":
         return start, 0.0, first
     steps = cfg.steps
@@ -106,10 +123,13 @@ def trained(cfg, out, seed, arm):
         names = (arm.replace(" ", "_") for arm in ARMS if arm.startswith("ar weight"))
         paths = [path for name in names if (path := out / f"{name}{seed}/seconds").exists()]
         if not paths:
-            raise ValueError("the arm ar takes as long as those with blocks: train one of them first, --arms")
+            raise ValueError(
+                "the arm ar takes as long as those with blocks: train one of them first, --arms"
+            )
         blocks = [float(path.read_text()) for path in paths]
         steps = round(cfg.start * np.mean(blocks) / first)
-    go_on = f"--init={start}", "--lr=7e-4", f"--steps={steps}", f"--seed={seed + 100}"  # another seed: other rows
+    # another seed: other rows
+    go_on = f"--init={start}", "--lr=7e-4", f"--steps={steps}", f"--seed={seed + 100}"
     return folder, train(folder, data, ends, *PACE, *go_on, *ARMS[arm]), first
 
 
@@ -120,7 +140,9 @@ def trained(cfg, out, seed, arm):
 def nats(model, token_BL, segment_BL, position_BL, fixed_BL, bytes_V):
     """(nats, bytes) of the tokens that are no prompt, read from left to right."""
     mask_BL = md.counted(segment_BL, fixed_BL)
-    return model.ar_nll(token_BL, mask_BL, segment_BL, position_BL).sum(), (mask_BL * bytes_V[token_BL]).sum()
+    return model.ar_nll(token_BL, mask_BL, segment_BL, position_BL).sum(), (
+        mask_BL * bytes_V[token_BL]
+    ).sum()
 
 
 def bits_per_byte(model, folder, count=512):
@@ -144,7 +166,9 @@ def decode(sampler, model, rule, prompt, width):
 
 
 def measure(model, tokenizer, tasks, chosen):
-    """{rule: {"passed", "passes", "passes_2se", "step", "step_2se"}}: a step is the tokens that it writes."""
+    """{rule: {"passed", "passes", "passes_2se", "step", "step_2se"}}: a step is the tokens that it
+    writes.
+    """
     prompts = [tokenizer.encode(task["prompt"], add_special_tokens=False).ids for task in tasks]
     width, found, end = max(map(len, prompts)) + CANVAS, {}, tokenizer.token_to_id("<|endoftext|>")
     special = {"vocab": tokenizer.get_vocab_size()}
@@ -154,14 +178,26 @@ def measure(model, tokenizer, tasks, chosen):
         found_by = [decode(sampler, model, rule, prompt, width) for prompt in prompts]
         texts, passes, steps = zip(*found_by, strict=True)
         texts = [text[: [*text, end].index(end)] for text in texts]
-        programs = [task["prompt"] + tokenizer.decode(text) for task, text in zip(tasks, texts, strict=True)]
-        passed = [result.rate == 1 for result in judged(programs, [task["test_cases"] for task in tasks])]
+        programs = [
+            task["prompt"] + tokenizer.decode(text) for task, text in zip(tasks, texts, strict=True)
+        ]
+        passed = [
+            result.rate == 1 for result in judged(programs, [task["test_cases"] for task in tasks])
+        ]
         # after the first token, which comes with the prompt; the end counts as one
-        step = [min(len(text), CANVAS - 1) / max(n - 1, 1) for text, n in zip(texts, steps, strict=True)]
+        step = [
+            min(len(text), CANVAS - 1) / max(n - 1, 1) for text, n in zip(texts, steps, strict=True)
+        ]
         found[name] = {"passed": int(sum(passed))}
         for key, x_N in (("passes", passes), ("step", step)):
-            found[name] |= {key: float(np.mean(x_N)), f"{key}_2se": float(2 * np.std(x_N, ddof=1) / len(x_N) ** 0.5)}
-        print(f"{name:30} {sum(passed)} of {len(passed)} pass | {np.mean(passes):.2f} passes", flush=True)
+            found[name] |= {
+                key: float(np.mean(x_N)),
+                f"{key}_2se": float(2 * np.std(x_N, ddof=1) / len(x_N) ** 0.5),
+            }
+        print(
+            f"{name:30} {sum(passed)} of {len(passed)} pass | {np.mean(passes):.2f} passes",
+            flush=True,
+        )
     return found
 
 
@@ -176,18 +212,31 @@ def table(found, tasks):
 
     yield "| way | processor s after the start | bits per byte, from left to right | pass@1, token by token |"
     yield "|---" * 4 + "|"
-    by_arm = {arm: [row for row in found if row["arm"] == arm] for arm in dict.fromkeys(row["arm"] for row in found)}
+    by_arm = {
+        arm: [row for row in found if row["arm"] == arm]
+        for arm in dict.fromkeys(row["arm"] for row in found)
+    }
     for arm, mine in by_arm.items():
         cells = (
-            side_by_side((row["processor_s"] for row in mine if row["arm"] != CODER), ",.0f"),  # its card says
+            # its card says
+            side_by_side((row["processor_s"] for row in mine if row["arm"] != CODER), ",.0f"),
             side_by_side((row["bits_per_byte"] for row in mine if row["bits_per_byte"]), ".4f"),
         )
-        rates = side_by_side((100 * row["rules"][BY_TOKEN]["passed"] / tasks for row in mine), ".1f")
+        rates = side_by_side(
+            (100 * row["rules"][BY_TOKEN]["passed"] / tasks for row in mine), ".1f"
+        )
         yield f"| {arm} | {cells[0]} | {cells[1] or 'not compared'} | {rates} |"
     for arm, mine in by_arm.items():
-        yield from ("", f"**{arm}**", "", "| rule | pass@1 | passes of a text | tokens a step |", "|---" * 4 + "|")
+        yield from (
+            "",
+            f"**{arm}**",
+            "",
+            "| rule | pass@1 | passes of a text | tokens a step |",
+            "|---" * 4 + "|",
+        )
         for name in mine[0]["rules"]:
-            of_rule = [row["rules"][name] for row in mine if name in row["rules"]]  # earlier rows have more of them
+            # earlier rows have more of them
+            of_rule = [row["rules"][name] for row in mine if name in row["rules"]]
             rates = side_by_side((100 * x["passed"] / tasks for x in of_rule), ".1f")
             cells = [side_by_side((x[key] for x in of_rule), ".2f") for key in ("passes", "step")]
             yield f"| {name} | {rates} | {cells[0]} | {cells[1] if 'blocks' not in name else ''} |"
@@ -211,14 +260,29 @@ def plot(found, tasks, path):
     for number, arm in enumerate(dict.fromkeys(row["arm"] for row in found)):
         mine = [row["rules"] for row in found if row["arm"] == arm]
         for kind, mark in marks.items():
-            names = [name for name in mine[0] if name.startswith(kind) and all(name in rules for rules in mine)]
+            names = [
+                name
+                for name in mine[0]
+                if name.startswith(kind) and all(name in rules for rules in mine)
+            ]
             x = [np.mean([rules[name]["passes"] for rules in mine]) for name in names]
             y_NS = np.array([[rules[name]["passed"] / tasks for rules in mine] for name in names])
             if names:
-                style = {"fmt": mark, "ms": 6, "color": f"C{number}", "capsize": 2, "elinewidth": 0.6, "alpha": 0.8}
+                style = {
+                    "fmt": mark,
+                    "ms": 6,
+                    "color": f"C{number}",
+                    "capsize": 2,
+                    "elinewidth": 0.6,
+                    "alpha": 0.8,
+                }
                 spread = [y_NS.mean(1) - y_NS.min(1), y_NS.max(1) - y_NS.mean(1)]
                 axis.errorbar(x, y_NS.mean(1), spread, label=f"{arm}: {kind}", **style)
-    axis.set(xlabel="forward passes of a text, mean", ylabel="pass@1, mean and range of the seeds", xlim=(10, None))
+    axis.set(
+        xlabel="forward passes of a text, mean",
+        ylabel="pass@1, mean and range of the seeds",
+        xlim=(10, None),
+    )
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
     figure.tight_layout()
@@ -245,15 +309,25 @@ def main(cfg):
     made = {"tasks": cfg.tasks, "start": cfg.start, "steps": cfg.steps}
     for row in found:  # the rows on file are older than two of these
         if {name: row.get(name, getattr(Config, name)) for name in made} != made:
-            raise ValueError(f"{path} has rows of other --tasks, --start or --steps: say those, or another --file")
+            raise ValueError(
+                f"{path} has rows of other --tasks, --start or --steps: say those, or another --file"
+            )
     todo = [(seed, arm) for seed in cfg.seeds for arm in arms if not known(seed, arm)]
     if not todo:
         print(f"nothing to measure: all of it is in {path}; another --out and --file measure anew")
     else:
         runs.script("tinypython.py", "--n=200000", f"--out={out / 'world'}")
         if not (out / "rows/meta.json").exists():
-            runs.script("data_prep.py", "pairs", str(out / "world/pairs.jsonl"), f"--out={out / 'rows'}", *PACKING)
-        tasks = [json.loads(line) for line in (out / "world/composed.jsonl").read_text().splitlines()][: cfg.tasks]
+            runs.script(
+                "data_prep.py",
+                "pairs",
+                str(out / "world/pairs.jsonl"),
+                f"--out={out / 'rows'}",
+                *PACKING,
+            )
+        tasks = [
+            json.loads(line) for line in (out / "world/composed.jsonl").read_text().splitlines()
+        ][: cfg.tasks]
     for seed, arm in todo:
         folder, seconds, first = trained(cfg, out, seed, arm)
         model, _ = checkpoints.load(md, folder, dtype="float32")
@@ -263,7 +337,10 @@ def main(cfg):
         add(row, measure(model, runs.read_tokenizer(folder), tasks, rules(arm)))
     if todo and not known(0, CODER):
         model, _ = checkpoints.load(model_pythoncoder, ROOT / CODER, dtype="float32")
-        chosen = {BY_TOKEN: (model_pythoncoder, {"speculate": False}), "its drafts": (model_pythoncoder, {})}
+        chosen = {
+            BY_TOKEN: (model_pythoncoder, {"speculate": False}),
+            "its drafts": (model_pythoncoder, {}),
+        }
         row = {"seed": 0, "arm": CODER, "start_s": 0, "processor_s": None, "bits_per_byte": None}
         add(row, measure(model, runs.read_tokenizer(ROOT / CODER), tasks, chosen))
 
@@ -273,7 +350,9 @@ def main(cfg):
     plot(found, cfg.tasks, RESULTS / f"{cfg.file}.png")
     about = ABOUT.format(cfg.file).splitlines()
     lines = ["# One set of weights, two modes", "", *about, "", *table(found, cfg.tasks), ""]
-    lines += [f"The seeds side by side; {cfg.tasks} tasks of the split composed, at most {CANVAS} tokens, greedy."]
+    lines += [
+        f"The seeds side by side; {cfg.tasks} tasks of the split composed, at most {CANVAS} tokens, greedy."
+    ]
     cpus = ", ".join(dict.fromkeys(row["cpu"] for row in found))
     lines += [f"{cpus}. `python bench/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"]
     (RESULTS / f"{cfg.file}.md").write_text("\n".join(lines) + "\n")

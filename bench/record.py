@@ -1,7 +1,9 @@
-"""Where the scripts of bench/ put their numbers: bench/results/<device>.json, a list of one entry per claim.
+"""Where the scripts of bench/ put their numbers: bench/results/<device>.json, a list of one entry
+per claim.
 
-An entry: name, value (the median), unit, spread (10th and 90th percentile, lowest and highest of few, or null),
-device, versions, command, date, and whatever else the script measured. A script that runs again replaces its own entry.
+An entry: name, value (the median), unit, spread (10th and 90th percentile, lowest and highest of
+few, or null), device, versions, command, date, and whatever else the script measured. A script that
+runs again replaces its own entry.
 """
 
 import datetime
@@ -17,7 +19,9 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def cpu_name():
-    """The name that the CPU gives itself, and its units for bfloat16, by which training times differ most."""
+    """The name that the CPU gives itself, and its units for bfloat16, by which training times
+    differ most.
+    """
     try:
         lines = [line.split(": ") for line in Path("/proc/cpuinfo").read_text().splitlines()]
         found = {line[0].strip(): line[1] for line in lines if len(line) == 2}
@@ -31,7 +35,9 @@ def claim(folder, settings):
     """Note with which settings the results in a folder are made. ValueError if it notes others."""
     path, settings = Path(folder) / "settings.json", json.loads(json.dumps(settings))
     saved = json.loads(path.read_text()) if path.exists() else settings
-    if other := [f"{name}={saved.get(name)}" for name in settings if saved.get(name) != settings[name]]:
+    if other := [
+        f"{name}={saved.get(name)}" for name in settings if saved.get(name) != settings[name]
+    ]:
         raise ValueError(f"{folder} holds results of {', '.join(other)}; choose another folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(settings))
@@ -41,7 +47,16 @@ def record(file, name, value, unit, spread=None, device="", **more):
     """Write one entry into bench/results/<file>.json and print it."""
     # the versions that a number depends on, of what is installed
     packages = {}
-    for package in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "libtpu", "torch", "tokenizers"):
+    for package in (
+        "jax",
+        "jaxlib",
+        "flax",
+        "optax",
+        "orbax-checkpoint",
+        "libtpu",
+        "torch",
+        "tokenizers",
+    ):
         try:
             packages[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -67,7 +82,9 @@ def record(file, name, value, unit, spread=None, device="", **more):
 
 
 def judged(programs, tests, **how):
-    """The results of sandbox.run_tests. RuntimeError if one could not be run: what is measured is kept for good."""
+    """The results of sandbox.run_tests. RuntimeError if one could not be run: what is measured is
+    kept for good.
+    """
     import sandbox
 
     results = sandbox.run_tests(programs, tests, **how)

@@ -1,12 +1,14 @@
-"""Programs per second and core that sandbox.py runs: a trivial program and three tests, every layer on.
+"""Programs per second and core that sandbox.py runs: a trivial program and three tests, every layer
+on.
 
     python bench/sandbox_speed.py               # a minute; keep the machine idle
     pip install psutil && pip install --no-deps evalplus      # before it, to have EvalPlus' executor beside it
 
-One round is --programs programs, as many at a time as there are cores, from the call of run_tests to its return. The
-first round is left out. Beside it: the same by judge; by three calls in one process, as HumanEval+ is scored; by
-EvalPlus' executor, which does that too. Then seconds of a single program, of a Python interpreter that does nothing,
-and of benchmarks.py for HumanEval's own 164 solutions. Writes cpu.json.
+One round is --programs programs, as many at a time as there are cores, from the call of run_tests
+to its return. The first round is left out. Beside it: the same by judge; by three calls in one
+process, as HumanEval+ is scored; by EvalPlus' executor, which does that too. Then seconds of a
+single program, of a Python interpreter that does nothing, and of benchmarks.py for HumanEval's own
+164 solutions. Writes cpu.json.
 """
 
 import concurrent.futures
@@ -37,7 +39,8 @@ import sandbox
 class Config:
     programs: int = 100  # programs in one round
     rounds: int = 5  # rounds that are timed
-    tasks_file: str = "data/tasks/HumanEval.jsonl.gz"  # HumanEval.jsonl.gz, for its solutions; left out without
+    # HumanEval.jsonl.gz, for its solutions; left out without
+    tasks_file: str = "data/tasks/HumanEval.jsonl.gz"
 
 
 PROGRAM = "def f(x):\n    return x + 1\n"
@@ -45,7 +48,9 @@ TESTS = ["assert f(1) == 2", "assert f(5) == 6", "assert f(-1) == 0"]
 
 
 CALLS = sandbox.Calls("f", [[1], [5], [-1]], [4.0] * 3, 13.0)
-BY_JUDGE = [f"for y in [{test.split()[-1]}]:\n    {' '.join(test.split()[:-1])} y" for test in TESTS]
+BY_JUDGE = [
+    f"for y in [{test.split()[-1]}]:\n    {' '.join(test.split()[:-1])} y" for test in TESTS
+]
 
 
 def run_programs(count, tests=TESTS):
@@ -87,13 +92,19 @@ def timed(function, *args, **options):
 def measured(cfg, function, *args):
     """Programs a second and core in every round but the first, of function(count)."""
     cores = len(os.sched_getaffinity(0))
-    return [cfg.programs / timed(function, cfg.programs, *args) / cores for _ in range(cfg.rounds + 1)][1:]
+    return [
+        cfg.programs / timed(function, cfg.programs, *args) / cores for _ in range(cfg.rounds + 1)
+    ][1:]
 
 
 def main(cfg):
     cores, layers = len(os.sched_getaffinity(0)), sandbox.layers()
     rates = measured(cfg, run_programs)
-    kinds = {"judge": (run_programs, BY_JUDGE), "three_calls": (run_programs, [CALLS]), "evalplus": (run_evalplus,)}
+    kinds = {
+        "judge": (run_programs, BY_JUDGE),
+        "three_calls": (run_programs, [CALLS]),
+        "evalplus": (run_evalplus,),
+    }
     try:
         import evalplus.eval  # noqa: F401
     except ImportError as error:
@@ -106,7 +117,9 @@ def main(cfg):
         with tempfile.TemporaryDirectory() as folder:
             more["humaneval_s"] = timed(run_humaneval, cfg.tasks_file, folder)
     single_s = [timed(run_programs, 1) for _ in range(20)]
-    python_s = [timed(subprocess.run, [sys.executable, "-c", "pass"], check=True) for _ in range(20)]
+    python_s = [
+        timed(subprocess.run, [sys.executable, "-c", "pass"], check=True) for _ in range(20)
+    ]
     record(
         "cpu",
         "sandbox: trivial programs with three tests",

@@ -1,11 +1,13 @@
-"""serve.py under load, beside generate.py --file on the same prompts; and under clients that misbehave.
+"""serve.py under load, beside generate.py --file on the same prompts; and under clients that
+misbehave.
 
     python bench/serve_load.py                              # 1, 8 and 64 clients, a minute each; on an idle machine
     python bench/serve_load.py --clients 1 8 --seconds=5    # a first try
     python bench/serve_load.py --faults=1000                # hang-ups, half requests, ten times as many broken bodies
     python bench/serve_load.py --lengths=HumanEval.jsonl.gz --ckpt=out/diffucoder    # what continuous batching gives
 
-Starts serve.py, whose flags are --model, --ckpt and --batch_size. Prints a table; --out writes it to a file, too.
+Starts serve.py, whose flags are --model, --ckpt and --batch_size. Prints a table; --out writes it
+to a file, too.
 """
 
 import asyncio
@@ -58,7 +60,8 @@ class Config:
     seconds: Count = 60  # for each number of clients
     max_new: Count = 48
     faults: Natural = 0  # clients that hang up; 0 measures the load instead
-    lengths: str = ""  # HumanEval.jsonl.gz: only simulate steps with its lengths, by the tokenizer of --ckpt
+    # HumanEval.jsonl.gz: only simulate steps with its lengths, by the tokenizer of --ckpt
+    lengths: str = ""
     out: str = ""  # file for what is printed
 
 
@@ -79,7 +82,10 @@ def main(cfg):
             for clients in cfg.clients:
                 say(row_of(clients, cfg, asyncio.run(load(clients, cfg, url))))
     if not cfg.faults:
-        rates = (f"{size} texts at once {from_file(cfg, size):.0f}" for size in (cfg.batch_size, len(PROMPTS) * 16))
+        rates = (
+            f"{size} texts at once {from_file(cfg, size):.0f}"
+            for size in (cfg.batch_size, len(PROMPTS) * 16)
+        )
         say(f"\ngenerate.py --file, tokens/s once compiled: {', '.join(rates)}")
     if cfg.out:
         Path(cfg.out).write_text("\n".join(lines) + "\n")
@@ -89,7 +95,9 @@ def main(cfg):
 def server(cfg):
     """(process, address) of serve.py."""
     flags = f"--model={cfg.model} --ckpt={cfg.ckpt} --batch_size={cfg.batch_size} --port=0 --queue=128 --warm".split()
-    with subprocess.Popen([sys.executable, "serve.py", *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "serve.py", *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             yield process, process.stdout.readline().strip()
         finally:
@@ -105,8 +113,16 @@ async def load(clients, cfg, url):
         async with httpx.AsyncClient(timeout=300) as client:
             while time.perf_counter() < end:
                 number += clients
-                body = {"prompt": PROMPTS[number % len(PROMPTS)], "max_tokens": cfg.max_new, "seed": number}
-                body |= {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0.6}
+                body = {
+                    "prompt": PROMPTS[number % len(PROMPTS)],
+                    "max_tokens": cfg.max_new,
+                    "seed": number,
+                }
+                body |= {
+                    "stream": True,
+                    "stream_options": {"include_usage": True},
+                    "temperature": 0.6,
+                }
                 began, first = time.perf_counter(), None
                 async with client.stream("POST", url + "/v1/completions", json=body) as answer:
                     answer.raise_for_status()
@@ -133,12 +149,16 @@ def quantile(values):
 
 
 def from_file(cfg, size):
-    """Tokens a second of generate.py on files of `size` prompts, in 16 rounds of the prompts, once all is compiled."""
+    """Tokens a second of generate.py on files of `size` prompts, in 16 rounds of the prompts, once
+    all is compiled.
+    """
     import generate
 
     settings = {"model": cfg.model, "ckpt": str(ROOT / cfg.ckpt), "max_new": cfg.max_new}
     settings |= {"temperature": 0.6, "json": True}
-    settings |= {"dream": generate.DreamFlags(batch_size=cfg.batch_size)} if cfg.model == "dream" else {}
+    settings |= (
+        {"dream": generate.DreamFlags(batch_size=cfg.batch_size)} if cfg.model == "dream" else {}
+    )
     requests = [(prompt, "") for prompt in PROMPTS * 16]
     family = generate.Dream if cfg.model == "dream" else generate.PythonCoder
     model = family(generate.resolve(generate.Config(**settings)), size)
@@ -148,16 +168,25 @@ def from_file(cfg, size):
             done = [model.complete(requests[i : i + size]) for i in range(0, len(requests), size)]
             seconds = time.perf_counter() - began
     ends = cfg.model == "pythoncoder"  # its rows count the end token, which serve.py does not
-    return sum(row["tokens"] - (ends and row["tokens"] < cfg.max_new) for rows in done for row, _ in rows) / seconds
+    return (
+        sum(
+            row["tokens"] - (ends and row["tokens"] < cfg.max_new)
+            for rows in done
+            for row, _ in rows
+        )
+        / seconds
+    )
 
 
 def simulate(cfg):
-    """Steps for all solutions of HumanEval, a token a step: batches that wait for their longest text, and places that
-    are taken at once.
+    """Steps for all solutions of HumanEval, a token a step: batches that wait for their longest
+    text, and places that are taken at once.
     """
     tokenizer = runs.read_tokenizer(cfg.ckpt)
     with gzip.open(cfg.lengths, "rt") as file:
-        lengths = [len(tokenizer.encode(json.loads(line)["canonical_solution"]).ids) for line in file]
+        lengths = [
+            len(tokenizer.encode(json.loads(line)["canonical_solution"]).ids) for line in file
+        ]
     for rows in (8, 32):
         waiting, taken = [], []
         for seed in range(100):
@@ -169,7 +198,9 @@ def simulate(cfg):
             taken.append(max(ends))
         ratios = sorted(a / b for a, b in zip(waiting, taken, strict=True))
         spread = f"{statistics.median(ratios):.2f} ({ratios[5]:.2f} to {ratios[94]:.2f})"
-        print(f"{rows} rows: {statistics.median(waiting):.0f} steps or {statistics.median(taken):.0f}: {spread} times")
+        print(
+            f"{rows} rows: {statistics.median(waiting):.0f} steps or {statistics.median(taken):.0f}: {spread} times"
+        )
 
 
 # ---- clients that misbehave ----------------------------------------------------------------------------------------
@@ -181,7 +212,9 @@ def memory_mb(process):
 
 
 def faults(cfg, process, url, say):
-    """Each fault, cfg.faults times; the right answer to a good request before, between and after them."""
+    """Each fault, cfg.faults times; the right answer to a good request before, between and after
+    them.
+    """
     host, port = url.removeprefix("http://").split(":")
     address, draw = (host, int(port)), random.Random(0)
     canary = {"prompt": PROMPTS[0], "max_tokens": cfg.max_new, "temperature": 0}
@@ -196,7 +229,10 @@ def faults(cfg, process, url, say):
         connection.sendall(head.encode() + body)
         return connection
 
-    want, body = good(), {"prompt": PROMPTS[1], "max_tokens": 400, "stream": True, "temperature": 1.5}
+    want, body = (
+        good(),
+        {"prompt": PROMPTS[1], "max_tokens": 400, "stream": True, "temperature": 1.5},
+    )
 
     def hang_up(i):
         with raw(json.dumps(body | {"seed": i}).encode()) as connection:
@@ -224,7 +260,12 @@ def faults(cfg, process, url, say):
     counts = ", ".join(f"{status}: {count}" for status, count in sorted(statuses.items()))
     say(f"{10 * cfg.faults} broken bodies, {counts}: {memory_mb(process) - before:+.1f} MB")
     for i in range(cfg.faults // 10):
-        assert client.post(url + "/v1/completions", json={"prompt": "x = 1\n" * (1000 + 10 * i)}).status_code == 400
+        assert (
+            client.post(
+                url + "/v1/completions", json={"prompt": "x = 1\n" * (1000 + 10 * i)}
+            ).status_code
+            == 400
+        )
     say(f"{cfg.faults // 10} prompts longer than the canvas: {memory_mb(process) - before:+.1f} MB")
     for i in range(cfg.faults // 50):
         command = ["curl", "-sN", url + "/v1/completions", "-d", json.dumps(body | {"seed": i})]
@@ -232,13 +273,13 @@ def faults(cfg, process, url, say):
             victim.stdout.read(10)
             os.kill(victim.pid, signal.SIGKILL)
     assert good() == want
-    say(f"{cfg.faults // 50} clients killed by signal 9: {memory_mb(process) - before:+.1f} MB of {before:.0f} MB")
+    say(
+        f"{cfg.faults // 50} clients killed by signal 9: {memory_mb(process) - before:+.1f} MB of {before:.0f} MB"
+    )
 
 
 PATHS = "/v1/completions", "/v1/chat/completions", "/v1/fim/completions", "/v1/canvas", "/v1/check"
-NAMES = (
-    "prompt suffix n max_tokens temperature top_p stop seed stream logprobs messages model ids best_of tools x".split()
-)
+NAMES = "prompt suffix n max_tokens temperature top_p stop seed stream logprobs messages model ids best_of tools x".split()
 
 
 def value(draw, depth=0):
@@ -246,11 +287,34 @@ def value(draw, depth=0):
     kind = draw.randrange(9 if depth < 4 else 7)
     if kind < 3:
         return draw.choice(
-            [None, True, False, -1, 0, 1e308, -(10**30), 10**400, float("nan"), float("inf"), 0.5, 2**63]
+            [
+                None,
+                True,
+                False,
+                -1,
+                0,
+                1e308,
+                -(10**30),
+                10**400,
+                float("nan"),
+                float("inf"),
+                0.5,
+                2**63,
+            ]
         )
     if kind < 7:
         text = draw.choice(
-            ["", "a", "\x00", "\ud800", "\U0010ffff", "<|endoftext|>", "[MASK:99999999]", "x" * 5000, "\u202e"]
+            [
+                "",
+                "a",
+                "\x00",
+                "\ud800",
+                "\U0010ffff",
+                "<|endoftext|>",
+                "[MASK:99999999]",
+                "x" * 5000,
+                "\u202e",
+            ]
         )
         return text * draw.randrange(1, 4)
     if kind == 7:
@@ -267,7 +331,9 @@ def broken(draw):
         return b"[" * draw.randrange(1, 100_000)
     if kind == 2:
         return b'{"prompt": "' + b"x" * draw.choice([1, 1 << 18, 1 << 20])
-    fields = {draw.choice(NAMES): value(draw) for _ in range(draw.randrange(1, 6))} | {draw.choice(["y", "best_of"]): 7}
+    fields = {draw.choice(NAMES): value(draw) for _ in range(draw.randrange(1, 6))} | {
+        draw.choice(["y", "best_of"]): 7
+    }
     text = json.dumps(fields).encode()
     return text[: draw.randrange(len(text))] if kind == 3 else text
 

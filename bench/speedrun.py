@@ -1,4 +1,5 @@
-"""The speedrun: 2,400 processor seconds of training (twenty minutes on two cores), then a score on what was held out.
+"""The speedrun: 2,400 processor seconds of training (twenty minutes on two cores), then a score on
+what was held out.
 
     python bench/speedrun.py stories --text=tinystories_sample.txt      # MDLM
     python bench/speedrun.py code                                       # PythonCoder on this Python's standard library
@@ -7,16 +8,17 @@
     python bench/speedrun.py functions --family=dream --ar_steps=0 --flags=--steps=2700 --change="masks from the start"
     python bench/speedrun.py code --change="AdamW" --flags="--optimizer=adamw --lr=1e-3"
 
-Beat the last row: change the code, or the trainer's flags, and run the same command with another --out and a --change.
-Processor seconds of the trainer and of what it compiles with count, so that a busy machine changes little; preparing
-the data and scoring do not. A run that took more is refused. Appends a row to results/speedrun.jsonl, and writes
-results/speedrun.md from it.
+Beat the last row: change the code, or the trainer's flags, and run the same command with another
+--out and a --change. Processor seconds of the trainer and of what it compiles with count, so that a
+busy machine changes little; preparing the data and scoring do not. A run that took more is refused.
+Appends a row to results/speedrun.jsonl, and writes results/speedrun.md from it.
 
-Stories are 2.3 MB of TinyStories that two repositories on GitHub ship: the first 10,000 lines of the GPT-4 version's
-training split (mines-opt-ml/decoding-gpt, data/tinystories_10k.txt) and the head of the first version's
-(s-ajaykumar/smallGPT, data/tiny_stories.txt), interleaved. 56 of 2,653 are held out; their figure is a bound, with two
-standard errors of its noise. Code is the standard library without its tests, 14 files held out; its figure is exact.
-Functions are 200,000 of tinypython.py; the score is greedy pass@1 on 1,000 tasks of its split "composed", with a 95 %
+Stories are 2.3 MB of TinyStories that two repositories on GitHub ship: the first 10,000 lines of
+the GPT-4 version's training split (mines-opt-ml/decoding-gpt, data/tinystories_10k.txt) and the
+head of the first version's (s-ajaykumar/smallGPT, data/tiny_stories.txt), interleaved. 56 of 2,653
+are held out; their figure is a bound, with two standard errors of its noise. Code is the standard
+library without its tests, 14 files held out; its figure is exact. Functions are 200,000 of
+tinypython.py; the score is greedy pass@1 on 1,000 tasks of its split "composed", with a 95 %
 interval (Wilson). What was tried and did not help stands in LOG.md.
 """
 
@@ -53,19 +55,23 @@ TRAIN = {
     "functions": "--model=tiny --steps=3100 --eval_every=1000 --eval_rows=64",
     "functions, dream": "--micro_batch=4 --remat=none --optimizer=muon --lr=6e-4 --anneal_steps=200 --steps=1050",
 }
-CAUSAL = "--model=tiny --micro_batch=4 --remat=none --objective=ar"  # a Dream's first steps, from left to right
+# a Dream's first steps, from left to right
+CAUSAL = "--model=tiny --micro_batch=4 --remat=none --objective=ar"
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     track: tyro.conf.Positional[typing.Literal["stories", "code", "functions"]] = "stories"
-    family: typing.Literal["pythoncoder", "dream"] = "pythoncoder"  # of model, for the track "functions"
+    # of model, for the track "functions"
+    family: typing.Literal["pythoncoder", "dream"] = "pythoncoder"
     text: str = "tinystories_sample.txt"  # file of stories, for the track "stories"
     change: str = ""  # what is new about this run, for the table; "" leaves the run out of it
     data: str = ""  # flags for data_prep.py, instead of those of the best recipe
     flags: str = ""  # flags for the trainer, after those of the best recipe
-    ar_steps: runs.Natural = 1800  # steps from left to right before those of the recipe, for --family=dream
-    out: str = "out/speedrun"  # folder of data and run, one of each for a track; a new run needs a new one
+    # steps from left to right before those of the recipe, for --family=dream
+    ar_steps: runs.Natural = 1800
+    # folder of data and run, one of each for a track; a new run needs a new one
+    out: str = "out/speedrun"
 
 
 def processor_seconds():
@@ -90,8 +96,17 @@ def scored(cfg, folder, data):
         import benchmarks
 
         masks = 64 if cfg.family == "dream" else 128  # a Dream knows canvases of 64 masks
-        tasks = {"task": "humaneval", "tasks_file": str(ROOT / cfg.out / "world/composed.jsonl"), "max_new": masks}
-        settings = {"model": cfg.family, "ckpt": folder, "out": f"{folder}/composed", "batch_size": 100}
+        tasks = {
+            "task": "humaneval",
+            "tasks_file": str(ROOT / cfg.out / "world/composed.jsonl"),
+            "max_new": masks,
+        }
+        settings = {
+            "model": cfg.family,
+            "ckpt": folder,
+            "out": f"{folder}/composed",
+            "batch_size": 100,
+        }
         return {"pass@1": benchmarks.main(benchmarks.Config(**tasks, **settings))["pass@1"]}
     settings = {"eval_only": folder, "data": data, "eval_rows": 10**9}
     if cfg.track == "stories":
@@ -101,8 +116,11 @@ def scored(cfg, folder, data):
     else:
         import train_tpu
 
-        row = train_tpu.main(train_tpu.Config(**settings, device="cpu" if "--device=cpu" in cfg.flags else ""))
-    spread = 2 * row.get("standard_error", 0) / row["heldout_nats"] * row["bits_per_byte"]  # it is in nats per token
+        row = train_tpu.main(
+            train_tpu.Config(**settings, device="cpu" if "--device=cpu" in cfg.flags else "")
+        )
+    # it is in nats per token
+    spread = 2 * row.get("standard_error", 0) / row["heldout_nats"] * row["bits_per_byte"]
     return {"bits_per_byte": row["bits_per_byte"], "spread": spread}
 
 
@@ -115,11 +133,16 @@ def figure(row):
 
 
 def table(rows):
-    lines = ["| track | date | commit | change | score | tokens seen | processor s | CPU | command |", "|" + "---|" * 9]
+    lines = [
+        "| track | date | commit | change | score | tokens seen | processor s | CPU | command |",
+        "|" + "---|" * 9,
+    ]
     for row in rows:
         size = f"{row['tokens_seen'] / 1e6:.1f} M | {row['processor_s']:,.0f}"
         cells = row["track"], row["date"], row["commit"], row["change"], figure(row), size
-        lines.append(f"| {' | '.join(cells)} | {row.get('cpu', 'not recorded')} | `{row['command']}` |")
+        lines.append(
+            f"| {' | '.join(cells)} | {row.get('cpu', 'not recorded')} | `{row['command']}` |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -128,23 +151,33 @@ def main(cfg):
     recipe = "functions, dream" if (cfg.track, cfg.family) == ("functions", "dream") else cfg.track
     data, out = f"{cfg.out}/{recipe}/data", f"{cfg.out}/{recipe}/run"
     if cfg.track == "stories" and not Path(cfg.text).is_file():
-        raise FileNotFoundError(f"--text={cfg.text} is no file; it holds stories with <|endoftext|> between them")
+        raise FileNotFoundError(
+            f"--text={cfg.text} is no file; it holds stories with <|endoftext|> between them"
+        )
     cfg = dataclasses.replace(cfg, text=str(Path(cfg.text).absolute()))
     os.chdir(ROOT)
-    if Path(out).exists() or Path(f"{out}_causal").exists():  # its budget is that of one run from the start
+    # its budget is that of one run from the start
+    if Path(out).exists() or Path(f"{out}_causal").exists():
         raise FileExistsError(f"{out} already holds a run; take another --out")
     prepare(cfg, recipe, data)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(ROOT / f"{out}_inductor")  # train_gpu.py compiles anew, which counts
+    # train_gpu.py compiles anew, which counts
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(ROOT / f"{out}_inductor")
 
     # train, within the budget
     cpu = ["--device=cpu"] if "--device=cpu" in shlex.split(cfg.flags) else []
-    trainer = {"stories": "train_gpu.py", "functions, dream": "train_dream.py"}.get(recipe, "train_tpu.py")
+    trainer = {"stories": "train_gpu.py", "functions, dream": "train_dream.py"}.get(
+        recipe, "train_tpu.py"
+    )
     start, before = ["--model=tiny"] * (recipe == "functions, dream"), processor_seconds()
     if start and cfg.ar_steps:
         start = [f"--init={out}_causal"]
         causal = ["--compile_cache=", *shlex.split(CAUSAL), *cpu]
-        runs.script(trainer, f"--data={data}", f"--out={out}_causal", f"--steps={cfg.ar_steps}", *causal)
-    flags = shlex.split(f"{TRAIN[recipe]} {'' if cfg.track == 'stories' else '--compile_cache='} {cfg.flags}")
+        runs.script(
+            trainer, f"--data={data}", f"--out={out}_causal", f"--steps={cfg.ar_steps}", *causal
+        )
+    flags = shlex.split(
+        f"{TRAIN[recipe]} {'' if cfg.track == 'stories' else '--compile_cache='} {cfg.flags}"
+    )
     runs.script(trainer, f"--data={data}", f"--out={out}", *start, *flags)
     seconds = processor_seconds() - before
 
@@ -156,19 +189,40 @@ def main(cfg):
     seen = steps * trained["batch_size"] * split["tokens"] / split["rows"]
     print(f"{figure(score)} in {seconds:,.0f} of {BUDGET_S:,} processor seconds")
     if seconds > BUDGET_S:
-        raise ValueError(f"{seconds:,.0f} processor seconds are more than {BUDGET_S:,}; lower --steps with --flags")
+        raise ValueError(
+            f"{seconds:,.0f} processor seconds are more than {BUDGET_S:,}; lower --steps with --flags"
+        )
 
     # the table
     if cfg.change:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-        row = {"track": recipe, "date": datetime.date.today().isoformat(), "commit": commit.stdout.strip()}
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+        )
+        row = {
+            "track": recipe,
+            "date": datetime.date.today().isoformat(),
+            "commit": commit.stdout.strip(),
+        }
         row |= {"change": cfg.change, **score, "tokens_seen": seen}
-        flags = [cfg.track, *(f"--{name}={x}" for name, x in given.items() if name not in ("track", "change", "out"))]
-        row |= {"processor_s": seconds, "cpu": cpu_name(), "command": "python bench/speedrun.py " + shlex.join(flags)}
+        flags = [
+            cfg.track,
+            *(
+                f"--{name}={x}"
+                for name, x in given.items()
+                if name not in ("track", "change", "out")
+            ),
+        ]
+        row |= {
+            "processor_s": seconds,
+            "cpu": cpu_name(),
+            "command": "python bench/speedrun.py " + shlex.join(flags),
+        }
         with open(RESULTS / "speedrun.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
         rows = [json.loads(line) for line in (RESULTS / "speedrun.jsonl").read_text().splitlines()]
-        rows.sort(key=lambda row: (row["track"], -row.get("bits_per_byte", 0), row.get("pass@1", [0])))
+        rows.sort(
+            key=lambda row: (row["track"], -row.get("bits_per_byte", 0), row.get("pass@1", [0]))
+        )
         (RESULTS / "speedrun.md").write_text(table(rows))
 
 

@@ -1,14 +1,15 @@
-"""What models of 1, 2 and 4 M parameters reach on TinyPython after 5, 20 and 60 core minutes: a table, a plot, samples.
+"""What models of 1, 2 and 4 M parameters reach on TinyPython after 5, 20 and 60 core minutes: a
+table, a plot, samples.
 
     python bench/tinypython_page.py --only="1m, 5" --file=mine    # twenty minutes: both families
     python bench/tinypython_page.py --file=mine                   # nine core hours; goes on where it stopped
     python bench/tinypython_page.py --only=none                   # writes the page from what is there
 
-A cell is a training from scratch with a learning rate that falls within its own time, and greedy pass@1 on the 1,000
-tasks of the split `composed`, with a 95 % interval (Wilson). A Dream learns from left to right for a fifth of its
-time, then to fill masks. Processor seconds count, of training and what it compiles; scoring does not. Each cell is
-appended to results/<file>.jsonl, from which <file>.md and <file>.png are written. Samples are of the models
-in weights/.
+A cell is a training from scratch with a learning rate that falls within its own time, and greedy
+pass@1 on the 1,000 tasks of the split `composed`, with a 95 % interval (Wilson). A Dream learns
+from left to right for a fifth of its time, then to fill masks. Processor seconds count, of training
+and what it compiles; scoring does not. Each cell is appended to results/<file>.jsonl, from which
+<file>.md and <file>.png are written. Samples are of the models in weights/.
 """
 
 import dataclasses
@@ -43,7 +44,8 @@ PROBE = 60  # steps from which the pace is known
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    only: str = ""  # only cells whose "family, size, minutes" has a match of this regular expression; none: no cell
+    # only cells whose "family, size, minutes" has a match of this regular expression; none: no cell
+    only: str = ""
     out: str = "out/tinypython_page"  # folder of the world, its rows and the runs
     file: str = "tinypython"  # bench/results/<file>.jsonl, .md, .png
     samples: int = 5  # right answers, and wrong ones, of each model in weights/
@@ -53,8 +55,17 @@ def prepare(out):
     """The world and its rows for both families."""
     world = out / "world"
     runs.script("tinypython.py", "--n=200000", f"--out={world}")
-    runs.script("data_prep.py", "pairs", str(world / "pairs.jsonl"), f"--out={out / 'dream'}", *PAIRS)
-    runs.script("data_prep.py", "python", "--roots", str(world / "train.jsonl"), f"--out={out / 'pythoncoder'}", *ROWS)
+    runs.script(
+        "data_prep.py", "pairs", str(world / "pairs.jsonl"), f"--out={out / 'dream'}", *PAIRS
+    )
+    runs.script(
+        "data_prep.py",
+        "python",
+        "--roots",
+        str(world / "train.jsonl"),
+        f"--out={out / 'pythoncoder'}",
+        *ROWS,
+    )
 
 
 def train(family, shape, settings):
@@ -64,7 +75,10 @@ def train(family, shape, settings):
     import train_dream
     import train_tpu
 
-    model, trainer = {"dream": (model_dream, train_dream), "pythoncoder": (model_pythoncoder, train_tpu)}[family]
+    model, trainer = {
+        "dream": (model_dream, train_dream),
+        "pythoncoder": (model_pythoncoder, train_tpu),
+    }[family]
     model.CONFIGS["tiny"] = dataclasses.replace(model.CONFIGS["tiny"], **shape)
     trainer.main(trainer.Config(**settings))
 
@@ -72,7 +86,9 @@ def train(family, shape, settings):
 def spent(family, shape, settings):
     """Processor seconds of a training; shape is what differs from the preset tiny."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    process = multiprocessing.get_context("spawn").Process(target=train, args=(family, shape, settings))
+    process = multiprocessing.get_context("spawn").Process(
+        target=train, args=(family, shape, settings)
+    )
     process.start()
     process.join()
     if process.exitcode:
@@ -82,7 +98,13 @@ def spent(family, shape, settings):
 
 
 def settings_of(family, data, out, steps):
-    shared = {"model": "tiny", "data": str(data), "steps": steps, "warmup": min(200, steps // 5), "eval_rows": 64}
+    shared = {
+        "model": "tiny",
+        "data": str(data),
+        "steps": steps,
+        "warmup": min(200, steps // 5),
+        "eval_rows": 64,
+    }
     shared |= {"out": str(out), "eval_every": steps, "log_every": 100, "compile_cache": ""}
     return shared | ({"micro_batch": 4, "remat": "none"} if family == "dream" else {})
 
@@ -93,26 +115,40 @@ def pace_of(out, family, shape):
     folder, seconds = out / f"{family}-{shape}-probe", []
     for steps in (PROBE, 2 * PROBE):
         shutil.rmtree(folder, ignore_errors=True)
-        seconds.append(spent(family, SHAPES[shape], settings_of(family, out / family, folder, steps)))
+        seconds.append(
+            spent(family, SHAPES[shape], settings_of(family, out / family, folder, steps))
+        )
     first, second = seconds
     return (second - first) / PROBE, max(0, 2 * first - second)
 
 
 def cell(out, family, shape, minutes, known):
-    """A row of the table; its steps are chosen by the longest of the `known` rows of this model and CPU."""
+    """A row of the table; its steps are chosen by the longest of the `known` rows of this model and
+    CPU.
+    """
     import benchmarks
 
     folder, data, differs = out / f"{family}-{shape}-{minutes}", out / family, SHAPES[shape]
     shutil.rmtree(folder, ignore_errors=True)
-    like = [row for row in known if (row["family"], row["size"], row["cpu"]) == (family, shape, cpu_name())]
+    like = [
+        row
+        for row in known
+        if (row["family"], row["size"], row["cpu"]) == (family, shape, cpu_name())
+    ]
     longest = max(like, key=lambda row: row["minutes"], default={"minutes": 0})
     enough = longest["minutes"] > MINUTES[0]  # a start is a large part of five minutes
-    pace, start = (longest["processor_s"] / longest["steps"], 0) if enough else pace_of(out, family, shape)
+    pace, start = (
+        (longest["processor_s"] / longest["steps"], 0) if enough else pace_of(out, family, shape)
+    )
     starts = 2 if family == "dream" else 1  # each training compiles
     steps = int((60 * minutes - starts * start) / pace)
     run, causal = folder / "run", steps // 5
     if family == "dream":
-        seconds = spent(family, differs, settings_of(family, data, folder / "causal", causal) | {"objective": "ar"})
+        seconds = spent(
+            family,
+            differs,
+            settings_of(family, data, folder / "causal", causal) | {"objective": "ar"},
+        )
         flags = {
             "model": "",
             "init": str(folder / "causal"),
@@ -125,17 +161,38 @@ def cell(out, family, shape, minutes, known):
         seconds = spent(family, differs, settings_of(family, data, run, steps))
     scored = {"model": family, "ckpt": str(run), "out": str(folder / "composed"), "batch_size": 100}
     tasks = {"task": "humaneval", "tasks_file": str(out / "world/composed.jsonl"), "max_new": 64}
-    row = {"family": family, "size": shape, "minutes": minutes, "steps": steps, "processor_s": seconds}
-    return row | {"pass@1": benchmarks.main(benchmarks.Config(**tasks, **scored))["pass@1"], "cpu": cpu_name()}
+    row = {
+        "family": family,
+        "size": shape,
+        "minutes": minutes,
+        "steps": steps,
+        "processor_s": seconds,
+    }
+    return row | {
+        "pass@1": benchmarks.main(benchmarks.Config(**tasks, **scored))["pass@1"],
+        "cpu": cpu_name(),
+    }
 
 
 def samples(out, family, count):
-    """The first functions of the split in its order that pass, and that fail, of the model in weights/."""
+    """The first functions of the split in its order that pass, and that fail, of the model in
+    weights/.
+    """
     import benchmarks
 
     folder = out / f"{family}-weights"
-    tasks = {"task": "humaneval", "tasks_file": str(out / "world/composed.jsonl"), "max_new": 64, "problems": 200}
-    scored = {"model": family, "ckpt": str(ROOT / "weights" / family), "out": str(folder), "batch_size": 100}
+    tasks = {
+        "task": "humaneval",
+        "tasks_file": str(out / "world/composed.jsonl"),
+        "max_new": 64,
+        "problems": 200,
+    }
+    scored = {
+        "model": family,
+        "ckpt": str(ROOT / "weights" / family),
+        "out": str(folder),
+        "batch_size": 100,
+    }
     benchmarks.main(benchmarks.Config(**tasks, **scored))
     prompts = {row["task_id"]: row["prompt"] for row in read_lines(out / "world/composed.jsonl")}
     texts = {row["task_id"]: row["completion"] for row in read_lines(folder / "samples.jsonl")}
@@ -171,11 +228,21 @@ def page(out, rows, count, file):
     lines = [HEAD]
     for row in rows:
         score = "{:.1f} % ({:.1f} to {:.1f})".format(*(100 * rate for rate in row["pass@1"]))
-        cells = row["family"], f"{row['size'][0]} M", row["minutes"], f"{row['steps']:,}", f"{row['processor_s']:,.0f}"
+        cells = (
+            row["family"],
+            f"{row['size'][0]} M",
+            row["minutes"],
+            f"{row['steps']:,}",
+            f"{row['processor_s']:,.0f}",
+        )
         lines.append("| " + " | ".join(map(str, (*cells, score))) + " |")
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     cpus = ", ".join(dict.fromkeys(row["cpu"] for row in rows))
-    lines += ["", f"{len(rows)} of 18 cells. " * (len(rows) < 18) + TAIL.format(cpu=cpus, file=file, command=command)]
+    lines += [
+        "",
+        f"{len(rows)} of 18 cells. " * (len(rows) < 18)
+        + TAIL.format(cpu=cpus, file=file, command=command),
+    ]
     for family in ("pythoncoder", "dream"):
         for passed, texts in samples(out, family, count):
             which = "that pass their tests" if passed else "that do not"
@@ -195,14 +262,30 @@ def plot(rows, path):
     for i, shape in enumerate(SHAPES):
         for family, line in (("pythoncoder", "-"), ("dream", "--")):
             mine = sorted(
-                (r["processor_s"] / 60, *r["pass@1"]) for r in rows if (r["family"], r["size"]) == (family, shape)
+                (r["processor_s"] / 60, *r["pass@1"])
+                for r in rows
+                if (r["family"], r["size"]) == (family, shape)
             )
             if mine:
                 x, mean, low, high = zip(*mine, strict=True)
                 mean, low, high = (np.array(rates) for rates in (mean, low, high))
-                error = np.maximum((mean - low, high - mean), 0)  # at 0 the interval begins a rounding above
-                axis.errorbar(x, mean, error, fmt="o" + line, color=f"C{i}", capsize=3, label=f"{family}, {shape[0]} M")
-    axis.set(xscale="log", xlabel="core minutes of training", ylabel="pass@1 on composed, greedy", ylim=(0, 1))
+                # at 0 the interval begins a rounding above
+                error = np.maximum((mean - low, high - mean), 0)
+                axis.errorbar(
+                    x,
+                    mean,
+                    error,
+                    fmt="o" + line,
+                    color=f"C{i}",
+                    capsize=3,
+                    label=f"{family}, {shape[0]} M",
+                )
+    axis.set(
+        xscale="log",
+        xlabel="core minutes of training",
+        ylabel="pass@1 on composed, greedy",
+        ylim=(0, 1),
+    )
     axis.set_xticks(MINUTES, MINUTES)
     axis.set_xticks([], minor=True)
     axis.grid(alpha=0.3)
@@ -214,7 +297,12 @@ def plot(rows, path):
 def main(cfg):
     out, path = Path(cfg.out), RESULTS / f"{cfg.file}.jsonl"
     prepare(out)
-    cells = [(family, shape, minutes) for minutes in MINUTES for shape in SHAPES for family in ("pythoncoder", "dream")]
+    cells = [
+        (family, shape, minutes)
+        for minutes in MINUTES
+        for shape in SHAPES
+        for family in ("pythoncoder", "dream")
+    ]
     for key in cells:
         known = any((row["family"], row["size"], row["minutes"]) == key for row in read_lines(path))
         if not known and re.search(cfg.only, "{}, {}, {}".format(*key)):
@@ -223,7 +311,12 @@ def main(cfg):
             with path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
     if rows := read_lines(path):
-        page(out, sorted(rows, key=lambda row: (row["family"], row["size"], row["minutes"])), cfg.samples, cfg.file)
+        page(
+            out,
+            sorted(rows, key=lambda row: (row["family"], row["size"], row["minutes"])),
+            cfg.samples,
+            cfg.file,
+        )
 
 
 if __name__ == "__main__":

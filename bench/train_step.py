@@ -1,11 +1,12 @@
-"""Count what a training step of MDLM asks of a GPU: operators, copies, synchronisations, PAD. Nothing is timed.
+"""Count what a training step of MDLM asks of a GPU: operators, copies, synchronisations, PAD.
+Nothing is timed.
 
     python bench/train_step.py                          # on the standard library, on a CPU, a minute
     python bench/train_step.py --data=data/stories --batch_size=64
 
-Counts every operator that would launch a kernel; a foreach or fused operator is one. The passes run on meta tensors, op
-by op, with rows padded and with texts packed; torch.compile fuses what they hold. The update runs on the CPU; nobody
-compiles it.
+Counts every operator that would launch a kernel; a foreach or fused operator is one. The passes run
+on meta tensors, op by op, with rows padded and with texts packed; torch.compile fuses what they
+hold. The update runs on the CPU; nobody compiles it.
 """
 
 import dataclasses
@@ -40,17 +41,27 @@ class Step(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.__name__
         self.waits += name.startswith(("_local_scalar_dense", "nonzero"))
-        self.launches += not (function.is_view or name.startswith(("empty", "new_empty", "detach", "_unsafe_view")))
+        self.launches += not (
+            function.is_view or name.startswith(("empty", "new_empty", "detach", "_unsafe_view"))
+        )
         return function(*args, **(kwargs or {}))
 
 
 def main(cfg):
     devices = train_gpu.Devices(torch.device("cpu"))
-    settings = train_gpu.Config(data=cfg.data, model=cfg.model, batch_size=cfg.batch_size, micro_batch=cfg.batch_size)
+    settings = train_gpu.Config(
+        data=cfg.data, model=cfg.model, batch_size=cfg.batch_size, micro_batch=cfg.batch_size
+    )
     rows, _, _ = train_gpu.find_data(settings)
-    architecture = dataclasses.replace(mdlm.CONFIGS[cfg.model], vocab=rows.meta["vocab_padded"], rope=True)
-    architecture = dataclasses.replace(architecture, positions=max(architecture.positions, rows.meta["seq_len"]))
-    state = train_gpu.make_state(dataclasses.replace(settings, compile=False), architecture, "float32", devices)
+    architecture = dataclasses.replace(
+        mdlm.CONFIGS[cfg.model], vocab=rows.meta["vocab_padded"], rope=True
+    )
+    architecture = dataclasses.replace(
+        architecture, positions=max(architecture.positions, rows.meta["seq_len"])
+    )
+    state = train_gpu.make_state(
+        dataclasses.replace(settings, compile=False), architecture, "float32", devices
+    )
     noised = train_gpu.training_batch(rows, settings, 0)
     on_meta = train_gpu.Loss(mdlm.MDLM(architecture).to("meta", torch.bfloat16), settings.schedule)
     for packed in (False, True) if mdlm.varlen_attn else (False,):
@@ -64,7 +75,9 @@ def main(cfg):
         pad = float((batch.xt_BL == mdlm.PAD).float().mean())
         name, count = "packed" if packed else "padded", batch.xt_BL.numel()
         print(f"{name}: {count:,} tokens, {pad:.1%} of them PAD, {copies} copies")
-        print(f"    {passes.launches} operators forwards and backwards, {passes.waits} synchronisations")
+        print(
+            f"    {passes.launches} operators forwards and backwards, {passes.waits} synchronisations"
+        )
     for _ in range(2):  # the first update makes the moments
         for p in state.model.parameters():
             p.grad = torch.randn_like(p)

@@ -1,10 +1,13 @@
-"""What tests share: scripts run from the shell, eight fake CPU devices for JAX, reference values, emulated kernels.
+"""What tests share: scripts run from the shell, eight fake CPU devices for JAX, reference values,
+emulated kernels.
 
-JAX and PyTorch are imported where a test needs them. On a Jetson there is no JAX, and only its own tests are collected.
+JAX and PyTorch are imported where a test needs them. On a Jetson there is no JAX, and only its own
+tests are collected.
 
-These tests compile more than they compute, so JAX leaves most optimisations out, and XLA, before jaxlib 0.11, fuses in
-its older way: half the time. Scripts that run from the shell are compiled as for a user, and so are all tests, before a
-release, with JAX_DISABLE_MOST_OPTIMIZATIONS=0 XLA_FLAGS=--xla_cpu_use_fusion_emitters=true (without, from 0.11 on) \\
+These tests compile more than they compute, so JAX leaves most optimisations out, and XLA, before
+jaxlib 0.11, fuses in its older way: half the time. Scripts that run from the shell are compiled as
+for a user, and so are all tests, before a release, with JAX_DISABLE_MOST_OPTIMIZATIONS=0
+XLA_FLAGS=--xla_cpu_use_fusion_emitters=true (without, from 0.11 on) \\
     pytest -n 2 --dist=loadfile -m "slow or not slow"
 """
 
@@ -30,30 +33,45 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small, and pytest -n 2 keeps both cores busy
+# tensors are small, and pytest -n 2 keeps both cores busy
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
 FLAGS = ["--xla_force_host_platform_device_count=8"]
-if importlib.util.find_spec("jaxlib") and int(importlib.metadata.version("jaxlib").split(".")[1]) < 11:
-    FLAGS += ["--xla_cpu_use_fusion_emitters=false"]  # from 0.11 on there is no such flag, which would end the process
+if (
+    importlib.util.find_spec("jaxlib")
+    and int(importlib.metadata.version("jaxlib").split(".")[1]) < 11
+):
+    # from 0.11 on there is no such flag, which would end the process
+    FLAGS += ["--xla_cpu_use_fusion_emitters=false"]
 os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 ON_A_JETSON = "export_jetson", "inference_jetson", "kernels", "golden_kernels", "model_mdlm"
 if not importlib.util.find_spec("jax"):
-    collect_ignore = [path.name for path in Path(__file__).parent.glob("test_*.py") if path.stem[5:] not in ON_A_JETSON]
+    collect_ignore = [
+        path.name
+        for path in Path(__file__).parent.glob("test_*.py")
+        if path.stem[5:] not in ON_A_JETSON
+    ]
 
 
 def pytest_configure(config):
-    """A worker of pytest-xdist that dies ends the tests, with the name of its test: replaced, it may hang for ever."""
+    """A worker of pytest-xdist that dies ends the tests, with the name of its test: replaced, it
+    may hang for ever.
+    """
     if getattr(config.option, "maxworkerrestart", "") is None:
         config.option.maxworkerrestart = "0"  # github.com/pytest-dev/pytest-xdist/issues/1378
 
 
 # ---- scripts, as a user runs them ----------------------------------------------------------------------------------
 
-AS_A_USER = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+AS_A_USER = {
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
+    "JAX_PLATFORMS": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+}
 
 
 def command(script, *flags):
@@ -62,10 +80,18 @@ def command(script, *flags):
 
 
 def run(script, *flags, devices=1, stdin=None, **options):
-    """The finished process of a script on a CPU, with so many fake JAX devices; what it printed is text."""
+    """The finished process of a script on a CPU, with so many fake JAX devices; what it printed is
+    text.
+    """
     fake = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     env = os.environ | AS_A_USER | fake | {"OMP_NUM_THREADS": "1"}
-    options = {"capture_output": True, "text": True, "env": env, "timeout": 300, "input": stdin} | options
+    options = {
+        "capture_output": True,
+        "text": True,
+        "env": env,
+        "timeout": 300,
+        "input": stdin,
+    } | options
     return subprocess.run(command(script, *flags), **options)
 
 
@@ -104,10 +130,11 @@ def scored_rows(out):
 
 
 def kill_and_resume(first, resume, kills=20, seed=0, lines=4):
-    """Run the command `first`, kill -9 it at a random line of its log, go on with `resume` until one is not killed.
+    """Run the command `first`, kill -9 it at a random line of its log, go on with `resume` until
+    one is not killed.
 
-    Each process lives for 1 to `lines` lines. Asserts that it was killed `kills` times. Returns the first step or
-    round that each of the processes logged.
+    Each process lives for 1 to `lines` lines. Asserts that it was killed `kills` times. Returns the
+    first step or round that each of the processes logged.
     """
     rng, killed, line_number, first_steps = random.Random(seed), 0, 0, []
     env = os.environ | AS_A_USER | {"XLA_FLAGS": ""}
@@ -140,11 +167,16 @@ def free_port():
 
 
 def two_hosts(*lines):
-    """Two processes of JAX that train together, with two devices each: of each its script and flags."""
+    """Two processes of JAX that train together, with two devices each: of each its script and
+    flags.
+    """
     address = f"localhost:{free_port()}"
     env = os.environ | AS_A_USER | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     pipes = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return [subprocess.Popen(command(*line, f"--hosts={address},2,{i}"), **pipes) for i, line in enumerate(lines)]
+    return [
+        subprocess.Popen(command(*line, f"--hosts={address},2,{i}"), **pipes)
+        for i, line in enumerate(lines)
+    ]
 
 
 def wait_for_step(process, step):
@@ -156,7 +188,9 @@ def wait_for_step(process, step):
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_of_one_file():
-    """What a file has compiled is forgotten at its end, and where it kept it: all files together take gigabytes."""
+    """What a file has compiled is forgotten at its end, and where it kept it: all files together
+    take gigabytes.
+    """
     yield
     if "jax" in sys.modules:
         import jax
@@ -171,7 +205,9 @@ def programs_of_one_file():
 
 @pytest.fixture(autouse=True)
 def broken_pipes_raise():
-    """A test that leaves SIGPIPE at its default lets the broken pipe of a later one end pytest without a word."""
+    """A test that leaves SIGPIPE at its default lets the broken pipe of a later one end pytest
+    without a word.
+    """
     yield
     assert signal.getsignal(signal.SIGPIPE) is signal.SIG_IGN
 
@@ -189,12 +225,20 @@ def no_compile_cache(monkeypatch):
 
 @pytest.fixture(scope="session")
 def code_rows(tmp_path_factory):
-    """A folder of data_prep.py: rows of 64 tokens, packed from a few modules of the standard library; 600 ids."""
+    """A folder of data_prep.py: rows of 64 tokens, packed from a few modules of the standard
+    library; 600 ids.
+    """
     import data_prep
 
     folder, library = tmp_path_factory.mktemp("code"), Path(sysconfig.get_paths()["stdlib"])
     names = "ast calendar configparser csv dataclasses difflib enum fractions functools shutil string tokenize"
-    settings = {"vocab_size": 600, "seq_len": 64, "heldout": 0.1, "workers": 1, "shard_bytes": 60_000}
+    settings = {
+        "vocab_size": 600,
+        "seq_len": 64,
+        "heldout": 0.1,
+        "workers": 1,
+        "shard_bytes": 60_000,
+    }
     roots = tuple(str(library / f"{name}.py") for name in names.split())
     data_prep.main(data_prep.Python(roots=roots, out=str(folder / "rows"), **settings))
     return folder / "rows"
@@ -229,7 +273,9 @@ def refusal(trainer, cfg):
 
 
 def as_on_the_hub(folder, copy):
-    """A copy of a folder of reference values, which may be read-only; the tokenizer's files have the id of MASK."""
+    """A copy of a folder of reference values, which may be read-only; the tokenizer's files have
+    the id of MASK.
+    """
     import model_dream
 
     shutil.copytree(folder, copy, copy_function=shutil.copyfile)
@@ -245,9 +291,11 @@ def as_on_the_hub(folder, copy):
 
 
 def counting_mask(prepare):
-    """sample_block.prepare without banned ids: MASK has its share of the softmax, as in the authors' code.
+    """sample_block.prepare without banned ids: MASK has its share of the softmax, as in the
+    authors' code.
 
-    For prompts of reference values alone, where it is never the argmax: a block would never be full.
+    For prompts of reference values alone, where it is never the argmax: a block would never be
+    full.
     """
 
     def unbanned(*args):
@@ -277,7 +325,9 @@ def with_other_tokenizer(folder, copy):
 
 
 class Library:
-    """Runs functions of diffusion.py in one library and precision; arrays in and out are NumPy's."""
+    """Runs functions of diffusion.py in one library and precision; arrays in and out are
+    NumPy's.
+    """
 
     def __init__(self, name, dtype):
         self.name, self.dtype = name, dtype
@@ -303,7 +353,9 @@ class Library:
 
     def close(self, got, want, rtol=None, atol=None):
         want = np.asarray(want)
-        np.testing.assert_allclose(got, want, rtol=max(rtol or 0, self.rtol), atol=max(atol or 0, self.atol))
+        np.testing.assert_allclose(
+            got, want, rtol=max(rtol or 0, self.rtol), atol=max(atol or 0, self.atol)
+        )
 
 
 def as_numpy(result):
@@ -350,7 +402,9 @@ def from_hf(folder, dtype=None, run=None):
 
 @pytest.fixture(scope="session")
 def golden_dir():
-    """golden_dir("pythoncoder") is the folder of that area's reference values, under GOLDEN_DIR or tests/golden."""
+    """golden_dir("pythoncoder") is the folder of that area's reference values, under GOLDEN_DIR or
+    tests/golden.
+    """
     top = Path(os.environ.get("GOLDEN_DIR", Path(__file__).parent / "golden"))
 
     def find(area):
@@ -361,7 +415,9 @@ def golden_dir():
 
 
 def cases_of(path, split=str.rpartition):
-    """{case: {array: value}} of a golden .npz file; the case stands before the last dot of a name, or the first."""
+    """{case: {array: value}} of a golden .npz file; the case stands before the last dot of a name,
+    or the first.
+    """
     arrays, cases = np.load(path), {}
     for key in arrays.files:
         case, _, name = split(key, ".")
@@ -371,7 +427,9 @@ def cases_of(path, split=str.rpartition):
 
 
 def special_ids(folder):
-    """(MASK, PAD) of the reference values of masked diffusion: what q_sample.npz writes, and what it never masks."""
+    """(MASK, PAD) of the reference values of masked diffusion: what q_sample.npz writes, and what
+    it never masks.
+    """
     golden = np.load(folder / "q_sample.npz")
     masked_BL = golden["linear.mask"]
     kept = np.unique(golden["x0"][(golden["u"] < golden["t"][:, None]) & ~masked_BL])
@@ -381,7 +439,8 @@ def special_ids(folder):
 
 # ---- a bucket ------------------------------------------------------------------------------------------------------
 
-# The emulated storage does not say which generation of an object it hands out, which TensorStore asks for.
+# The emulated storage does not say which generation of an object it hands out, which TensorStore
+# asks for.
 BUCKET = """
 import sys
 from gcp_storage_emulator.handlers import objects
@@ -403,21 +462,29 @@ def bucket():
         pytest.importorskip(package)
     port = free_port()
     url = f"http://localhost:{port}"
-    with subprocess.Popen([sys.executable, "-c", BUCKET, str(port)], stdout=-3, stderr=-3) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", BUCKET, str(port)], stdout=-3, stderr=-3
+    ) as process:
         for _ in range(600):
             with contextlib.suppress(OSError), socket.create_connection(("localhost", port)):
                 break
             time.sleep(0.1)
         else:
             raise TimeoutError("the emulated storage did not begin to listen")
-        yield {"STORAGE_EMULATOR_HOST": url, "TENSORSTORE_GCS_HTTP_URL": url, "NO_GCE_CHECK": "true"}
+        yield {
+            "STORAGE_EMULATOR_HOST": url,
+            "TENSORSTORE_GCS_HTTP_URL": url,
+            "NO_GCE_CHECK": "true",
+        }
         process.kill()
 
 
 def copy_in_bucket(bucket, direction, here, there):
     """Copy a folder to ("put") or from ("get") the emulated storage."""
     code = f"import gcsfs; gcsfs.GCSFileSystem().{direction}({str(here)!r}, {str(there)!r}, recursive=True)"
-    subprocess.run([sys.executable, "-c", code], env=os.environ | AS_A_USER | bucket, check=True, timeout=100)
+    subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | AS_A_USER | bucket, check=True, timeout=100
+    )
 
 
 # ---- CUDA kernels, emulated on a CPU -------------------------------------------------------------------------------
@@ -425,20 +492,27 @@ def copy_in_bucket(bucket, direction, here, there):
 
 @pytest.fixture(scope="session")
 def host_build(tmp_path_factory):
-    """A copy of csrc/ built on a machine without nvcc: (folder that holds csrc, what the build printed)."""
+    """A copy of csrc/ built on a machine without nvcc: (folder that holds csrc, what the build
+    printed).
+    """
     if not shutil.which("g++") and not shutil.which("c++"):
         pytest.skip("no C++ compiler: the kernels cannot be emulated")
-    # workers of pytest-xdist have folders of their own in one of the session: the first one builds for all
+    # workers of pytest-xdist have folders of their own in one of the session: the first one builds
+    # for all
     top = tmp_path_factory.getbasetemp()
     folder = (top.parent if "PYTEST_XDIST_WORKER" in os.environ else top) / "kernels"
     with open(f"{folder}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "said").exists():
-            shutil.copytree(ROOT / "csrc", folder / "csrc", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+            shutil.copytree(
+                ROOT / "csrc", folder / "csrc", ignore=shutil.ignore_patterns("*.so", "__pycache__")
+            )
             shutil.copy(ROOT / "setup_kernels.py", folder)
             env = os.environ | {"CUDA_HOME": str(folder), "PATH": "/usr/bin:/bin"}
             build = [sys.executable, "setup_kernels.py", "-q", "build_ext", "--inplace"]
-            built = subprocess.run(build, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+            built = subprocess.run(
+                build, cwd=folder, env=env, capture_output=True, text=True, timeout=300
+            )
             assert built.returncode == 0, built.stderr
             (folder / "said").write_text(built.stdout)
     return folder, (folder / "said").read_text()

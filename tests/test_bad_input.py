@@ -1,6 +1,8 @@
-"""Bad input to all scripts: one line on standard error that names it, an exit status that is not 0, nothing written.
+"""Bad input to all scripts: one line on standard error that names it, an exit status that is not 0,
+nothing written.
 
-A process for each script imports it once, and forks for each case: what runs is the script, as from a shell.
+A process for each script imports it once, and forks for each case: what runs is the script, as from
+a shell.
 """
 
 import gzip
@@ -41,7 +43,8 @@ for line in sys.stdin:
         sys.exit()
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-ANNOUNCED = re.compile(r"\d+ x |--task=humaneval: |sandbox: |.* step \d+, float32$")  # lines that are no error
+# lines that are no error
+ANNOUNCED = re.compile(r"\d+ x |--task=humaneval: |sandbox: |.* step \d+, float32$")
 
 
 class Case(typing.NamedTuple):
@@ -62,7 +65,8 @@ TRAINER = {
 }
 NUMBERS = {
     "train_tpu.py": TRAINER | {"mtp_weight z_loss": "-1 nan", "dropout": "-0.1 1 2 nan"},
-    "train_dream.py": TRAINER | {"block_length block_warmup rate_warmup lora_rank anneal_steps": "-1"},
+    "train_dream.py": TRAINER
+    | {"block_length block_warmup rate_warmup lora_rank anneal_steps": "-1"},
     "train_gpu.py": {
         "lr muon_lr clip": "0 -1 nan inf",
         "weight_decay": "-1 nan inf",
@@ -124,7 +128,11 @@ def numbers():
         before = "python " if script == "data_prep.py" else ""
         for names, values in table.items():
             for name, value in itertools.product(names.split(), values.split()):
-                flags = f"{before}--{name} {value}" if name in ("k", "reward_weights") else f"{before}--{name}={value}"
+                flags = (
+                    f"{before}--{name} {value}"
+                    if name in ("k", "reward_weights")
+                    else f"{before}--{name}={value}"
+                )
                 yield Case(script, flags, f"--{name}={value.removesuffix('.0')}")
 
 
@@ -150,7 +158,10 @@ READERS = {  # script: {flags with a file: kinds of file that it does not refuse
         "--roots {file} --out=out": "",
         "--humaneval={file} --roots {acecode} --difficulty=all --out=out": "",
     },
-    "coupled_grpo.py": {"--ckpt={dream} --prompts={file}": "", "--ckpt={dream} --prompts={tasks} --heldout={file}": ""},
+    "coupled_grpo.py": {
+        "--ckpt={dream} --prompts={file}": "",
+        "--ckpt={dream} --prompts={tasks} --heldout={file}": "",
+    },
     "benchmarks.py": {
         "--tasks_file={file} --samples={samples}": "",
         "--task=livecodebench --tasks_file={file} --samples={samples}": "",
@@ -167,11 +178,17 @@ def files():
             for kind in (*KINDS, "fifo", "zero", "gone"):
                 if kind in fine.split():
                     continue
-                path = {"zero": "/dev/zero", "gone": "{files}/gone.txt"}.get(kind, f"{{files}}/{kind}.txt")
+                path = {"zero": "/dev/zero", "gone": "{files}/gone.txt"}.get(
+                    kind, f"{{files}}/{kind}.txt"
+                )
                 if script == "fetch_pypi.py" and kind == "zero":
                     continue  # no name of a file there
                 part = path.rpartition("/")[2]
-                if script == "data_prep.py" and flags.startswith("text") and kind not in ("fifo", "zero", "gone"):
+                if (
+                    script == "data_prep.py"
+                    and flags.startswith("text")
+                    and kind not in ("fifo", "zero", "gone")
+                ):
                     part = "1 binary"  # among others it would be left out
                 yield Case(script, flags.replace("{file}", path), part)
 
@@ -180,13 +197,17 @@ def files():
 
 
 def put(name, data):
-    return lambda folder: (folder / name).write_bytes(data if isinstance(data, bytes) else json.dumps(data).encode())
+    return lambda folder: (folder / name).write_bytes(
+        data if isinstance(data, bytes) else json.dumps(data).encode()
+    )
 
 
 def keys(name, **changes):
     def damage(folder):
         found = json.loads((folder / name).read_bytes()) | changes
-        (folder / name).write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
+        (folder / name).write_text(
+            json.dumps({key: value for key, value in found.items() if value is not None})
+        )
 
     return damage
 
@@ -212,7 +233,9 @@ def weights(change):
 
     def damage(folder):
         path = sorted(folder.glob("model*.safetensors"))[0]
-        safetensors.numpy.save_file({name: change(x) for name, x in safetensors.numpy.load_file(path).items()}, path)
+        safetensors.numpy.save_file(
+            {name: change(x) for name, x in safetensors.numpy.load_file(path).items()}, path
+        )
 
     return damage
 
@@ -259,7 +282,8 @@ def outside(folder):
     index = json.loads(path.read_text())
     first = min(index["weight_map"].values())
     index["weight_map"] = {
-        name: f"../other/{file}" if file == first else file for name, file in index["weight_map"].items()
+        name: f"../other/{file}" if file == first else file
+        for name, file in index["weight_map"].items()
     }
     path.write_text(json.dumps(index))
 
@@ -269,7 +293,9 @@ def of_another(folder):
 
 
 nan = weights(lambda x: np.full_like(x, np.nan))
-one_nan = weights(lambda x: np.where(np.arange(x.size).reshape(x.shape) == 5, np.nan, x).astype(x.dtype))
+one_nan = weights(
+    lambda x: np.where(np.arange(x.size).reshape(x.shape) == 5, np.nan, x).astype(x.dtype)
+)
 integers = weights(lambda x: np.ones(x.shape, np.int8))
 ANY = "--ckpt={bad} --prompt=x --max_new=4"
 MODELS = [  # script, flags, source, [(damage, part)]
@@ -351,12 +377,20 @@ SETTINGS = [  # what does not go together, or is not there
     ("generate.py", "--ckpt={pythoncoder} --prompt=x --html={files}", "--html="),
     ("generate.py", "--ckpt={pythoncoder} --prompt=x --html={files}/none/x.html", "--html="),
     ("generate.py", "--ckpt={pythoncoder} --prompt=x --file={pairs}", "not both"),
-    ("generate.py", "--ckpt={pythoncoder} --prompt=x --threshold=0.5", "--threshold is for --model=dream"),
+    (
+        "generate.py",
+        "--ckpt={pythoncoder} --prompt=x --threshold=0.5",
+        "--threshold is for --model=dream",
+    ),
     ("generate.py", "--ckpt={pythoncoder} --prompt=x --devices=99", "--devices=99"),
     ("generate.py", "--ckpt={pythoncoder} --prompt=x --max_new=100000", "positions"),
     ("generate.py", "--ckpt={files} --prompt=x", "holds no checkpoint"),
     ("generate.py", "--ckpt={pythoncoder} --file={empty}", "holds no prompts"),
-    ("generate.py", "--model=dream --ckpt={dream} --prompt=x --max_new=8 --draft=4", "finished tokens attend causally"),
+    (
+        "generate.py",
+        "--model=dream --ckpt={dream} --prompt=x --max_new=8 --draft=4",
+        "finished tokens attend causally",
+    ),
     ("generate.py", "--n=1e30", "1e30"),
     ("inference_jetson.py", "--n=1e30", "1e30"),
     ("data_prep.py", "pairs {empty} --out=out", "no document to train on"),
@@ -377,11 +411,23 @@ SETTINGS = [  # what does not go together, or is not there
     ("train_tpu.py", "--resume={files}", "config.json does not exist"),
     ("train_dream.py", "--data={rows} --out=out --tensor=3", "--tensor=3"),
     ("train_dream.py", "--data={rows} --out=out --seq_len=128", "the run wants 128"),
-    ("train_dream.py", "--data={rows} --out=out --rates 0.5 0.1 --block_length=4", "the lower first"),
+    (
+        "train_dream.py",
+        "--data={rows} --out=out --rates 0.5 0.1 --block_length=4",
+        "the lower first",
+    ),
     ("train_dream.py", "--data={rows} --out=out --rates 0 1 --block_length=4", "--rates=0"),
     ("train_dream.py", "--data={rows} --out=out --context=causal", "need --block_length"),
-    ("train_dream.py", "--data={rows} --out=out --block_length=4 --ar_weight=1", "goes with --context=causal"),
-    ("train_dream.py", "--data={rows} --out=out --init={dream} --model=tiny", "leave --model=tiny out"),
+    (
+        "train_dream.py",
+        "--data={rows} --out=out --block_length=4 --ar_weight=1",
+        "goes with --context=causal",
+    ),
+    (
+        "train_dream.py",
+        "--data={rows} --out=out --init={dream} --model=tiny",
+        "leave --model=tiny out",
+    ),
     ("train_gpu.py", "--data={rows} --out=out", "--rows=padded"),
     ("train_gpu.py", "--data={padded} --out=out --batch_size=3 --micro_batch=2", "no multiple"),
     ("coupled_grpo.py", "--ckpt={dream}", "belong together"),
@@ -401,7 +447,9 @@ SETTINGS = [  # what does not go together, or is not there
 ]
 CASES = [*numbers(), *files(), *itertools.starmap(Case, SETTINGS)]
 CASES += [
-    Case(script, flags, part, source, damage) for script, flags, source, table in MODELS for damage, part in table
+    Case(script, flags, part, source, damage)
+    for script, flags, source, table in MODELS
+    for damage, part in table
 ]
 
 
@@ -437,8 +485,12 @@ def inputs(tmp_path_factory, code_rows):
         "<|endoftext|>".join(f"Once upon a time there were {i} dragons." for i in range(500))
     )
     settings = {"vocab_size": 300, "seq_len": 64, "heldout": 0.1, "workers": 1}
-    data_prep.main(data_prep.Text(source=str(top / "stories.txt"), out=str(top / "padded"), **settings))
-    data_prep.main(data_prep.Pairs(source=str(found["pairs"]), out=str(top / "pairs_rows"), **settings))
+    data_prep.main(
+        data_prep.Text(source=str(top / "stories.txt"), out=str(top / "padded"), **settings)
+    )
+    data_prep.main(
+        data_prep.Pairs(source=str(found["pairs"]), out=str(top / "pairs_rows"), **settings)
+    )
     found["parquet_tokenizer"] = top / "pairs_rows" / "tokenizer.json"
     write_hub_folder(top / "hub")
     convert_weights.main(convert_weights.Config(str(top / "hub"), str(top / "dream")))
@@ -448,18 +500,27 @@ def inputs(tmp_path_factory, code_rows):
 
     write_hub_folder(top / "hub_nan", change=spoil)
     convert_weights.main(convert_weights.Config(str(top / "hub_nan"), str(top / "dream_nan")))
-    return found | {name: top / name for name in ("padded", "pairs_rows", "hub", "dream", "dream_nan")}
+    return found | {
+        name: top / name for name in ("padded", "pairs_rows", "hub", "dream", "dream_nan")
+    }
 
 
 @pytest.fixture(scope="module")
 def drivers():
-    """run(script, flags, cwd) -> exit status, in a child of a process that has imported the script."""
-    processes, env = {}, os.environ | AS_A_USER | {"XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    """run(script, flags, cwd) -> exit status, in a child of a process that has imported the
+    script.
+    """
+    processes, env = (
+        {},
+        os.environ | AS_A_USER | {"XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+    )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": env}
 
     def run(script, flags, cwd):
         if script not in processes:
-            processes[script] = subprocess.Popen([sys.executable, "-c", DRIVER, str(ROOT / script)], **pipes)
+            processes[script] = subprocess.Popen(
+                [sys.executable, "-c", DRIVER, str(ROOT / script)], **pipes
+            )
         process = processes[script]
         print(json.dumps({"flags": flags, "cwd": str(cwd)}), file=process.stdin, flush=True)
         return int(process.stdout.readline())
@@ -473,10 +534,14 @@ def drivers():
 def test_there_are_hundreds_of_cases_and_all_scripts_are_among_them():
     assert len(CASES) >= 300
     scripts = {path.name for path in ROOT.glob("*.py") if "__main__" in path.read_text()}
-    assert {case.script for case in CASES} == {name for name in scripts if not name.startswith(("sandbox", "setup"))}
+    assert {case.script for case in CASES} == {
+        name for name in scripts if not name.startswith(("sandbox", "setup"))
+    }
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.script[:-3]} {case.flags} {case.part}")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case.script[:-3]} {case.flags} {case.part}"
+)
 def test_bad_input_is_one_line(case, inputs, drivers, tmp_path):
     cwd, bad = tmp_path / "cwd", tmp_path / "bad"
     cwd.mkdir()
@@ -492,7 +557,9 @@ def test_bad_input_is_one_line(case, inputs, drivers, tmp_path):
     if status == 1:  # 2: tyro says it in a box, argparse after the usage
         lines = [line for line in said.splitlines() if not ANNOUNCED.match(line)]
         assert len(lines) == 1, said
-    left = {path.name for path in cwd.rglob("*") if path.is_file() and not path.name.startswith(".lock")}
+    left = {
+        path.name for path in cwd.rglob("*") if path.is_file() and not path.name.startswith(".lock")
+    }
     # a trainer opens a shard where a step reads it: then its folder is there, without a checkpoint
     begun = {"config.json", "tokenizer.json", "generation_config.json"}
     assert left <= (begun if ".parquet" in said else set())

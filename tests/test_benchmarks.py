@@ -1,4 +1,6 @@
-"""HumanEval and MBPP: problems, code taken out of texts, pass@k, what a stop leaves, and the writers of a family."""
+"""HumanEval and MBPP: problems, code taken out of texts, pass@k, what a stop leaves, and the
+writers of a family.
+"""
 
 import ast
 import contextlib
@@ -45,7 +47,8 @@ pytestmark = pytest.mark.usefixtures("no_compile_cache")
 DATA = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data"))
 FILES = {"humaneval": DATA / "HumanEval.jsonl.gz", "mbpp": DATA / "sanitized-mbpp.json"}
 needs_tasks = pytest.mark.skipif(
-    not all(path.is_file() for path in FILES.values()), reason=f"no HumanEval and MBPP in {DATA}; set SHARED_DATA"
+    not all(path.is_file() for path in FILES.values()),
+    reason=f"no HumanEval and MBPP in {DATA}; set SHARED_DATA",
 )
 
 
@@ -53,7 +56,9 @@ needs_tasks = pytest.mark.skipif(
 def test_pass_at_k_of_every_golden_case(golden_dir):
     golden = json.loads((golden_dir("pythoncoder") / "pass_at_k.json").read_text())
     for case in golden["cases"]:
-        assert benchmarks.pass_at_k(case["n"], case["c"], case["k"]) == pytest.approx(case["value"], abs=1e-9)
+        assert benchmarks.pass_at_k(case["n"], case["c"], case["k"]) == pytest.approx(
+            case["value"], abs=1e-9
+        )
     both = golden["aggregate"]
     for key in (key for key in both if key.startswith("pass@")):
         rates = [benchmarks.pass_at_k(both["n"], c, int(key[5:])) for c in both["correct"]]
@@ -72,13 +77,21 @@ def official(task):
 
 
 def config(task, tmp_path, samples=None, given="", **settings):
-    """A Config for `samples`, pairs of task_id and completion, that are written to a file; or for a file `given`."""
+    """A Config for `samples`, pairs of task_id and completion, that are written to a file; or for a
+    file `given`.
+    """
     if samples is not None:
-        lines = [json.dumps({"task_id": task_id, "completion": text}) + "\n" for task_id, text in samples]
+        lines = [
+            json.dumps({"task_id": task_id, "completion": text}) + "\n" for task_id, text in samples
+        ]
         (tmp_path / "given.jsonl").write_text("".join(lines))
         settings["samples"] = str(tmp_path / "given.jsonl")
     settings |= {"samples": given} if given else {}
-    settings = {"out": str(tmp_path / "out"), "tasks_file": str(FILES.get(task, "")), "timeout_s": 20.0} | settings
+    settings = {
+        "out": str(tmp_path / "out"),
+        "tasks_file": str(FILES.get(task, "")),
+        "timeout_s": 20.0,
+    } | settings
     for name, group in (("dream", benchmarks.DreamFlags), ("sandbox", benchmarks.SandboxFlags)):
         flags = {f.name for f in dataclasses.fields(group)} & settings.keys()
         settings[name] = group(**{flag: settings.pop(flag) for flag in flags})
@@ -99,7 +112,9 @@ def {entry}(*args, **options):
 
 
 def broken(task, how):
-    """Samples that must fail: every function gives a fresh object of a class of its own, raises, or is not there."""
+    """Samples that must fail: every function gives a fresh object of a class of its own, raises, or
+    is not there.
+    """
     problems = tasks.parse_problems(task, FILES[task].read_bytes(), split="all")
     texts = {
         "private": PRIVATE,
@@ -123,8 +138,12 @@ def test_the_first_ten_official_solutions_pass_and_broken_ones_fail(task, count,
     assert row["pass@1"] == pytest.approx([1, 0.722, 1], abs=1e-3)  # ten right answers leave room
     assert row["problems"] == 10
     assert row["of"] == count
-    samples = broken(task, "private")[:4] + broken(task, "raise")[4:7] + broken(task, "missing")[7:10]
-    row = benchmarks.main(config(task, tmp_path, samples, split="all", out=str(tmp_path / "broken")))
+    samples = (
+        broken(task, "private")[:4] + broken(task, "raise")[4:7] + broken(task, "missing")[7:10]
+    )
+    row = benchmarks.main(
+        config(task, tmp_path, samples, split="all", out=str(tmp_path / "broken"))
+    )
     assert row["results"] == {"fail": 10}
     assert row["pass@1"] == pytest.approx([0, 0, 0.278], abs=1e-3)
 
@@ -134,7 +153,9 @@ def test_the_first_ten_official_solutions_pass_and_broken_ones_fail(task, count,
 @pytest.mark.parametrize(("task", "count"), [("humaneval", 164), ("mbpp", 427)])
 def test_all_official_solutions_pass_and_all_broken_ones_fail(task, count, tmp_path):
     solutions = [(task_id, text) for task_id, _, text in official(task)]
-    assert benchmarks.main(config(task, tmp_path, solutions, split="all"))["results"] == {"passed": count}
+    assert benchmarks.main(config(task, tmp_path, solutions, split="all"))["results"] == {
+        "passed": count
+    }
     for how in ("private", "raise", "missing"):
         cfg = config(task, tmp_path, broken(task, how), split="all", out=str(tmp_path / how))
         assert benchmarks.main(cfg)["results"] == {"fail": count}
@@ -231,18 +252,27 @@ def test_an_import_from_the_future_may_follow_the_prompt_of_qwen_base(tmp_path):
     problem = next(iter(tasks.read_problems(config("mbpp", tmp_path, [])).values()))
     code = f"from __future__ import annotations\n{problem.reference}"
     record = protocols.PROTOCOLS["qwen_base/mbpp"]
-    program = protocols.program(record, protocols.candidate(record, code, problem.asked), problem.asked)
+    program = protocols.program(
+        record, protocols.candidate(record, code, problem.asked), problem.asked
+    )
     (result,) = sandbox.run_tests([program], [[problem.test]])
     assert result.verdicts == ["pass"]
 
 
 def test_a_harness_does_not_define_the_helpers_of_a_prompt_again():
-    """As in HumanEval/50 the test calls a function of the prompt, which dream_base's rules drop from the program."""
+    """As in HumanEval/50 the test calls a function of the prompt, which dream_base's rules drop
+    from the program.
+    """
     prompt = 'def code(x):\n    return x + 1\n\n\ndef back(x):\n    """Undo code."""\n'
     row = {"task_id": "HumanEval/50", "prompt": prompt, "entry_point": "back"}
     row["test"] = "def check(candidate):\n    assert candidate(code(3)) == 3"
     problem, program = tasks.humaneval_problem(row), "def back(x):\n    return x - 1\n"
-    for name, want in (("ours", "pass"), ("evalplus_base", "pass"), ("dream_base", "fail"), ("openai", "fail")):
+    for name, want in (
+        ("ours", "pass"),
+        ("evalplus_base", "pass"),
+        ("dream_base", "fail"),
+        ("openai", "fail"),
+    ):
         _, record = protocols.named(name, "humaneval")
         tests = tasks.hidden_tests(problem, None, program, 3.0, record)
         (result,) = sandbox.run_tests([program], [tests])
@@ -250,19 +280,27 @@ def test_a_harness_does_not_define_the_helpers_of_a_prompt_again():
 
 
 def test_the_longest_program_is_that_of_all_runs_of_lines():
-    """As the code of Dream and EvalPlus finds it: every run of lines is parsed; the first with most lines is kept."""
+    """As the code of Dream and EvalPlus finds it: every run of lines is parsed; the first with most
+    lines is kept.
+    """
 
     def of_all_runs(lines, least):
         best, most = "", 0
         for first, end in itertools.combinations(range(len(lines) + 1), 2):
-            run, count = "\n".join(lines[first:end]), sum(bool(line.strip()) for line in lines[first:end])
+            run, count = (
+                "\n".join(lines[first:end]),
+                sum(bool(line.strip()) for line in lines[first:end]),
+            )
             if end - first >= least and count > most and protocols.parsed(run) is not None:
                 best, most = run, count
         return best
 
     parts = "Here it is:|def f(x):|    return x|x = (|)|'''|else:|try:|  y = [1,|]|@dec|\tz = 1||\\|x = \\|if x:|1 = x"
     rng = random.Random(0)
-    for lines in (["\\", "", ""], *(rng.choices(parts.split("|"), k=rng.randint(1, 9)) for _ in range(400))):
+    for lines in (
+        ["\\", "", ""],
+        *(rng.choices(parts.split("|"), k=rng.randint(1, 9)) for _ in range(400)),
+    ):
         for least in (1, 2):
             assert protocols.longest_program(lines, least) == of_all_runs(lines, least), lines
 
@@ -275,7 +313,9 @@ def test_function_bodies_are_cut_as_in_every_golden_case(golden_dir):
         assert protocols.extract(case["text"], "f", tuple(golden["stops"]))[0] == case["kept"], case
 
 
-LOST = {  # answers in a class, quoted, coloured or without their first indent, and those that are wrong or none
+# answers in a class, quoted, coloured or without their first indent, and those that are wrong or
+# none
+LOST = {
     "class_wrapped", "begin_quoted_done", "ansi_escape", "two_fences_wrong_then_right", "lambda_no_return",
     "no_return_statement", "body_first_line_unindented", "only_prose", "whitespace", "only_eos", "empty",
 }  # fmt: skip
@@ -290,9 +330,15 @@ def test_right_answers_in_all_forms_but_a_few_keep_their_code(golden_dir):
     cases = [case for case in golden["cases"] if case["id"] in asked_here]
     assert cases
     samples = {(str(case["key"]), i): case["raw"] for i, case in enumerate(cases)}
-    ours, asked = protocols.PROTOCOLS["ours/humaneval"], {key: problem.asked for key, problem in problems.items()}
+    ours, asked = (
+        protocols.PROTOCOLS["ours/humaneval"],
+        {key: problem.asked for key, problem in problems.items()},
+    )
     codes = [protocols.candidate(ours, text, asked[key]) for (key, _), text in samples.items()]
-    programs = [protocols.program(ours, code, asked[key]) for (key, _), code in zip(samples, codes, strict=True)]
+    programs = [
+        protocols.program(ours, code, asked[key])
+        for (key, _), code in zip(samples, codes, strict=True)
+    ]
     results = sandbox.run_tests(programs, [[problems[key].test] for key, _ in samples])
     lost = {case["form"] for case, result in zip(cases, results, strict=True) if result.rate != 1}
     assert lost <= LOST
@@ -303,7 +349,9 @@ def test_writing_ends_when_nothing_could_change_the_code():
                         (f"{F}python\n{FULL}", False), (f"{F}python\n{FULL}{F}", True), ("Sure", False),
                         (f"{FULL}\nThis adds ", True), (f"{FULL}<|im_end|>", True), ("\treturn a", False),
                         (f"{BODY}{F}", True), (f"Sure:\n{FULL}", False)):  # fmt: skip
-        assert protocols.extract(text, "add", protocols.PROTOCOLS["ours/humaneval"].stops)[1] == ended, text
+        assert (
+            protocols.extract(text, "add", protocols.PROTOCOLS["ours/humaneval"].stops)[1] == ended
+        ), text
 
 
 @needs_tasks
@@ -338,9 +386,14 @@ def test_a_prompt_ends_where_a_token_of_the_whole_program_ends():
     }
     row["canonical_solution"] = "    return 2 * x\n"
     (problem,) = tasks.parse_problems("humaneval", json.dumps(row).encode()).values()
-    writer, record = types.SimpleNamespace(tokenizer=tokenizer, wrap=None), protocols.PROTOCOLS["ours/humaneval"]
+    writer, record = (
+        types.SimpleNamespace(tokenizer=tokenizer, wrap=None),
+        protocols.PROTOCOLS["ours/humaneval"],
+    )
     ids = benchmarks.prompt_ids(benchmarks.Config(), record, writer, problem.asked)
-    whole = tokenizer.encode(row["prompt"] + row["canonical_solution"], add_special_tokens=False).ids
+    whole = tokenizer.encode(
+        row["prompt"] + row["canonical_solution"], add_special_tokens=False
+    ).ids
     assert ids == whole[: len(ids)]
     assert tokenizer.decode(ids) == row["prompt"]
 
@@ -354,10 +407,18 @@ def test_official_solutions_pass_the_examples_found_in_docstrings():
     assert sum(bool(problem.public) for problem in problems.values()) >= 135
     assert sum(bool(problem.probes) for problem in problems.values()) >= 140
     solutions = {task_id: text for task_id, _, text in official("humaneval")}
-    chosen = [p for key, p in problems.items() if p.public and (int(key) % 5 == 0 or int(key) in WRONG)]
-    ran = sandbox.run_tests([p.asked.prompt + solutions[p.id] for p in chosen], [p.public for p in chosen])
+    chosen = [
+        p for key, p in problems.items() if p.public and (int(key) % 5 == 0 or int(key) in WRONG)
+    ]
+    ran = sandbox.run_tests(
+        [p.asked.prompt + solutions[p.id] for p in chosen], [p.public for p in chosen]
+    )
     for problem, result in zip(chosen, ran, strict=True):
-        assert (result.rate == 1) != (int(tasks.key_of(problem.id)) in WRONG), (problem.id, problem.public, result)
+        assert (result.rate == 1) != (int(tasks.key_of(problem.id)) in WRONG), (
+            problem.id,
+            problem.public,
+            result,
+        )
 
 
 @needs_tasks
@@ -380,7 +441,10 @@ def test_the_best_sample_is_chosen_by_examples_and_then_by_majority(tmp_path):
 
 
 def test_a_group_that_gives_no_value_has_no_vote():
-    rows = [{"sample": i, "public": 0, "behaviour": b} for i, b in enumerate(["", "", "a1", "b2", "a1", ""])]
+    rows = [
+        {"sample": i, "public": 0, "behaviour": b}
+        for i, b in enumerate(["", "", "a1", "b2", "a1", ""])
+    ]
     assert benchmarks.choose(rows)["sample"] == 2
     assert benchmarks.choose(rows[:2])["sample"] == 0
 
@@ -388,7 +452,12 @@ def test_a_group_that_gives_no_value_has_no_vote():
 @needs_tasks
 def test_behaviour_of_sets_does_not_depend_on_their_order(tmp_path):
     task, text = 2, "def similar_elements(a, b):\n    return set(map(str, {})) & set(map(str, b))\n"
-    cfg = config("mbpp", tmp_path, [(task, text.format(a)) for a in ("a", "list(a)[::-1]", "a", "b")], split="all")
+    cfg = config(
+        "mbpp",
+        tmp_path,
+        [(task, text.format(a)) for a in ("a", "list(a)[::-1]", "a", "b")],
+        split="all",
+    )
     benchmarks.main(cfg)
     found = {r["sample"]: r["behaviour"] for r in results(cfg.out)}
     assert found[0] == found[1] == found[2] != found[3]
@@ -399,7 +468,9 @@ def test_the_interval_is_wilsons():
     assert benchmarks.interval([0.0] * 10) == pytest.approx([0, 0.277533], abs=1e-6)
     p = 60 / 164
     half = 1.96 * math.sqrt(p * (1 - p) / 164)
-    np.testing.assert_allclose(benchmarks.interval([1.0] * 60 + [0.0] * 104), [p - half, p + half], atol=0.005)
+    np.testing.assert_allclose(
+        benchmarks.interval([1.0] * 60 + [0.0] * 104), [p - half, p + half], atol=0.005
+    )
 
 
 # ---- verdicts: those of the official executors, and none that a sample can forge
@@ -407,16 +478,22 @@ def test_the_interval_is_wilsons():
 OURS = {  # we limit processor time, not the clock, and take no function of os away
     "sleeps_1.6s_a_call", "top_level_getcwd",
 }  # fmt: skip
-ORIGINAL = {"openai", "hf_code_eval", "bigcode", "opencompass"}  # executors of the tests in the official files
+# executors of the tests in the official files
+ORIGINAL = {"openai", "hf_code_eval", "bigcode", "opencompass"}
 # where EvalPlus' and they agree, the inputs in these tests tell a mutant as well as EvalPlus' own
 SAME_INPUTS = {"evalplus_0.3.1", "evalplus_head", "hf_code_eval_humaneval_plus"}
 
 
 def plus_of(problem):
-    """A problem in EvalPlus' form, with the inputs of its asserts, and what its reference solution returns for them."""
+    """A problem in EvalPlus' form, with the inputs of its asserts, and what its reference solution
+    returns for them.
+    """
     inputs = []
     for node in ast.walk(ast.parse(problem.asked.test or "\n".join(problem.asked.tests))):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("candidate", problem.entry):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in (
+            "candidate",
+            problem.entry,
+        ):
             with contextlib.suppress(ValueError):
                 inputs.append([ast.literal_eval(arg) for arg in node.args])
     known = {}
@@ -433,7 +510,10 @@ def plus_of(problem):
 @pytest.mark.golden
 def test_verdicts_of_mutants_are_those_of_the_official_executors(golden_dir):
     mutants = json.loads((golden_dir("protocols") / "scoring.json").read_text())
-    problems = {task: tasks.parse_problems(task, path.read_bytes(), split="all") for task, path in FILES.items()}
+    problems = {
+        task: tasks.parse_problems(task, path.read_bytes(), split="all")
+        for task, path in FILES.items()
+    }
     found = [problems[m["bench"]][tasks.key_of(m["task_id"])] for m in mutants]
     plus = [plus_of(problem) for problem in found]
     tests = [
@@ -447,7 +527,8 @@ def test_verdicts_of_mutants_are_those_of_the_official_executors(golden_dir):
         by_inputs = result._replace(verdicts=[by_inputs, "pass"], values=[result.values[1], []])
         by_inputs = tasks.plus_verdict(of_plus, by_inputs)["passed"]
         for executor, passed in mutant["passed"].items():
-            never = (executor, problem.id) == ("evalplus_0.3.1", "HumanEval/32")  # that version cannot pass it
+            # that version cannot pass it
+            never = (executor, problem.id) == ("evalplus_0.3.1", "HumanEval/32")
             agreed = passed == mutant["passed"]["hf_code_eval"] and executor in SAME_INPUTS
             if executor in ORIGINAL and (by_test == "pass") != passed:
                 differ.add((mutant["kind"], executor, problem.id))
@@ -475,7 +556,8 @@ def {entry}(*args, **options):
             arg.clear()
     return {value}
 """
-# problems with tests that are no comparison with a literal, and one with a name that looks like a class
+# problems with tests that are no comparison with a literal, and one with a name that looks like a
+# class
 JUDGED = {
     "humaneval": (2, 4, 8, 32, 33, 37, 38, 44, 50, 52, 53, 56, 61, 129, 151, 153),
     "mbpp": (2, 7, 82, 98, 126, 137, 596, 737, 794, 804),
@@ -498,8 +580,13 @@ def test_samples_that_attack_the_verdict_do_not_pass(task, tmp_path):
 @needs_tasks
 def test_a_main_block_does_not_run_and_all_calls_are_of_one_process(tmp_path):
     (task_id, code) = official("humaneval")[0][::2]
-    once = "    global calls\n    calls += 1\n    if calls > 2: return None\n" + code + "\ncalls = 0\n"
-    samples = [(task_id, code + "\nif __name__ == '__main__':\n    raise SystemExit\n"), (task_id, once)]
+    once = (
+        "    global calls\n    calls += 1\n    if calls > 2: return None\n" + code + "\ncalls = 0\n"
+    )
+    samples = [
+        (task_id, code + "\nif __name__ == '__main__':\n    raise SystemExit\n"),
+        (task_id, once),
+    ]
     benchmarks.main(config("humaneval", tmp_path, samples))
     assert {r["sample"]: r["passed"] for r in results(tmp_path / "out")} == {0: True, 1: False}
 
@@ -507,12 +594,16 @@ def test_a_main_block_does_not_run_and_all_calls_are_of_one_process(tmp_path):
 @needs_tasks
 def test_a_sample_has_four_times_the_time_of_a_slow_reference(tmp_path, monkeypatch):
     spin = "import time\ndef f():\n    while time.process_time() < {0}:\n        pass\n"
-    slow = tasks.Problem("slow", "f", protocols.Question("f", ""), "assert f() is None", [], [], spin.format(0.25))
+    slow = tasks.Problem(
+        "slow", "f", protocols.Question("f", ""), "assert f() is None", [], [], spin.format(0.25)
+    )
     quick = slow._replace(id="quick", reference=spin.format(0))
     monkeypatch.setattr(tasks, "read_problems", lambda cfg: {"slow": slow, "quick": quick})
     samples = [("slow", spin.format(0.5)), ("slow", spin.format(9)), ("quick", spin.format(0.5))]
     cfg = config("humaneval", tmp_path, timeout_s=0.2, given=str(tmp_path / "given.jsonl"))
-    lines = [json.dumps({"task_id": task_id, "completion": text}) + "\n" for task_id, text in samples]
+    lines = [
+        json.dumps({"task_id": task_id, "completion": text}) + "\n" for task_id, text in samples
+    ]
     (tmp_path / "given.jsonl").write_text("".join(lines))
     benchmarks.main(cfg)
     found = {(r["task_id"], r["sample"]): r["result"] for r in results(tmp_path / "out")}
@@ -529,7 +620,8 @@ def test_a_protocol_sets_what_no_flag_does():
     name, record = benchmarks.protocol_of(dataclasses.replace(cfg, max_new=64, dream=flags))
     assert name == "dream_instruct/humaneval_instruct"
     assert (record.max_new, record.system, record.temperature) == (64, None, 0.1)
-    # only the provider of Dream-Coder's EvalPlus names no top_k; the others name None, which keeps all tokens
+    # only the provider of Dream-Coder's EvalPlus names no top_k; the others name None, which keeps
+    # all tokens
     kept = {name for name, record in protocols.PROTOCOLS.items() if record.top_k}
     assert kept == {"dreamcoder_instruct/humaneval", "dreamcoder_instruct/mbpp"}
     cfg = benchmarks.resolve(benchmarks.Config(task="mbpp", protocol="dream_base", shots=1))
@@ -537,34 +629,52 @@ def test_a_protocol_sets_what_no_flag_does():
     assert benchmarks.protocol_of(cfg)[1].shots == 1
     assert tasks.tasks_url(cfg).endswith("mbpp/mbpp.jsonl")  # the full MBPP
     unknown = benchmarks.Config(protocol="bigcode")
-    refused(unknown, "'bigcode' is no protocol of humaneval; there are ours/", "others are in bench/explain.py")
+    refused(
+        unknown,
+        "'bigcode' is no protocol of humaneval; there are ours/",
+        "others are in bench/explain.py",
+    )
 
 
-ADD = "HumanEval/53", "    return x + y\n", f"{F}python\ndef add(x: int, y: int):\n    return x + y\n{F}"
+ADD = (
+    "HumanEval/53",
+    "    return x + y\n",
+    f"{F}python\ndef add(x: int, y: int):\n    return x + y\n{F}",
+)
 
 
 @needs_tasks
 def test_results_say_by_what_they_were_made_and_do_not_mix(tmp_path):
     cfg = config("humaneval", tmp_path, [(ADD[0], ADD[2])], protocol="evalplus_instruct")
     row = benchmarks.main(cfg)
-    assert row["pass@1"][0] == 1  # a whole function in a block: evalplus takes it, lm_eval cuts it away
+    # a whole function in a block: evalplus takes it, lm_eval cuts it away
+    assert row["pass@1"][0] == 1
     assert row["settings"]["protocol"] == "evalplus_instruct/humaneval"
     assert row["settings"]["tasks_sha256"] == benchmarks.sha256(FILES["humaneval"])
     assert row["version"] == benchmarks.VERSION
     assert results(cfg.out)[0]["protocol"] == "evalplus_instruct/humaneval"
-    refused(dataclasses.replace(cfg, protocol="lm_eval"), "holds results with protocol='evalplus_instruct/")
+    refused(
+        dataclasses.replace(cfg, protocol="lm_eval"),
+        "holds results with protocol='evalplus_instruct/",
+    )
     other = dataclasses.replace(cfg, protocol="lm_eval", out=str(tmp_path / "other"))
     assert benchmarks.main(other)["pass@1"][0] == 0
     # a candidate of one protocol is no text for another; what was written is
     line = {"task_id": ADD[0], "completion": "", "protocol": "dream_base/humaneval"}
     (tmp_path / "mixed.jsonl").write_text(json.dumps(line) + "\n")
-    mixed = dataclasses.replace(other, out=str(tmp_path / "mixed"), samples=str(tmp_path / "mixed.jsonl"))
-    refused(mixed, "holds samples of --protocol=dream_base/humaneval, and this is lm_eval/humaneval")
+    mixed = dataclasses.replace(
+        other, out=str(tmp_path / "mixed"), samples=str(tmp_path / "mixed.jsonl")
+    )
+    refused(
+        mixed, "holds samples of --protocol=dream_base/humaneval, and this is lm_eval/humaneval"
+    )
     (tmp_path / "mixed.jsonl").write_text(json.dumps(line | {"written": ADD[1]}) + "\n")
     assert benchmarks.main(mixed)["pass@1"][0] == 1
     # half of the problems are another benchmark
     (tmp_path / "half.jsonl").write_bytes(b"".join(gzip.open(FILES["humaneval"]).readlines()[:82]))
-    half = dataclasses.replace(other, tasks_file=str(tmp_path / "half.jsonl"), out=str(tmp_path / "half"))
+    half = dataclasses.replace(
+        other, tasks_file=str(tmp_path / "half.jsonl"), out=str(tmp_path / "half")
+    )
     refused(half, "half.jsonl is not", "82 problems; --protocol=lm_eval/humaneval is of 164")
     full = config("mbpp", tmp_path, [(11, "x")], protocol="lm_eval")
     refused(full, "asks for mbpp.jsonl, the full MBPP, ids 11-510, and this is sanitized-mbpp.json")
@@ -572,7 +682,9 @@ def test_results_say_by_what_they_were_made_and_do_not_mix(tmp_path):
 
 def explained(cfg, **settings):
     """The Config of bench/explain.py with the files of one of benchmarks.py."""
-    files = {name: getattr(cfg, name) for name in ("task", "tasks_file", "samples", "out", "sandbox")}
+    files = {
+        name: getattr(cfg, name) for name in ("task", "tasks_file", "samples", "out", "sandbox")
+    }
     return explain.Config(**files | settings)
 
 
@@ -582,7 +694,9 @@ def test_the_table_says_which_rule_of_which_protocol_lost_what(tmp_path, capsys)
     report = explain.main(explained(config("humaneval", tmp_path, samples)))
     assert json.loads((tmp_path / "out" / "explain.json").read_text()) == report
     assert (report["samples"], report["solved"]) == (3, 2)  # nobody passes the third
-    table = {name: (row["passed"], row["lost"]) for row in report["table"] for name in row["protocols"]}
+    table = {
+        name: (row["passed"], row["lost"]) for row in report["table"] for name in row["protocols"]
+    }
     assert {name.split("/")[0] for name in table} == {
         name.split("/")[0] for name in explain.HARNESSES if "/humaneval" in name
     }
@@ -591,7 +705,9 @@ def test_the_table_says_which_rule_of_which_protocol_lost_what(tmp_path, capsys)
     assert table["opencompass_dare"] == (1, {"no spaces in front": [ADD[0]]})
     assert table["openai"] == (1, {"no rule: ``` stays": [ADD[0]]})
     text = capsys.readouterr().out
-    assert text.startswith("humaneval: 3 texts of 1 problems; 2 pass under at least one protocol\nasked for by ")
+    assert text.startswith(
+        "humaneval: 3 texts of 1 problems; 2 pass under at least one protocol\nasked for by "
+    )
     assert text.rstrip().endswith(f"scorer {benchmarks.VERSION}; all ids: explain.json")
     functions = {name: row["functions"] for row in report["table"] for name in row["protocols"]}
     assert (functions["ours"], functions["openai"]) == (3, 2)  # the fence of the second text stays
@@ -621,7 +737,9 @@ def test_completions_with_nul_bytes_ten_megabytes_or_half_a_character_fail_alone
     assert {r["task_id"]: r["completion"] for r in results(cfg.out)} == dict(samples)
     (tmp_path / "big").mkdir()
     samples = [(samples[3][0], samples[3][1] + "#" * 2_000_000)]  # large and right
-    assert benchmarks.main(config("humaneval", tmp_path / "big", samples))["results"] == {"passed": 1}
+    assert benchmarks.main(config("humaneval", tmp_path / "big", samples))["results"] == {
+        "passed": 1
+    }
 
 
 @needs_tasks
@@ -635,9 +753,19 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path):
     refused(config("humaneval", tmp_path, good, k=(2,)), "pass@2", "holds 1")
     refused(config("humaneval", tmp_path, []), "holds no samples")
     refused(config("humaneval", tmp_path, given=str(tmp_path / "none")), "No such file")
-    refused(config("humaneval", tmp_path, good, tasks_file=str(tmp_path / "none.gz")), "none.gz", "No such file")
-    refused(config("humaneval", tmp_path, good, tasks_file=str(FILES["mbpp"])), "not the official file of humaneval")
-    refused(config("mbpp", tmp_path, good, tasks_file=str(FILES["humaneval"])), "not the official file of mbpp")
+    refused(
+        config("humaneval", tmp_path, good, tasks_file=str(tmp_path / "none.gz")),
+        "none.gz",
+        "No such file",
+    )
+    refused(
+        config("humaneval", tmp_path, good, tasks_file=str(FILES["mbpp"])),
+        "not the official file of humaneval",
+    )
+    refused(
+        config("mbpp", tmp_path, good, tasks_file=str(FILES["humaneval"])),
+        "not the official file of mbpp",
+    )
     (tmp_path / "cut.gz").write_bytes(FILES["humaneval"].read_bytes()[:20_000])
     refused(config("humaneval", tmp_path, good, tasks_file=str(tmp_path / "cut.gz")), "broken gzip")
     for line, part in (('{"task_id": "HumanEval/1", "comple', "line 2 is not a JSON object"), ("[" * 100_000, "line 2"),
@@ -696,16 +824,29 @@ def test_an_out_folder_takes_no_other_settings_and_no_second_run(tmp_path):
 
 
 def command_of(cfg):
-    flags = [(f, getattr(group, f.name)) for group in (cfg, cfg.sandbox) for f in dataclasses.fields(group)]
-    flags = [(f.name, value) for f, value in flags if value != f.default and not dataclasses.is_dataclass(value)]
-    return command("benchmarks.py", *(f"--{name}" if value is True else f"--{name}={value}" for name, value in flags))
+    flags = [
+        (f, getattr(group, f.name))
+        for group in (cfg, cfg.sandbox)
+        for f in dataclasses.fields(group)
+    ]
+    flags = [
+        (f.name, value)
+        for f, value in flags
+        if value != f.default and not dataclasses.is_dataclass(value)
+    ]
+    return command(
+        "benchmarks.py",
+        *(f"--{name}" if value is True else f"--{name}={value}" for name, value in flags),
+    )
 
 
 HANG = "    import time\n    time.sleep(1000)\n"
 
 
 def alive(pid):
-    """Whether a process runs; a zombie, which its parent or init has not waited for yet, does not."""
+    """Whether a process runs; a zombie, which its parent or init has not waited for yet, does
+    not.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -718,7 +859,8 @@ def test_ctrl_c_keeps_what_is_done_leaves_no_process_and_the_same_command_goes_o
     solutions = [(task_id, text) for task_id, _, text in official("humaneval")[:8]]
     samples = [*solutions[:4], ("HumanEval/10", HANG), ("HumanEval/11", HANG), *solutions[4:]]
     cfg = config("humaneval", tmp_path, samples, timeout_s=5.0, workers=2)
-    listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+    # a shell's background jobs ignore it
+    listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command_of(cfg), **pipes, preexec_fn=listen)
     out = tmp_path / "out"
@@ -732,8 +874,11 @@ def test_ctrl_c_keeps_what_is_done_leaves_no_process_and_the_same_command_goes_o
     assert "the same command resumes" in errors
     wait_for(lambda: not any(map(alive, running)), 10)
     kept = (out / "results.jsonl").read_text()
-    assert sorted(r["task_id"] for r in results(out)) == sorted(task_id for task_id, _ in solutions[:4])
-    (out / "results.jsonl").write_text(kept + kept.splitlines()[0][:40])  # what a kill in the middle of a line leaves
+    assert sorted(r["task_id"] for r in results(out)) == sorted(
+        task_id for task_id, _ in solutions[:4]
+    )
+    # what a kill in the middle of a line leaves
+    (out / "results.jsonl").write_text(kept + kept.splitlines()[0][:40])
     row = benchmarks.main(cfg)
     assert row["results"] == {"passed": 8, "timeout": 2}
     assert (out / "results.jsonl").read_text().startswith(kept)
@@ -743,7 +888,9 @@ def test_ctrl_c_keeps_what_is_done_leaves_no_process_and_the_same_command_goes_o
 @needs_tasks
 def test_a_failure_of_the_sandbox_is_named_not_counted_and_scored_again(tmp_path, capsys):
     samples = [(task_id, text) for task_id, _, text in official("humaneval")[:2]]
-    cfg = config("humaneval", tmp_path, [*samples, ("HumanEval/10", HANG)], timeout_s=3.0, workers=1)
+    cfg = config(
+        "humaneval", tmp_path, [*samples, ("HumanEval/10", HANG)], timeout_s=3.0, workers=1
+    )
     me, out = os.getpid(), tmp_path / "out"
     others = descendants(me)
 
@@ -805,7 +952,13 @@ def test_the_official_file_is_downloaded_once_and_only_whole(tmp_path, monkeypat
 def test_programs_run_through_a_router_to_e2b(cloud, tmp_path):  # noqa: F811
     samples = [official("humaneval")[0][::2], ("HumanEval/1", "    return []\n")]
     state = cloud()
-    cfg = config("humaneval", tmp_path, samples, runner="e2b", e2b_router_url=state.url.removeprefix("http://"))
+    cfg = config(
+        "humaneval",
+        tmp_path,
+        samples,
+        runner="e2b",
+        e2b_router_url=state.url.removeprefix("http://"),
+    )
     state.works = False
     refused(cfg, "2 samples could not be run", "no sandbox", "run the same command again")
     state.works = True
@@ -826,7 +979,9 @@ def new_tokenizer(path, special):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=letters)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=letters
+    )
     tokenizer.train([str(source) for source in SOURCES], trainer)
     path.write_text(tokenizer.to_str())
     return path
@@ -850,15 +1005,21 @@ def pythoncoder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def dream(tmp_path_factory):
-    """A small Dream that nobody trained, as convert_weights.py would write it, a tokenizer and a chat template."""
+    """A small Dream that nobody trained, as convert_weights.py would write it, a tokenizer and a
+    chat template.
+    """
     import jax
     from flax import nnx
 
     import model_dream
 
     folder = tmp_path_factory.mktemp("dream")
-    new_tokenizer(folder / "tokenizer.json", ["<pad>", "<bos>", "<|endoftext|>", "<unk>", "<|mask|>"])
-    cfg = model_dream.DreamConfig(512, 32, 1, 2, 1, 16, 64, positions=1024, mask_id=4, pad_id=0, bos_id=1, eos_id=2)
+    new_tokenizer(
+        folder / "tokenizer.json", ["<pad>", "<bos>", "<|endoftext|>", "<unk>", "<|mask|>"]
+    )
+    cfg = model_dream.DreamConfig(
+        512, 32, 1, 2, 1, 16, 64, positions=1024, mask_id=4, pad_id=0, bos_id=1, eos_id=2
+    )
     template = "User: {{ messages[0].content }}\nAssistant:"
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     files = [folder / "tokenizer.json", folder / "tokenizer_config.json"]
@@ -868,7 +1029,9 @@ def dream(tmp_path_factory):
 
 
 def save_flat(dream, logits_V, folder, tokenizer):
-    """A Dream with these logits everywhere: layers add nothing to an embedding of ones, and the head's rows sum up."""
+    """A Dream with these logits everywhere: layers add nothing to an embedding of ones, and the
+    head's rows sum up.
+    """
     import jax.numpy as jnp
 
     import model_dream
@@ -883,22 +1046,36 @@ def save_flat(dream, logits_V, folder, tokenizer):
 
 
 def test_an_end_token_of_any_name_stands_in_no_program(dream, tmp_path):
-    tokenizer = new_tokenizer(tmp_path / "tokenizer.json", ["<pad>", "<bos>", "</s>", "<unk>", "<|mask|>"])
+    tokenizer = new_tokenizer(
+        tmp_path / "tokenizer.json", ["<pad>", "<bos>", "</s>", "<unk>", "<|mask|>"]
+    )
     save_flat(dream, np.where(np.arange(512) == 2, 1.0, -99.0), tmp_path / "flat", tokenizer)
     settings = {"max_new": 8, "batch_size": 1, "dream": benchmarks.DreamFlags(steps=1)}
-    cfg = benchmarks.resolve(benchmarks.Config(model="dream", ckpt=str(tmp_path / "flat"), **settings))
+    cfg = benchmarks.resolve(
+        benchmarks.Config(model="dream", ckpt=str(tmp_path / "flat"), **settings)
+    )
     writer = writers.dream_writer(cfg, benchmarks.protocol_of(cfg)[1], tmp_path / "flat", None)
     assert writer.write([[7, 8]], 0, [10], None) == [[]]
 
 
 @pytest.mark.parametrize(("top_k", "least", "most"), [(None, 1, 50), (0, 51, 60)])
-def test_dreamcoders_protocol_draws_from_50_of_60_tokens_in_the_nucleus(top_k, least, most, dream, tmp_path):
+def test_dreamcoders_protocol_draws_from_50_of_60_tokens_in_the_nucleus(
+    top_k, least, most, dream, tmp_path
+):
     logits_V = np.full(512, -99.0)
     logits_V[100:160] = -1e-4 * np.arange(60)  # no two are equal, and 0.95 of them are 57
     save_flat(dream, logits_V, tmp_path / "flat", dream / "tokenizer.json")
     flags = benchmarks.DreamFlags(top_k=top_k, steps=1)
-    settings = {"protocol": "dreamcoder_instruct", "top_p": 1.0, "max_new": 500, "batch_size": 1, "dream": flags}
-    cfg = benchmarks.resolve(benchmarks.Config(model="dream", ckpt=str(tmp_path / "flat"), **settings))
+    settings = {
+        "protocol": "dreamcoder_instruct",
+        "top_p": 1.0,
+        "max_new": 500,
+        "batch_size": 1,
+        "dream": flags,
+    }
+    cfg = benchmarks.resolve(
+        benchmarks.Config(model="dream", ckpt=str(tmp_path / "flat"), **settings)
+    )
     _, record = benchmarks.protocol_of(cfg)
     writer = writers.dream_writer(cfg, record, tmp_path / "flat", None)
     (new,) = writer.write([[7, 8]], 0, [502], None)
@@ -909,11 +1086,20 @@ def test_dreamcoders_protocol_draws_from_50_of_60_tokens_in_the_nucleus(top_k, l
 
 @needs_tasks
 @pytest.mark.parametrize("model", [pytest.param("pythoncoder", marks=pytest.mark.slow), "dream"])
-def test_a_trained_model_writes_programs_and_resuming_equals_not_stopping(model, request, tmp_path, capsys):
+def test_a_trained_model_writes_programs_and_resuming_equals_not_stopping(
+    model, request, tmp_path, capsys
+):
     settings = {
         "pythoncoder": {"task": "humaneval", "max_new": 16},
         # one problem: the canvases of two would be two programs to compile
-        "dream": {"task": "humaneval", "max_new": 8, "threshold": 0.5, "chat": "on", "int4": True, "top_k": 50}
+        "dream": {
+            "task": "humaneval",
+            "max_new": 8,
+            "threshold": 0.5,
+            "chat": "on",
+            "int4": True,
+            "top_k": 50,
+        }
         | {"problems": 1, "n": 6},
     }
     shared = {"model": model, "ckpt": str(request.getfixturevalue(model)), "batch_size": 2}
@@ -929,27 +1115,39 @@ def test_a_trained_model_writes_programs_and_resuming_equals_not_stopping(model,
     assert len({r["completion"] + r.get("written", "") for r in rows}) >= 4
     assert all(r["fits"] for r in rows)
     scored = sorted(results(cfg.out), key=str)
-    written = [[(r["task_id"], r["completion"], r["sample"]) for r in kind] for kind in (rows, scored)]
+    written = [
+        [(r["task_id"], r["completion"], r["sample"]) for r in kind] for kind in (rows, scored)
+    ]
     assert sorted(written[0]) == sorted(written[1])
     lines = uninterrupted.splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:3]) + lines[3][:30])
-    (tmp_path / "out" / "results.jsonl").write_text("".join(json.dumps(r) + "\n" for r in scored[:3]) + '{"task')
+    (tmp_path / "out" / "results.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in scored[:3]) + '{"task'
+    )
     capsys.readouterr()
     assert benchmarks.main(cfg) == row
-    assert capsys.readouterr().err.count("of 6 samples\n") == 2  # the first of three batches was there
+    # the first of three batches was there
+    assert capsys.readouterr().err.count("of 6 samples\n") == 2
     assert path.read_bytes() == uninterrupted
     assert sorted(results(cfg.out), key=str) == scored
     refused(dataclasses.replace(cfg, temperature=0.5), "holds results with temperature=0.8")
     if model == "dream":
-        flags = benchmarks.DreamFlags(cache="dual")  # reaches the sampler, which wants blocks for it
-        refused(dataclasses.replace(cfg, out=str(tmp_path / "cache"), dream=flags), "set block_length")
+        # reaches the sampler, which wants blocks for it
+        flags = benchmarks.DreamFlags(cache="dual")
+        refused(
+            dataclasses.replace(cfg, out=str(tmp_path / "cache"), dream=flags), "set block_length"
+        )
         flags = dataclasses.replace(cfg.dream, fast_dllm=True)
         refused(dataclasses.replace(cfg, dream=flags), "holds results with fast_dllm=False")
         (Path(cfg.ckpt) / "tokenizer_config.json").unlink()
         refused(dataclasses.replace(cfg, out=str(tmp_path / "other")), "holds no chat template")
     else:
         refused(dataclasses.replace(cfg, step=99), "holds no checkpoint of step 99; it has [")
-        refused(dataclasses.replace(cfg, dream=benchmarks.DreamFlags(chat="on")), "--chat", "for --model=dream")
+        refused(
+            dataclasses.replace(cfg, dream=benchmarks.DreamFlags(chat="on")),
+            "--chat",
+            "for --model=dream",
+        )
 
 
 @pytest.mark.slow
@@ -961,29 +1159,47 @@ def test_a_dream_of_blocks_writes_programs_behind_its_exact_cache(dream, tmp_pat
     settings = {"max_new": 8, "threshold": 0.5, "chat": "off", "problems": 2, "batch_size": 2}
     cfg = config("humaneval", tmp_path, model="dream", ckpt=str(tmp_path / "blocks"), **settings)
     assert benchmarks.main(cfg)["samples"] == 2
-    cfg = dataclasses.replace(cfg, out=str(tmp_path / "a"), dream=benchmarks.DreamFlags(alg="origin", chat="off"))
+    cfg = dataclasses.replace(
+        cfg, out=str(tmp_path / "a"), dream=benchmarks.DreamFlags(alg="origin", chat="off")
+    )
     refused(cfg, "a model of blocks is filled without order by origin")
 
 
 @pytest.mark.slow
 @needs_tasks
 def test_dream_writes_under_a_protocol_and_its_texts_are_explained(dream, tmp_path):
-    settings = {"protocol": "dream_base", "max_new": 8, "threshold": 0.5, "problems": 2, "batch_size": 2}
+    settings = {
+        "protocol": "dream_base",
+        "max_new": 8,
+        "threshold": 0.5,
+        "problems": 2,
+        "batch_size": 2,
+    }
     cfg = config("humaneval", tmp_path, model="dream", ckpt=str(dream), **settings)
     row = benchmarks.main(cfg)
     assert row["settings"]["protocol"] == "dream_base/humaneval"
-    assert (row["settings"]["temperature"], row["settings"]["top_p"], row["settings"]["max_new"]) == (0.2, 0.95, 8)
+    assert (
+        row["settings"]["temperature"],
+        row["settings"]["top_p"],
+        row["settings"]["max_new"],
+    ) == (0.2, 0.95, 8)
     assert row["settings"]["model_sha256"] == benchmarks.fingerprint(dream, "out")
     inside = shutil.copytree(dream, tmp_path / "dream")  # results may lie in the model's folder
     (inside / "humaneval").mkdir()
     (inside / "humaneval" / "config.json").write_text("{}")
-    assert benchmarks.fingerprint(inside, inside / "humaneval") == benchmarks.fingerprint(dream, "out")
+    assert benchmarks.fingerprint(inside, inside / "humaneval") == benchmarks.fingerprint(
+        dream, "out"
+    )
     problems = tasks.read_problems(cfg)
     samples = tmp_path / "out" / "samples.jsonl"
     for line in map(json.loads, samples.read_text().splitlines()):
         asked = problems[tasks.key_of(line["task_id"])].asked
         record = protocols.PROTOCOLS["dream_base/humaneval"]
-        assert line["completion"] == line["solution"] == protocols.candidate(record, line["written"], asked)
+        assert (
+            line["completion"]
+            == line["solution"]
+            == protocols.candidate(record, line["written"], asked)
+        )
     again = explained(cfg, samples=str(samples), out=str(tmp_path / "explained"))
     assert explain.main(again)["samples"] == 2
     chat = dataclasses.replace(cfg, protocol="dream_instruct", out=str(tmp_path / "chat"))
@@ -995,7 +1211,9 @@ def test_dream_writes_under_a_protocol_and_its_texts_are_explained(dream, tmp_pa
 def test_batches_of_dream_are_on_all_devices_and_few_programs(dream, tmp_path, capsys):
     import sample_dream
 
-    cfg = benchmarks.resolve(config("humaneval", tmp_path, model="dream", ckpt=str(dream), max_new=2, batch_size=2))
+    cfg = benchmarks.resolve(
+        config("humaneval", tmp_path, model="dream", ckpt=str(dream), max_new=2, batch_size=2)
+    )
     problems = sorted(tasks.read_problems(cfg).values(), key=lambda p: len(p.asked.prompt))
     record = benchmarks.protocol_of(cfg)[1]
     writer = writers.dream_writer(cfg, record, dream, 0)
@@ -1022,28 +1240,58 @@ def hole(task_id, prompt, solution, suffix, entry, asserts):
 
 SUM = "def add(a, b):\n", "    return a + b\n", "\n", "add", ["(1, 2) == 3", "(-1, 1) == 0"]
 LOOP = "    for i, x in enumerate(xs):\n        if x == want:\n            return i\n"
-FIND = "def find(xs, want):\n", LOOP, "    return -1\n", "find", ["([4, 5], 5) == 1", "([], 1) == -1"]
-HALF = "def half(n):\n    ret", "urn n /", "/ 2\n", "half", ["(5) == 2", "(4) == 2"]  # a span of characters
-HELP = "def twice(n):\n", "    return double(n)\n", "\n\ndef double(n):\n    return 2 * n\n", "twice", ["(4) == 8"]
+FIND = (
+    "def find(xs, want):\n",
+    LOOP,
+    "    return -1\n",
+    "find",
+    ["([4, 5], 5) == 1", "([], 1) == -1"],
+)
+# a span of characters
+HALF = "def half(n):\n    ret", "urn n /", "/ 2\n", "half", ["(5) == 2", "(4) == 2"]
+HELP = (
+    "def twice(n):\n",
+    "    return double(n)\n",
+    "\n\ndef double(n):\n    return 2 * n\n",
+    "twice",
+    ["(4) == 8"],
+)
 HOLES = {
     "single-line": [
         hole("SingleLineInfilling/HumanEval/0/L0", *SUM),
         hole("SingleLineInfilling/HumanEval/1/L0", *HELP),
     ],
     "multi-line": [hole("MultiLineInfilling/HumanEval/0/L0_L2", *FIND)],
-    "random-span": [hole("RandomSpanInfilling/HumanEval/0/1", *HALF), hole("RandomSpanInfilling/HumanEval/0/2", *SUM)],
+    "random-span": [
+        hole("RandomSpanInfilling/HumanEval/0/1", *HALF),
+        hole("RandomSpanInfilling/HumanEval/0/2", *SUM),
+    ],
 }
 
 
 def holes_config(split, tmp_path, samples=None, **settings):
     file = tmp_path / f"{split}.jsonl.gz"
-    file.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in HOLES[split]).encode()))
-    return config("humaneval_infilling", tmp_path, samples, tasks_file=str(file), split=split, **settings)
+    file.write_bytes(
+        gzip.compress("".join(json.dumps(row) + "\n" for row in HOLES[split]).encode())
+    )
+    return config(
+        "humaneval_infilling", tmp_path, samples, tasks_file=str(file), split=split, **settings
+    )
 
 
 def openai_verdict(row, completion):
-    """As check_correctness of human-eval-infilling decides, whose program this is; the texts are ours."""
-    program = row["prompt"] + completion + row["suffix"] + "\n" + row["test"] + "\n" + f"check({row['entry_point']})"
+    """As check_correctness of human-eval-infilling decides, whose program this is; the texts are
+    ours.
+    """
+    program = (
+        row["prompt"]
+        + completion
+        + row["suffix"]
+        + "\n"
+        + row["test"]
+        + "\n"
+        + f"check({row['entry_point']})"
+    )
     with contextlib.suppress(BaseException):
         exec(program, {})
         return True
@@ -1052,9 +1300,20 @@ def openai_verdict(row, completion):
 
 @pytest.mark.parametrize("split", HOLES)
 def test_a_hole_is_filled_between_prompt_and_suffix_and_judged_as_openai_judges_it(split, tmp_path):
-    texts = "    return 0\n", "", "    pass\n", "```python\n    return a + b\n```", "urn (n) /", "  return a+b", "retur"
+    texts = (
+        "    return 0\n",
+        "",
+        "    pass\n",
+        "```python\n    return a + b\n```",
+        "urn (n) /",
+        "  return a+b",
+        "retur",
+    )
     for number, text in enumerate((None, *texts)):
-        samples = [(row["task_id"], row["canonical_solution"] if text is None else text) for row in HOLES[split]]
+        samples = [
+            (row["task_id"], row["canonical_solution"] if text is None else text)
+            for row in HOLES[split]
+        ]
         cfg = holes_config(split, tmp_path, samples, out=str(tmp_path / f"out{number}"))
         row = benchmarks.main(cfg)
         pairs = zip(HOLES[split], samples, strict=True)
@@ -1062,8 +1321,14 @@ def test_a_hole_is_filled_between_prompt_and_suffix_and_judged_as_openai_judges_
         assert {found["task_id"]: found["passed"] for found in results(cfg.out)} == want
         assert row["split"] == split
         assert row["pass@1"][0] == (1.0 if text is None else np.mean([*want.values()]))
-    refused(dataclasses.replace(cfg, split="all"), "--split=all: of humaneval_infilling there are single-line, multi")
-    refused(config("humaneval", tmp_path, samples, split="single-line"), "of humaneval there are test, all")
+    refused(
+        dataclasses.replace(cfg, split="all"),
+        "--split=all: of humaneval_infilling there are single-line, multi",
+    )
+    refused(
+        config("humaneval", tmp_path, samples, split="single-line"),
+        "of humaneval there are test, all",
+    )
 
 
 @pytest.mark.parametrize("grows", [False, True])
@@ -1077,9 +1342,13 @@ def test_a_dream_fills_holes_of_unknown_length(dream, tmp_path, grows):
         keys = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(keys | {"expand_token_id": 511}))
         dream = folder
-    cfg = holes_config("single-line", tmp_path, model="dream", ckpt=str(dream), batch_size=2, max_new=8)
+    cfg = holes_config(
+        "single-line", tmp_path, model="dream", ckpt=str(dream), batch_size=2, max_new=8
+    )
     assert benchmarks.main(cfg)["samples"] == 2
-    rows = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
+    ]
     given = {row["task_id"]: row for row in HOLES["single-line"]}
     for row in rows:
         problem = given[row["task_id"]]
@@ -1091,7 +1360,8 @@ def test_a_dream_fills_holes_of_unknown_length(dream, tmp_path, grows):
     model, _ = checkpoints.load(model_dream, dream)
     read, problem = infill.Reader(model, writer.tokenizer), HOLES["single-line"][0]
     before, behind = (
-        writer.tokenizer.encode(problem[key], add_special_tokens=False).ids for key in ("prompt", "suffix")
+        writer.tokenizer.encode(problem[key], add_special_tokens=False).ids
+        for key in ("prompt", "suffix")
     )
     (new,) = writer.write([writer.hole(before, behind)], 0, [], None)
     (row,) = (row for row in rows if row["task_id"] == problem["task_id"])
@@ -1127,7 +1397,11 @@ def test_no_text_takes_minutes_to_cut():
 
 
 def test_problems_of_one_number_are_refused():
-    row = {"prompt": 'def f():\n    """Go."""\n', "entry_point": "f", "test": "def check(f):\n    pass\n"}
+    row = {
+        "prompt": 'def f():\n    """Go."""\n',
+        "entry_point": "f",
+        "test": "def check(f):\n    pass\n",
+    }
     row["canonical_solution"] = ""
     lines = "\n".join(json.dumps(row | {"task_id": f"{split}/0"}) for split in ("easy", "hard"))
     with pytest.raises(ValueError, match="hard/0 and easy/0 have one number"):
@@ -1136,20 +1410,29 @@ def test_problems_of_one_number_are_refused():
 
 @needs_tasks
 def test_prompts_that_do_not_fit_the_model_fail_and_are_named(pythoncoder, tmp_path):
-    cfg = config("humaneval", tmp_path, ckpt=str(pythoncoder), problems=3, max_new=5000, batch_size=2)
+    cfg = config(
+        "humaneval", tmp_path, ckpt=str(pythoncoder), problems=3, max_new=5000, batch_size=2
+    )
     assert benchmarks.main(cfg)["results"] == {"does not fit": 3}
     assert benchmarks.main(cfg)["results"] == {"does not fit": 3}
 
 
 @needs_tasks
 def test_the_command_line_prints_text_and_json(tmp_path):
-    cfg = config("humaneval", tmp_path, [("HumanEval/0", "    return None\n"), official("humaneval")[0][::2]])
+    cfg = config(
+        "humaneval", tmp_path, [("HumanEval/0", "    return None\n"), official("humaneval")[0][::2]]
+    )
     text = subprocess.run(command_of(cfg), capture_output=True, text=True, timeout=60)
     assert text.returncode == 0, text.stderr
     assert text.stdout.startswith("humaneval: 2 samples of 1 of 164 problems; ")
-    assert "pass@1: 50.0 % (5.5 to 94.5: 95 %, Wilson, over 1 problems)\npass@2: 100.0 %" in text.stdout
+    assert (
+        "pass@1: 50.0 % (5.5 to 94.5: 95 %, Wilson, over 1 problems)\npass@2: 100.0 %"
+        in text.stdout
+    )
     assert "best of n: 100.0 %" in text.stdout
-    line = subprocess.run(command_of(dataclasses.replace(cfg, json=True)), capture_output=True, text=True, timeout=60)
+    line = subprocess.run(
+        command_of(dataclasses.replace(cfg, json=True)), capture_output=True, text=True, timeout=60
+    )
     assert json.loads(line.stdout) == json.loads((tmp_path / "out" / "summary.json").read_text())
 
 
@@ -1157,13 +1440,23 @@ def test_the_command_line_prints_text_and_json(tmp_path):
 def test_model_and_tasks_can_be_in_a_bucket(pythoncoder, bucket, tmp_path):
     env = os.environ | AS_A_USER | bucket
     row = {"task_id": "x/0", "prompt": 'def f(x):\n    """Return x."""\n', "entry_point": "f"}
-    row |= {"canonical_solution": "    return x\n", "test": "def check(candidate):\n    assert candidate(1) == 1\n"}
+    row |= {
+        "canonical_solution": "    return x\n",
+        "test": "def check(candidate):\n    assert candidate(1) == 1\n",
+    }
     (tmp_path / "tasks.jsonl").write_text(json.dumps(row) + "\n")
     copy_in_bucket(bucket, "put", f"{pythoncoder}/", "bucket/coder/")
     copy_in_bucket(bucket, "put", str(tmp_path / "tasks.jsonl"), "bucket/tasks.jsonl")
-    flags = "--ckpt=gs://bucket/coder", "--tasks_file=gs://bucket/tasks.jsonl", f"--out={tmp_path / 'out'}"
+    flags = (
+        "--ckpt=gs://bucket/coder",
+        "--tasks_file=gs://bucket/tasks.jsonl",
+        f"--out={tmp_path / 'out'}",
+    )
     for _ in range(2):  # the second reads the model's files alone, to see that they are the same
         done = run("benchmarks.py", *flags, "--max_new=16", env=env)
         assert done.returncode == 0, done.stderr
         assert "1 samples of 1 of 1 problems" in done.stdout
-    says(run("benchmarks.py", "--ckpt=gs://bucket/none", *flags[1:], env=env), "gs://bucket/none holds no checkpoint")
+    says(
+        run("benchmarks.py", "--ckpt=gs://bucket/none", *flags[1:], env=env),
+        "gs://bucket/none holds no checkpoint",
+    )

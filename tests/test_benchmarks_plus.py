@@ -1,4 +1,6 @@
-"""HumanEval+, MBPP+ and LiveCodeBench: their files, their rules, samples in both forms, and what is shown meanwhile."""
+"""HumanEval+, MBPP+ and LiveCodeBench: their files, their rules, samples in both forms, and what is
+shown meanwhile.
+"""
 
 import ast
 import base64
@@ -27,9 +29,14 @@ def write(path, rows):
 
 
 def score(tmp_path, task, rows, samples, **settings):
-    """(the report, results in the order of the samples) of samples, pairs of an id and a program, or whole rows."""
+    """(the report, results in the order of the samples) of samples, pairs of an id and a program,
+    or whole rows.
+    """
     samples = [s if isinstance(s, dict) else {"task_id": s[0], "solution": s[1]} for s in samples]
-    files = {"tasks_file": write(tmp_path / "tasks.jsonl", rows), "samples": write(tmp_path / "given.jsonl", samples)}
+    files = {
+        "tasks_file": write(tmp_path / "tasks.jsonl", rows),
+        "samples": write(tmp_path / "given.jsonl", samples),
+    }
     flags = benchmarks.SandboxFlags(timeout_s=settings.pop("timeout_s", 4.0))
     cfg = benchmarks.Config(task, out=str(tmp_path / "out"), sandbox=flags, **files | settings)
     row, found = benchmarks.main(cfg), results(tmp_path / "out")
@@ -38,8 +45,17 @@ def score(tmp_path, task, rows, samples, **settings):
 
 
 def plus_row(number, entry, solution, base, plus, name="HumanEval", **more):
-    prompt = f'def {entry}(x, y=0):\n    """ Does it. """\n' if name == "HumanEval" else f'"""\nDo {entry}.\n"""\n'
-    row = {"task_id": f"{name}/{number}", "prompt": prompt, "entry_point": entry, "canonical_solution": solution}
+    prompt = (
+        f'def {entry}(x, y=0):\n    """ Does it. """\n'
+        if name == "HumanEval"
+        else f'"""\nDo {entry}.\n"""\n'
+    )
+    row = {
+        "task_id": f"{name}/{number}",
+        "prompt": prompt,
+        "entry_point": entry,
+        "canonical_solution": solution,
+    }
     return row | {"base_input": base, "plus_input": plus, "atol": 0} | more
 
 
@@ -47,7 +63,8 @@ HALF = plus_row(0, "half", "    return x / 3\n", [[1], [2]], [[3], [10]])
 CHANGE = plus_row(1, "grow", "    x.append(len(x))\n    return x\n", [[[1]]], [[[]], [[1, 2]]])
 ROOT = plus_row(32, "find_zero", "    return -x[0] / x[1]\n", [[[1, 2]]], [[[-6, 3]]], atol=1e-4)
 SPIN = "import time\ndef half(x):\n    while x == {} and time.process_time() < 60: pass\n    return x / 3\n"
-# problem, program, what EvalPlus' executor says of the base and of the plus inputs, but for forgeries and HumanEval/32
+# problem, program, what EvalPlus' executor says of the base and of the plus inputs, but for
+# forgeries and HumanEval/32
 PLUS = [
     (HALF, "def half(x): return x / 3", "pass", "pass"),
     (HALF, "def half(x): return x / 3 + 5e-7", "pass", "pass"),
@@ -55,14 +72,30 @@ PLUS = [
     (HALF, "def half(x): return int(x / 3) if x == 3 else x / 3", "pass", "pass"),  # 1 == 1.0
     (HALF, "import fractions\ndef half(x): return fractions.Fraction(x, 3)", "fail", "fail"),
     (HALF, "import numpy\ndef half(x): return numpy.float64(x / 3)", "pass", "pass"),
-    (HALF, "import numpy\ndef half(x): return numpy.float64(x / 3 + 5e-7)", "fail", "fail"),  # another type
+    # another type
+    (HALF, "import numpy\ndef half(x): return numpy.float64(x / 3 + 5e-7)", "fail", "fail"),
     (HALF, "def half(x): return [x / 3]", "fail", "fail"),
     (HALF, "def half(x): return x / 3 if x != 10 else None", "pass", "fail"),
     (HALF, "def half(x): return x / 3 if x < 10 else 1 / 0", "pass", "fail"),
     (HALF, "class Any:\n    __eq__ = lambda *a: True\ndef half(x): return Any()", "fail", "fail"),
-    (HALF, "class Any(float):\n    __eq__ = lambda *a: True\ndef half(x): return Any(0)", "fail", "fail"),
-    (HALF, "import numpy\nnumpy.allclose = lambda *a, **k: True\ndef half(x): return 0.5", "fail", "fail"),
-    (HALF, "def half(x): return x / 3\nif __name__ == '__main__':\n    half = None", "pass", "pass"),
+    (
+        HALF,
+        "class Any(float):\n    __eq__ = lambda *a: True\ndef half(x): return Any(0)",
+        "fail",
+        "fail",
+    ),
+    (
+        HALF,
+        "import numpy\nnumpy.allclose = lambda *a, **k: True\ndef half(x): return 0.5",
+        "fail",
+        "fail",
+    ),
+    (
+        HALF,
+        "def half(x): return x / 3\nif __name__ == '__main__':\n    half = None",
+        "pass",
+        "pass",
+    ),
     (HALF, "half = 3", "fail", "fail"),
     (HALF, "def half(", "fail", "fail"),
     (CHANGE, "def grow(x): return [*x, len(x)]", "pass", "pass"),
@@ -82,7 +115,9 @@ def test_verdicts_by_the_rules_of_evalplus(tmp_path, capsys):
     for (_, program, base, plus), result in zip(PLUS, found, strict=True):
         assert (result["base_status"], result["plus_status"]) == (base, plus), (program, result)
         assert result["passed"] == (base == plus == "pass")
-    wrong = {program: result.get("wrong") for (_, program, _, _), result in zip(PLUS, found, strict=True)}
+    wrong = {
+        program: result.get("wrong") for (_, program, _, _), result in zip(PLUS, found, strict=True)
+    }
     assert wrong["def half(x): return x / 3 if x != 10 else None"] == ["plus", 1]
     assert row["base pass@1"][0] > row["pass@1"][0]
     assert "3 problems; v0.1.10, of which scores are published, has 164" in capsys.readouterr().err
@@ -117,7 +152,9 @@ def test_completions_and_solutions_are_both_read_and_written(tmp_path, capsys):
     benchmarks.main(benchmarks.Config("humaneval+", **{k: str(tmp_path / f"{v}") for k, v in (
         ("tasks_file", "tasks.jsonl"), ("samples", "given.jsonl"), ("out", "out"))}))  # fmt: skip
     assert len(results(tmp_path / "out")) == 2  # nothing is run again
-    cfg = benchmarks.Config("humaneval+", tasks_file=str(tmp_path / "tasks.jsonl"), out=str(tmp_path / "new"))
+    cfg = benchmarks.Config(
+        "humaneval+", tasks_file=str(tmp_path / "tasks.jsonl"), out=str(tmp_path / "new")
+    )
     for sample, part in (({"task_id": "HumanEval/0"}, "is not a JSON object with task_id, completion or solution"),
                          ({"task_id": "HumanEval/0", "solution": 1}, "line 1"),
                          ({"task_id": "HumanEval/9", "solution": ""},
@@ -131,9 +168,13 @@ def test_completions_and_solutions_are_both_read_and_written(tmp_path, capsys):
 def test_a_reference_that_fails_is_named_and_the_other_samples_count(tmp_path):
     tenth = plus_row(2, "tenth", "    return x / 10\n", [[1]], [[-1]])
     failing = plus_row(3, "none", "    return 1 / x\n", [[1]], [[0]])
-    samples = [("HumanEval/2", "def tenth(x): return x / 10"), ("HumanEval/3", "def none(x): return 1 / x")]
+    samples = [
+        ("HumanEval/2", "def tenth(x): return x / 10"),
+        ("HumanEval/3", "def none(x): return 1 / x"),
+    ]
     with pytest.raises(
-        RuntimeError, match=r"1 samples .* HumanEval/3 \(the file's own solution does not run here: pass"
+        RuntimeError,
+        match=r"1 samples .* HumanEval/3 \(the file's own solution does not run here: pass",
     ):
         score(tmp_path, "humaneval+", [tenth, failing], samples)
     assert [result["passed"] for result in results(tmp_path / "out")] == [True]
@@ -148,9 +189,16 @@ def test_files_of_another_form_are_refused_in_one_line(tmp_path):
                              ("livecodebench", [mbpp], "line 1 is not a JSON object with question")):  # fmt: skip
         files = {"tasks_file": write(tmp_path / "tasks.jsonl", rows), "samples": samples}
         refused(benchmarks.Config(task, out=str(tmp_path / "out"), **files), "tasks.jsonl", part)
-    refused(benchmarks.Config("livecodebench", samples=samples), "livecodebench/code_generation_lite", "--tasks_file")
+    refused(
+        benchmarks.Config("livecodebench", samples=samples),
+        "livecodebench/code_generation_lite",
+        "--tasks_file",
+    )
     for settings in ({"since": "2024-1-1"}, {"until": "soon"}):
-        refused(benchmarks.Config("livecodebench", samples=samples, **settings), "--since and --until are days")
+        refused(
+            benchmarks.Config("livecodebench", samples=samples, **settings),
+            "--since and --until are days",
+        )
     refused(benchmarks.Config("mbpp", samples=samples, since="2024-01-01"), "days of LiveCodeBench")
 
 
@@ -166,15 +214,28 @@ def test_arguments_of_mbpp_get_back_what_json_cannot_hold():
     assert len(tasks.MBPP_ARGUMENTS) == 62
 
 
-SPECIAL = [  # entry point, arguments, the reference's result, results that pass, results that do not
-    ("similar_elements", [], (1, 2), [{1, 2}, [2, 1, 1], (2, 1)], [[1], 3, [[1], [2]], range(10**12)]),
+# entry point, arguments, the reference's result, results that pass, results that do not
+SPECIAL = [
+    (
+        "similar_elements",
+        [],
+        (1, 2),
+        [{1, 2}, [2, 1, 1], (2, 1)],
+        [[1], 3, [[1], [2]], range(10**12)],
+    ),
     ("check_str", [], "a match", ["another", 3, True], [None, False]),
     ("check_str", [], None, [None, False], ["a match", True]),
     ("are_equivalent", [1, 2], False, [False, True, None], []),
     ("sum_div", [8], 7, [7, 0], [1, None]),
     ("surface_Area", [3, 4], 33, [33, 35], [34, None]),
     ("digit_distance_nums", [123, 56], 3, [3, 7], [8, None]),
-    ("plain", [], [0.5, 1.5], [[0.5, 1.5], [0.5 + 1e-7, 1.5]], [(0.5, 1.5), [0.5], [0.5, 1.5, 2], "x", np.zeros(2)]),
+    (
+        "plain",
+        [],
+        [0.5, 1.5],
+        [[0.5, 1.5], [0.5 + 1e-7, 1.5]],
+        [(0.5, 1.5), [0.5], [0.5, 1.5, 2], "x", np.zeros(2)],
+    ),
     ("plain", [], [0.5], [[0.5]], [[range(10**12)], [[range(10**12)]]]),
     ("plain", [], 2, [2, 2.0, np.int64(2)], [2 + 1e-9, "2", [2]]),
     ("plain", [], [1, 0.5], [[1, 0.5]], [[1, 0.5 + 1e-9]]),
@@ -183,7 +244,9 @@ SPECIAL = [  # entry point, arguments, the reference's result, results that pass
 
 
 def right_ones(entry, atol, values, wanted, args=()):
-    """Which of some values are right, as the check of a sample decides, up to the first that is not."""
+    """Which of some values are right, as the check of a sample decides, up to the first that is
+    not.
+    """
     found = []
     for value, want in zip(values, wanted, strict=True):
         try:
@@ -217,13 +280,22 @@ def test_mbpp_runs_with_tuples_and_its_prompt_in_front(tmp_path):
 @needs_tasks
 @pytest.mark.slow
 def test_all_reference_solutions_pass_on_the_inputs_of_their_own_asserts(tmp_path):
-    rows, more = [], {32: [[[1, 2]], [[-6, 11, -6, 1]]], 38: [["abc"], ["hello"]], 50: [["abc"], ["xyz"]]}
+    rows, more = (
+        [],
+        {32: [[[1, 2]], [[-6, 11, -6, 1]]], 38: [["abc"], ["hello"]], 50: [["abc"], ["xyz"]]},
+    )
     for row in map(json.loads, gzip.open(FILES["humaneval"], "rt")):
         inputs = list(more.get(int(row["task_id"].split("/")[1]), []))
         for node in ast.walk(ast.parse(row["test"])):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "candidate" and not inputs[2:]:
+            if (
+                isinstance(node, ast.Call)
+                and getattr(node.func, "id", "") == "candidate"
+                and not inputs[2:]
+            ):
                 try:
-                    inputs.append(json.loads(json.dumps([ast.literal_eval(arg) for arg in node.args])))
+                    inputs.append(
+                        json.loads(json.dumps([ast.literal_eval(arg) for arg in node.args]))
+                    )
                 except (ValueError, TypeError):
                     continue
         kept = {key: row[key] for key in ("task_id", "prompt", "entry_point", "canonical_solution")}
@@ -242,9 +314,13 @@ def packed(tests):
 
 
 def live_row(number, day, pairs, function="", pack=packed):
-    tests = [{"input": i, "output": o, "testtype": "functional" if function else "stdin"} for i, o in pairs]
-    starter = f"class Solution:\n    def {function}(self, xs: List[int], n: int) -> List[int]:\n        " * bool(
-        function
+    tests = [
+        {"input": i, "output": o, "testtype": "functional" if function else "stdin"}
+        for i, o in pairs
+    ]
+    starter = (
+        f"class Solution:\n    def {function}(self, xs: List[int], n: int) -> List[int]:\n        "
+        * bool(function)
     )
     row = {
         "question_content": "Add.",
@@ -253,11 +329,16 @@ def live_row(number, day, pairs, function="", pack=packed):
         "starter_code": starter,
     }
     row |= {"public_test_cases": json.dumps(tests[:1]), "private_test_cases": pack(tests[1:])}
-    return row | {"metadata": json.dumps({"func_name": function} if function else {}), "platform": "x"}
+    return row | {
+        "metadata": json.dumps({"func_name": function} if function else {}),
+        "platform": "x",
+    }
 
 
 SUM = live_row("abc301_a", "2024-12-01", [("1 2\n", "3\n"), ("0.5 6\n", "6.50\nend\n")])
-PLUS_N = live_row("3606", "2025-03-01", [("[1, 2]\n3", "[4, 5]"), ("[]\n1", "[]")], "plus", json.dumps)
+PLUS_N = live_row(
+    "3606", "2025-03-01", [("[1, 2]\n3", "[4, 5]"), ("[]\n1", "[]")], "plus", json.dumps
+)
 METHOD = "class Solution:\n    def plus(self, xs: List[int], n: int) -> List[int]:\n        "
 LIVE = [  # problem, answer, result
     (SUM, "a, b = input().split()\nprint(float(a) + float(b))\nif a == '0.5': print(' end')", "passed"),
@@ -312,9 +393,16 @@ def test_problems_of_livecodebench_are_those_of_the_days(tmp_path, capsys):
         chosen = dataclasses.replace(cfg, since=since, until=until)
         assert [*tasks.read_problems(chosen)] == ids
     problems = tasks.read_problems(cfg)
-    assert problems["abc301_a"].asked.prompt.startswith("### Question:\nAdd.\n\n### Format: Read the inputs from stdin")
-    assert f"```python\n{PLUS_N['starter_code']}\n```\n\n### Answer: (use the" in problems["3606"].asked.prompt
-    samples = write(tmp_path / "given.jsonl", [{"task_id": i, "solution": ""} for i in ("abc301_a", "3606")])
+    assert problems["abc301_a"].asked.prompt.startswith(
+        "### Question:\nAdd.\n\n### Format: Read the inputs from stdin"
+    )
+    assert (
+        f"```python\n{PLUS_N['starter_code']}\n```\n\n### Answer: (use the"
+        in problems["3606"].asked.prompt
+    )
+    samples = write(
+        tmp_path / "given.jsonl", [{"task_id": i, "solution": ""} for i in ("abc301_a", "3606")]
+    )
     chosen = dataclasses.replace(cfg, since="2025-01-01", samples=samples)
     assert [*benchmarks.given_samples(chosen, tasks.read_problems(chosen))] == [("3606", 0)]
     assert "1 samples are of no problem from --since to --until" in capsys.readouterr().err
@@ -345,8 +433,23 @@ def test_damaged_tests_of_one_problem_do_not_end_the_run():
 
 
 def test_lines_are_compared_as_livecodebench_compares_them():
-    same = [("3\n", "3"), (" 3 \n4", "3\n4\n\n"), ("1.0 2", "1 2.00"), ("1e3", "1000"), ("a  b", "a  b"), ("", "\n")]
-    other = [("3", "4"), ("3\n\n4", "3\n4"), ("a b", "a  b"), ("YES", "Yes"), ("1.0001", "1"), ("", "0"), ("nan", "1")]
+    same = [
+        ("3\n", "3"),
+        (" 3 \n4", "3\n4\n\n"),
+        ("1.0 2", "1 2.00"),
+        ("1e3", "1000"),
+        ("a  b", "a  b"),
+        ("", "\n"),
+    ]
+    other = [
+        ("3", "4"),
+        ("3\n\n4", "3\n4"),
+        ("a b", "a  b"),
+        ("YES", "Yes"),
+        ("1.0001", "1"),
+        ("", "0"),
+        ("nan", "1"),
+    ]
     other += [("3 4", "34"), ("sNaN", "1"), ("1", "one")]
     assert [tasks.same_lines(*pair) for pair in same] == [True] * len(same)
     assert [tasks.same_lines(*pair) for pair in other] == [False] * len(other)
@@ -356,7 +459,12 @@ def test_lines_are_compared_as_livecodebench_compares_them():
 
 
 def test_watch_shows_the_score_so_far_the_speed_and_the_time_left(tmp_path, capsys):
-    samples = [("HumanEval/0", "def half(x): return x / 3"), ("HumanEval/1", "def grow(x): return x")]
+    samples = [
+        ("HumanEval/0", "def half(x): return x / 3"),
+        ("HumanEval/1", "def grow(x): return x"),
+    ]
     score(tmp_path, "humaneval+", [HALF, CHANGE], samples, watch=True)
     last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert re.search(r"scoring: 100%.* 2/2 .*<00:00.* programs/s, pass@1 50.0 % \(9.5 to 90.5\)\]$", last)
+    assert re.search(
+        r"scoring: 100%.* 2/2 .*<00:00.* programs/s, pass@1 50.0 % \(9.5 to 90.5\)\]$", last
+    )

@@ -1,4 +1,6 @@
-"""Costs read from HLO: hand-written modules, and small programs compiled for TPUs and GPUs against closed forms."""
+"""Costs read from HLO: hand-written modules, and small programs compiled for TPUs and GPUs against
+closed forms.
+"""
 
 import dataclasses
 import importlib.util
@@ -26,7 +28,8 @@ import train_tpu
 sys.path.insert(0, str(ROOT / "bench"))
 import compile_for
 
-OUR_FOLDERS = os.pathsep.join(str(ROOT / name) for name in ("", "tests", "bench"))  # PYTHONPATH of child processes
+# PYTHONPATH of child processes
+OUR_FOLDERS = os.pathsep.join(str(ROOT / name) for name in ("", "tests", "bench"))
 
 # ---- text written by hand: 3 rounds of {matmul in a fusion, all-gather}, a conditional, collectives of every form
 
@@ -115,7 +118,9 @@ def by_hand(start=0, limit=3, known=""):
 def test_hand_written_module_adds_up():
     cost = compile_for.cost_of(by_hand())
     assert cost.flops == 3 * 2 * 8 * 16 * 32
-    assert cost.cycles == 3 * 100 + 7 + 20, "three rounds, the dear branch, the copy, nothing for the SparseCore"
+    assert cost.cycles == 3 * 100 + 7 + 20, (
+        "three rounds, the dear branch, the copy, nothing for the SparseCore"
+    )
     assert cost.ops == {"jit(f)/dot": 300, "jit(f)/exp": 7, "jit(f)/copy": 20}
     assert cost.collectives == {"all-gather": 4 * 256 * 4, "reduce-scatter": 64 * 4 * 2}
     assert cost.collective_counts == {"all-gather": 3 + 1, "reduce-scatter": 1}
@@ -125,24 +130,33 @@ def test_hand_written_module_adds_up():
 
 
 def test_hbm_bytes_count_slices_and_leave_out_vmem():
-    rounds = 3 * (8 * 16 * 2 + 16 * 32 * 2 + 4 + 3 * 4 + (64 + 256) * 4)  # x, a slice of w, i; i + 1; all-gather
+    # x, a slice of w, i; i + 1; all-gather
+    rounds = 3 * (8 * 16 * 2 + 16 * 32 * 2 + 4 + 3 * 4 + (64 + 256) * 4)
     branch, scattered, start = 2 * 64 * 4, 64 * 4 * 2 + 16 * 4 * 2, (64 + 64 + 256 + 2) * 4
     gather, kernel, copied = (2 * 32 * 2 + 32) * 4, 2 * 64 * 4, 2 * 64 * 4
     indices, table = 32 * 4, 1000 * 2 * 4 + 4
     total = rounds + branch + scattered + start + gather + kernel + copied + indices + table
-    assert abs(compile_for.cost_of(by_hand()).bytes - total) <= 32 * 4  # whether the gather's indices count is moot
+    # whether the gather's indices count is moot
+    assert abs(compile_for.cost_of(by_hand()).bytes - total) <= 32 * 4
 
 
 @pytest.mark.parametrize(
     ("start", "limit", "known", "rounds"),
-    [(0, 5, "", 5), (2, 5, "", 3), (5, 5, "", 0), (0, 5, ', backend_config={"known_trip_count":{"n":"11"}}', 11)],
+    [
+        (0, 5, "", 5),
+        (2, 5, "", 3),
+        (5, 5, "", 0),
+        (0, 5, ', backend_config={"known_trip_count":{"n":"11"}}', 11),
+    ],
 )
 def test_loops_run_from_start_to_limit(start, limit, known, rounds):
     assert compile_for.cost_of(by_hand(start, limit, known)).flops == rounds * 2 * 8 * 16 * 32
 
 
 def test_loop_of_unknown_length_counts_once_and_is_reported():
-    cost = compile_for.cost_of(by_hand().replace("s32[] constant(3)", "s32[] get-tuple-element(%arg.1), index=0"))
+    cost = compile_for.cost_of(
+        by_hand().replace("s32[] constant(3)", "s32[] get-tuple-element(%arg.1), index=0")
+    )
     assert (cost.flops, cost.unknown_loops) == (2 * 8 * 16 * 32, 1)
 
 
@@ -158,7 +172,9 @@ def test_other_text_and_other_topologies_are_refused():
         compile_for.main(compile_for.Config(compile_for.Head(), largest=True))
 
 
-@pytest.mark.parametrize(("device", "file"), [("v6e:1x1", "tpu"), ("rtx4090", "cuda"), ("h100:8", "cuda")])
+@pytest.mark.parametrize(
+    ("device", "file"), [("v6e:1x1", "tpu"), ("rtx4090", "cuda"), ("h100:8", "cuda")]
+)
 def test_a_missing_compiler_says_how_to_install_it(device, file, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
@@ -170,13 +186,23 @@ def test_a_missing_compiler_says_how_to_install_it(device, file, monkeypatch):
 
 
 def test_the_peaks_of_gpus_are_those_of_their_units():
-    # multiply-adds of an SM in a cycle, by the architecture white papers: tensor cores, of a T4 its float32 cores
-    per_cycle = {"t4": 64, "rtx3060": 256, "rtx4090": 256, "l4": 512, "a100-40": 1024, "a100-80": 1024}
+    # multiply-adds of an SM in a cycle, by the architecture white papers: tensor cores, of a T4 its
+    # float32 cores
+    per_cycle = {
+        "t4": 64,
+        "rtx3060": 256,
+        "rtx4090": 256,
+        "l4": 512,
+        "a100-40": 1024,
+        "a100-80": 1024,
+    }
     per_cycle |= {"h100": 2048, "h200": 2048}
     for name, chip in compile_for.CHIPS.items():
         if chip.cuda:
             sms = chip.cuda[1]
-            assert chip.flops_per_s == pytest.approx(2 * sms * chip.clock_hz * per_cycle.pop(name), rel=0.09), name
+            assert chip.flops_per_s == pytest.approx(
+                2 * sms * chip.clock_hz * per_cycle.pop(name), rel=0.09
+            ), name
             text = compile_for.description(chip)
             assert f"core_count: {sms} " in text
             assert text.count("{") == text.count("}")
@@ -187,9 +213,16 @@ def test_links_are_counted_at_the_worst_placed_chip():
     cost = compile_for.Cost()
     assert compile_for.collective_seconds(cost, "v6e") == 0
     cost.collectives.update({"all-gather": 16_000, "all-reduce": 1600, "collective-permute": 100})
-    seconds = (15_000 + 2 * 1500 + 100) / 2e11  # a corner of 4 x 4 has two links of 1e11; fifteen parts of sixteen
+    # a corner of 4 x 4 has two links of 1e11; fifteen parts of sixteen
+    seconds = (15_000 + 2 * 1500 + 100) / 2e11
     assert compile_for.collective_seconds(cost, "v6e:4x4") == pytest.approx(seconds)
-    rates = {"v6e:16x16": 4e11, "v5e:1x8": 5e10, "v5e:2x4": 1e11, "v6e:4x16": 3e11, "h100:8": 4.5e11}
+    rates = {
+        "v6e:16x16": 4e11,
+        "v5e:1x8": 5e10,
+        "v5e:2x4": 1e11,
+        "v6e:4x16": 3e11,
+        "h100:8": 4.5e11,
+    }
     for name, rate in rates.items():
         assert compile_for.link_rate(name) == rate
 
@@ -232,23 +265,35 @@ ENTRY %main (x: bf16[8,16], w: bf16[16,32], v: f32[4,32,64]) -> f32[4,8,64] {
 
 
 def test_a_gpus_roofline_adds_up_its_kernels():
-    chip = compile_for.CHIPS["t4"]._replace(flops_per_s=16.0, bytes_per_s=1.0)  # sixteen FLOPs are worth a byte
+    # sixteen FLOPs are worth a byte
+    chip = compile_for.CHIPS["t4"]._replace(flops_per_s=16.0, bytes_per_s=1.0)
     cost = compile_for.cost_of(GPU_HLO, chip)
     gemm, call = 2 * 8 * 32 * 16, 2 * 4 * 8 * 64 * 32  # FLOPs of the Triton kernel, of cuBLAS
     assert cost.flops == gemm + call
-    small, added, many = 2 * (8 * 16 + 16 * 32) + 4 * 8 * 32, 5 * 2 * 4 * 8 * 32, 4 * 8 * 32 + 4 * 4 * 8 * 32
+    small, added, many = (
+        2 * (8 * 16 + 16 * 32) + 4 * 8 * 32,
+        5 * 2 * 4 * 8 * 32,
+        4 * 8 * 32 + 4 * 4 * 8 * 32,
+    )
     product = 4 * (4 * 8 * 32 + 4 * 32 * 64 + 4 * 8 * 64)  # without the workspace
     assert cost.bytes == small + added + many + product
     assert gemm / 16 < small
     assert call / 16 < product
     assert cost.roofline_s == cost.bytes
-    assert compile_for.cost_of(GPU_HLO, chip._replace(flops_per_s=0.25)).roofline_s == 4 * cost.flops + added + many
+    assert (
+        compile_for.cost_of(GPU_HLO, chip._replace(flops_per_s=0.25)).roofline_s
+        == 4 * cost.flops + added + many
+    )
     assert (cost.cycles, cost.custom_calls) == (0, {"__cublas$lt$matmul": 1})
 
 
 def test_the_attention_kernels_of_a_gpu_are_counted():
     B, I, P, J, L, K = 2, 2, 6, 2, 64, 16
-    q, k, v = f"bf16[{B},{I},{P},{L},{K}]", f"bf16[{B},{I},{J},{L},{K}]", f"bf16[{B},{J},{L},{I * K}]"
+    q, k, v = (
+        f"bf16[{B},{I},{P},{L},{K}]",
+        f"bf16[{B},{I},{J},{L},{K}]",
+        f"bf16[{B},{J},{L},{I * K}]",
+    )
     call = 'custom_call_target="__gpu$xla.gpu.triton", backend_config={ir = "ML", name = "diff_attention_values"}'
     text = f"""HloModule attention
 
@@ -261,7 +306,12 @@ ENTRY %main (q: {q}, k: {k}, v: {v}, lse: f32[{B},{I},{P},{L}]) -> bf16[{B},{P},
 }}"""
     cost = compile_for.cost_of(text, compile_for.CHIPS["h100"])
     assert cost.flops == 2 * (I * K + I * K) * B * P * L * L // 2  # all scores, one product with v
-    assert compile_for.cost_of(text.replace("diff_attention_values", "other"), compile_for.CHIPS["h100"]).flops == 0
+    assert (
+        compile_for.cost_of(
+            text.replace("diff_attention_values", "other"), compile_for.CHIPS["h100"]
+        ).flops
+        == 0
+    )
 
 
 def test_a_tpus_roofline_leaves_out_collectives_and_what_runs_beside():
@@ -269,14 +319,17 @@ def test_a_tpus_roofline_leaves_out_collectives_and_what_runs_beside():
     cost = compile_for.cost_of(by_hand(), chip)
     assert cost.roofline_s == pytest.approx(1e6 * cost.flops)
     chip = chip._replace(flops_per_s=math.inf, bytes_per_s=1.0)
-    apart = 3 * (64 + 256) * 4 + (64 + 64 + 256 + 2) * 4 + (2 * 32 * 2 + 32) * 4  # all-gathers, the gather beside
+    # all-gathers, the gather beside
+    apart = 3 * (64 + 256) * 4 + (64 + 64 + 256 + 2) * 4 + (2 * 32 * 2 + 32) * 4
     assert abs(cost.bytes - apart - compile_for.cost_of(by_hand(), chip).roofline_s) <= 32 * 4
 
 
 # ---- the largest micro-batch, and the table --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("usable", "want", "compiled"), [(3, 0, [8, 2, 1]), (5, 1, [8, 2, 1]), (49, 8, [8, 32, 16])])
+@pytest.mark.parametrize(
+    ("usable", "want", "compiled"), [(3, 0, [8, 2, 1]), (5, 1, [8, 2, 1]), (49, 8, [8, 32, 16])]
+)
 def test_bisection_finds_the_largest_micro_batch_that_fits(usable, want, compiled):
     class Program:  # 2 GiB, and 3 for each row
         n = 0
@@ -287,7 +340,13 @@ def test_bisection_finds_the_largest_micro_batch_that_fits(usable, want, compile
             return program
 
         def rows(self):
-            return [{"micro_batch": self.n, "total_gib": 2 + 3 * self.n, "fits": 2 + 3 * self.n <= usable}]
+            return [
+                {
+                    "micro_batch": self.n,
+                    "total_gib": 2 + 3 * self.n,
+                    "fits": 2 + 3 * self.n <= usable,
+                }
+            ]
 
     (row,) = compile_for.largest(Program())
     assert (row["largest"], list(row["tried"])) == (want, compiled)
@@ -314,12 +373,24 @@ def test_the_table_is_that_of_the_recorded_programs():
 
 
 def test_cells_say_what_fits_what_does_not_and_what_was_not_compiled():
-    entry = {"fits": True, "total_gib": 19.14, "usable_gib": 21.24, "roofline_s": 2.0, "micro_batch": 4}
+    entry = {
+        "fits": True,
+        "total_gib": 19.14,
+        "usable_gib": 21.24,
+        "roofline_s": 2.0,
+        "micro_batch": 4,
+    }
     assert compile_for.cell(entry) == "19.1 GiB (4 rows), at least 2 s"
-    assert compile_for.cell(entry | {"step_s": 2.64}) == "19.1 GiB (4 rows), 2.64 s estimated, at least 2 s"
+    assert (
+        compile_for.cell(entry | {"step_s": 2.64})
+        == "19.1 GiB (4 rows), 2.64 s estimated, at least 2 s"
+    )
     assert compile_for.cell(entry | {"roofline_s": 0.0151}) == "19.1 GiB (4 rows), at least 15.1 ms"
     assert compile_for.cell(entry | {"fits": False}) == "**no**: 19.1 GiB (4 rows)"
-    assert compile_for.cell({"fits": False, "usable_gib": 15.75, "because": ""}) == "**no**: more than 15.8 GiB"
+    assert (
+        compile_for.cell({"fits": False, "usable_gib": 15.75, "because": ""})
+        == "**no**: more than 15.8 GiB"
+    )
     assert compile_for.cell({"not_compiled": "stopped"}) == "not compiled: stopped"
     assert compile_for.cell(None) == "not compiled"
 
@@ -363,7 +434,9 @@ def compile_programs():
     results = {}
 
     def mesh_of(topology):
-        return Mesh(np.array(compile_for.topology_devices(topology)), ("x",), axis_types=(AxisType.Auto,))
+        return Mesh(
+            np.array(compile_for.topology_devices(topology)), ("x",), axis_types=(AxisType.Auto,)
+        )
 
     def record(name, f, *args, options=None, **jit_options):
         lowered = jax.jit(f, **jit_options).lower(*args)
@@ -383,7 +456,12 @@ def compile_programs():
 
     x, w = array(M, D), array(LAYERS, D, D)
     record("scan", layers, x, w)
-    record("nested", lambda x, w: jax.lax.scan(lambda x, _: (layers(x, w), None), x, None, length=OUTER)[0], x, w)
+    record(
+        "nested",
+        lambda x, w: jax.lax.scan(lambda x, _: (layers(x, w), None), x, None, length=OUTER)[0],
+        x,
+        w,
+    )
     record("gradient", jax.grad(total, argnums=(0, 1)), x, w)
 
     def steps_of_4(x, w):
@@ -396,7 +474,8 @@ def compile_programs():
 
         return jax.lax.while_loop(lambda c: (c[2] < 3) & (c[0] < 22), body, (0, x, 0))
 
-    def attention(q, k, v):  # without a softmax, for which libtpu has a kernel of its own that reports no FLOPs
+    # without a softmax, for which libtpu has a kernel of its own that reports no FLOPs
+    def attention(q, k, v):
         return jnp.tanh(q @ k.swapaxes(2, 3)) @ v
 
     def branches(x, w, i):
@@ -404,7 +483,9 @@ def compile_programs():
 
     record("steps of 4", steps_of_4, x, w)
     record("stops early", stops_early, x, w)
-    record("attention", attention, array(2, 3, 256, 128), array(2, 3, 384, 128), array(2, 3, 384, 128))
+    record(
+        "attention", attention, array(2, 3, 256, 128), array(2, 3, 384, 128), array(2, 3, 384, 128)
+    )
     record("branches", branches, x, w, array(dtype=jnp.int32))
     record("add one", lambda a: a + 1, array(8192, 4096, dtype=jnp.float32), donate_argnums=0)
 
@@ -413,7 +494,11 @@ def compile_programs():
 
     kernel = pl.pallas_call(double, jax.ShapeDtypeStruct((M, D), jnp.bfloat16), name="double")
     with jax.set_mesh(chip.mesh):
-        record("pallas", lambda x: jax.lax.scan(lambda x, _: (kernel(x), None), x, None, length=OUTER)[0], x)
+        record(
+            "pallas",
+            lambda x: jax.lax.scan(lambda x, _: (kernel(x), None), x, None, length=OUTER)[0],
+            x,
+        )
 
     pod = mesh_of("v6e:2x2")
     rows, columns, whole = (NamedSharding(pod, spec) for spec in (P("x"), P(None, "x"), P()))
@@ -430,8 +515,14 @@ def compile_programs():
     gradient = jax.grad(fsdp, argnums=1)
     record("fsdp", fsdp, *sharded)
     record("fsdp gradient", gradient, *sharded, out_shardings=columns)
-    offload = {f"xla_tpu_enable_sparse_core_collective_offload_{op}": True for op in ("all_gather", "reduce_scatter")}
-    offload |= {"xla_tpu_enable_all_gather_offload_tracing": True, "xla_tpu_use_tc_device_shape_on_sc": True}
+    offload = {
+        f"xla_tpu_enable_sparse_core_collective_offload_{op}": True
+        for op in ("all_gather", "reduce_scatter")
+    }
+    offload |= {
+        "xla_tpu_enable_all_gather_offload_tracing": True,
+        "xla_tpu_use_tc_device_shape_on_sc": True,
+    }
     record("fsdp asynchronous", gradient, *sharded, out_shardings=columns, options=offload)
 
     for name in ("v5e", "v6e"):
@@ -487,7 +578,9 @@ def test_cycles_are_at_least_those_of_full_matrix_units(compiled):
 
 def test_collectives_move_the_weights_of_every_layer(compiled):
     weights = LAYERS * BIG[1] ** 2 * 2
-    forward, backward, beside = (compiled[name][0] for name in ("fsdp", "fsdp gradient", "fsdp asynchronous"))
+    forward, backward, beside = (
+        compiled[name][0] for name in ("fsdp", "fsdp gradient", "fsdp asynchronous")
+    )
     assert forward["collectives"]["all-gather"] == weights
     assert forward["collective_counts"]["all-gather"] == LAYERS
     for cost in (backward, beside):
@@ -501,7 +594,9 @@ def test_hbm_traffic_is_one_read_and_one_write_and_memory_is_that_of_the_argumen
     array = 8192 * 4096 * 4
     assert cost["bytes"] == pytest.approx(2 * array, rel=1e-3)
     assert (memory["arguments"], memory["outputs"], memory["aliased"]) == (array, array, array)
-    assert memory["total_gib"] * 2**30 == pytest.approx(array + memory["temporaries"] + memory["code"])
+    assert memory["total_gib"] * 2**30 == pytest.approx(
+        array + memory["temporaries"] + memory["code"]
+    )
 
 
 def test_a_scan_reads_each_layer_once(compiled):
@@ -523,7 +618,9 @@ def test_usable_memory_is_what_the_compiler_says(compiled):
 # ---- our programs --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flags", [{}, {"block_length": 32, "cache": "dual", "threshold": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "flags", [{}, {"block_length": 32, "cache": "dual", "threshold": 0.9}], ids=str
+)
 def test_dreams_programs_are_those_of_the_command_line(flags, monkeypatch, tmp_path):
     import jax
 
@@ -554,24 +651,35 @@ def test_dreams_programs_are_those_of_the_command_line(flags, monkeypatch, tmp_p
     got, compiled = compile_for.Generate(model="tiny", length=96).program(mesh, cached=bool(flags))
     describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), jax.eval_shape(lambda: tree))  # noqa: E731
     assert describe(tuple(want[1:])) == describe(tuple(got[1:]))
-    sizes = lambda tree: {name: (x.shape, str(x.dtype)) for name, x in checkpoints.flatten(tree).items()}  # noqa: E731
+    sizes = lambda tree: {  # noqa: E731
+        name: (x.shape, str(x.dtype)) for name, x in checkpoints.flatten(tree).items()
+    }
     assert sizes(nnx.to_pure_dict(want[0])) == sizes(got[0])
     assert compiled["width"] == static["width"]
     rules = [how["sampler"].rule for how in (static, compiled)]
     assert dataclasses.replace(rules[0], eos_ids=()) == dataclasses.replace(rules[1], eos_ids=())
-    run, chip = (nnx.merge(how["sampler"].graph, md.param_shapes(cfg)).run for how in (static, compiled))
+    run, chip = (
+        nnx.merge(how["sampler"].graph, md.param_shapes(cfg)).run for how in (static, compiled)
+    )
     assert dataclasses.replace(chip, platform="cpu") == run
 
 
 def test_a_step_of_each_trainer_is_lowered_with_its_flags(monkeypatch):
     import jax
 
-    monkeypatch.setattr(compile_for, "topology_devices", lambda name: jax.devices()[:1])  # needs no compiler
+    # needs no compiler
+    monkeypatch.setattr(compile_for, "topology_devices", lambda name: jax.devices()[:1])
     reports = []
-    monkeypatch.setattr(compile_for, "report", lambda *args, **facts: reports.append((*args, facts)) or {"fits": True})
+    monkeypatch.setattr(
+        compile_for,
+        "report",
+        lambda *args, **facts: reports.append((*args, facts)) or {"fits": True},
+    )
     common = {"model": "tiny", "seq_len": 64, "batch_size": 4, "fsdp": 1}
     coder = compile_for.CoderSettings(diff="none", **common)
-    dream = compile_for.DreamSettings(blocks=train_dream.Blocks(block_length=4), lora_rank=2, init="", **common)
+    dream = compile_for.DreamSettings(
+        blocks=train_dream.Blocks(block_length=4), lora_rank=2, init="", **common
+    )
     for program in (compile_for.Train(settings=coder), compile_for.TrainDream(settings=dream)):
         assert program.sized(2).rows() == [{"fits": True}]
         name, lowered, device, facts = reports.pop()
@@ -583,12 +691,15 @@ def test_a_step_of_each_trainer_is_lowered_with_its_flags(monkeypatch):
 
 @pytest.mark.slow
 def test_the_kin_of_dream_have_the_parameters_of_their_files():
-    counts = {  # by the indices of the Hub, those of Nemotron and of SDAR-1.7B from the sizes of all tensors
+    # by the indices of the Hub, those of Nemotron and of SDAR-1.7B from the sizes of all tensors
+    counts = {
         "llada_8b": 8_015_581_184, "sdar_8b": 8_190_735_360, "sdar_4b": 4_411_424_256, "sdar_1.7b": 1_720_574_976,
         "nemotron_14b": 13_506_073_600, "nemotron_8b": 8_489_553_920, "nemotron_3b": 3_831_659_520,
     }  # fmt: skip
     assert {name: md.count_params(cfg)["total"] for name, cfg in compile_for.KIN.items()} == counts
-    blocks = {name: (cfg.block_length, cfg.shift, cfg.causal) for name, cfg in compile_for.KIN.items()}
+    blocks = {
+        name: (cfg.block_length, cfg.shift, cfg.causal) for name, cfg in compile_for.KIN.items()
+    }
     assert blocks["sdar_4b"] == (4, False, False)
     assert blocks["nemotron_3b"] == (32, False, True)
 
@@ -598,15 +709,22 @@ def test_a_model_of_blocks_is_compiled_for_its_own_passes(monkeypatch, name):
     import jax
 
     monkeypatch.setattr(compile_for, "topology_devices", lambda name: jax.devices()[:1])
-    small, names = {"width": 64, "layers": 1, "heads": 2, "kv_heads": 1, "head_size": 16, "ffn": 64}, []
-    monkeypatch.setattr(compile_for, "report", lambda name, *_: names.append(name) or {"fits": True})
+    small, names = (
+        {"width": 64, "layers": 1, "heads": 2, "kv_heads": 1, "head_size": 16, "ffn": 64},
+        [],
+    )
+    monkeypatch.setattr(
+        compile_for, "report", lambda name, *_: names.append(name) or {"fits": True}
+    )
     monkeypatch.setitem(md.CONFIGS, name, dataclasses.replace(compile_for.KIN[name], **small))
     size, causal = compile_for.KIN[name].block_length, compile_for.KIN[name].causal
     first = size if causal else 2 * size
     for only, slots in {"": (first, size), "opens": (first,), "cached": (size,)}.items():
         rows = compile_for.Generate(model=name, length=96, only=only).rows()
         assert len(rows) == len(slots)
-        assert [text.split("pass over ")[1] for text in names[-len(slots) :]] == [f"{n} slots" for n in slots]
+        assert [text.split("pass over ")[1] for text in names[-len(slots) :]] == [
+            f"{n} slots" for n in slots
+        ]
         assert ("causal" in names[-len(slots)]) == (causal and only != "cached")
 
 
@@ -614,7 +732,14 @@ def test_a_model_of_blocks_is_compiled_for_its_own_passes(monkeypatch, name):
 def test_the_command_line_compiles_a_small_train_step(tmp_path):
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("needs the TPU compiler: pip install -r requirements-tpu.txt")
-    flags = "train", "--model=tiny", "--seq_len=256", "--batch_size=4", "--micro_batch=4", "--topology=v6e:1x1"
+    flags = (
+        "train",
+        "--model=tiny",
+        "--seq_len=256",
+        "--batch_size=4",
+        "--micro_batch=4",
+        "--topology=v6e:1x1",
+    )
     result = run("bench/compile_for.py", f"--json={tmp_path / 'rows.json'}", *flags)
     assert result.returncode == 0, result.stderr
     (row,) = json.loads((tmp_path / "rows.json").read_text())
@@ -674,18 +799,27 @@ def test_of_a_round_each_chip_writes_its_share(tmp_path):
     pytest.importorskip("libtpu", reason="pip install -r requirements-tpu.txt compiles for TPUs")
     found = {}
     for device in ("v6e", "v6e:2x2"):
-        flags = f"--json={tmp_path / 'rows.json'}", "grpo", "--model=tiny", f"--device={device}", "--phase=round"
+        flags = (
+            f"--json={tmp_path / 'rows.json'}",
+            "grpo",
+            "--model=tiny",
+            f"--device={device}",
+            "--phase=round",
+        )
         result = run("bench/compile_for.py", *flags, timeout=900)
         assert result.returncode == 0, result.stderr
         *programs, whole = found[device] = json.loads((tmp_path / "rows.json").read_text())
-        assert [row["micro_batch"] for row in programs] == ([5, 5, 10, 10] if device == "v6e" else [20, 20, 40, 40])
+        assert [row["micro_batch"] for row in programs] == (
+            [5, 5, 10, 10] if device == "v6e" else [20, 20, 40, 40]
+        )
         assert "  2 tokens a step: writing" in result.stdout
         assert min(whole["score"], whole["learn"], whole["write_4"]) > 0
         assert whole["write_1"] > whole["write_2"] > whole["write_4"]
     for one, four in list(zip(*found.values(), strict=True))[:-1]:  # four times the rows
         assert four["flops_per_chip"] < 1.3 * one["flops_per_chip"]
     assert not any("all-gather" in row["collective_gb"] for row in found["v6e"][:-1])
-    assert found["v6e:2x2"][3]["collective_gb"].get("all-gather", 0) < 0.01  # no weights meet in a step
+    # no weights meet in a step
+    assert found["v6e:2x2"][3]["collective_gb"].get("all-gather", 0) < 0.01
 
 
 # ---- programs compiled for GPUs --------------------------------------------------------------------------------------
@@ -693,8 +827,12 @@ def test_of_a_round_each_chip_writes_its_share(tmp_path):
 
 @pytest.fixture(scope="module")
 def cuda():
-    if not importlib.util.find_spec("jax_cuda12_plugin") and not importlib.util.find_spec("jax_cuda13_plugin"):
-        pytest.skip("needs the CUDA compiler: pip install -r requirements-cuda.txt, in an environment of its own")
+    if not importlib.util.find_spec("jax_cuda12_plugin") and not importlib.util.find_spec(
+        "jax_cuda13_plugin"
+    ):
+        pytest.skip(
+            "needs the CUDA compiler: pip install -r requirements-cuda.txt, in an environment of its own"
+        )
 
 
 @pytest.mark.slow
@@ -709,7 +847,13 @@ def cuda():
      ("rtx3060", ("grpo", "--model=tiny", "--lora_rank=4", "--base_bits=4"), 1)],
 )  # fmt: skip
 def test_every_program_of_a_small_model_compiles_for_gpus(cuda, device, flags, rows, tmp_path):
-    result = run("bench/compile_for.py", f"--json={tmp_path / 'rows.json'}", *flags, f"--device={device}", timeout=900)
+    result = run(
+        "bench/compile_for.py",
+        f"--json={tmp_path / 'rows.json'}",
+        *flags,
+        f"--device={device}",
+        timeout=900,
+    )
     assert result.returncode == 0, result.stderr
     found = json.loads((tmp_path / "rows.json").read_text())
     assert len(found) == rows
@@ -719,8 +863,13 @@ def test_every_program_of_a_small_model_compiles_for_gpus(cuda, device, flags, r
         assert row["roofline_s"] > 0
         assert (row["collective_s"] > 0) == (":" in device)
         assert any("cublas" in name for name in row["without_estimate"]) or device != "t4"
-        # attention as a kernel where a Dream row attends to itself; a T4 has no bfloat16, a cached step few queries
-        fused = flags[0] not in ("train", "drafts") and device != "t4" and "cached" not in row["program"]
+        # attention as a kernel where a Dream row attends to itself; a T4 has no bfloat16, a cached
+        # step few queries
+        fused = (
+            flags[0] not in ("train", "drafts")
+            and device != "t4"
+            and "cached" not in row["program"]
+        )
         assert flags[0] != "drafts" or row["ms_per_token_4"] > 0
         assert ("__gpu$xla.gpu.triton" in row["without_estimate"]) == fused
 
@@ -730,18 +879,23 @@ def test_every_program_of_a_small_model_compiles_for_gpus(cuda, device, flags, r
 def test_a_layer_with_lora_keeps_its_input_alone_for_the_backward_pass(cuda, device, tmp_path):
     def temporaries(layers):
         flags = "grpo", "--lora_rank=16", f"--layers={layers}", f"--device={device}"
-        result = run("bench/compile_for.py", f"--json={tmp_path / 'rows.json'}", *flags, timeout=900)
+        result = run(
+            "bench/compile_for.py", f"--json={tmp_path / 'rows.json'}", *flags, timeout=900
+        )
         assert result.returncode == 0, result.stderr
         return json.loads((tmp_path / "rows.json").read_text())[0]["temporaries_gib"]
 
-    input_gib = 2 * 15 * 456 * md.CONFIGS["7b"].width / 2**30  # three versions of five rows, bfloat16
+    # three versions of five rows, bfloat16
+    input_gib = 2 * 15 * 456 * md.CONFIGS["7b"].width / 2**30
     assert (temporaries(6) - temporaries(2)) / 4 == pytest.approx(input_gib, rel=0.3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("diff", ["seed", "none"])
 @pytest.mark.parametrize("device", ["t4", "rtx4090", "a100-80", "h100"])
-def test_attention_kernels_compile_for_gpus_and_two_spill_outside_their_loops(cuda, device, diff, tmp_path):
+def test_attention_kernels_compile_for_gpus_and_two_spill_outside_their_loops(
+    cuda, device, diff, tmp_path
+):
     code = f"""if True:
         import dataclasses, compile_for, model_pythoncoder as pc
         model = dataclasses.replace(pc.CONFIGS["300m"], vocab=2048, width=128, ffn=384, layers=4)  # its heads
@@ -749,23 +903,35 @@ def test_attention_kernels_compile_for_gpus_and_two_spill_outside_their_loops(cu
         settings = compile_for.CoderSettings(model="tiny", batch_size=2, micro_batch=2, diff="{diff}")
         (row,) = compile_for.Train("{device}", settings).rows()
         print(sum(times for name, times in row["without_estimate"].items() if "triton" in name))"""
-    env = os.environ | AS_A_USER | {"PYTHONPATH": OUR_FOLDERS, "XLA_FLAGS": f"--xla_dump_to={tmp_path}"}
+    env = (
+        os.environ
+        | AS_A_USER
+        | {"PYTHONPATH": OUR_FOLDERS, "XLA_FLAGS": f"--xla_dump_to={tmp_path}"}
+    )
     child = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
-    # in each of four layers: with one map no means; none of the forward pass a second time, although it remats
+    # in each of four layers: with one map no means; none of the forward pass a second time,
+    # although it remats
     kernels = 0 if device == "t4" else 5 - (diff == "none")
     assert int(child.stdout.splitlines()[-1]) == 4 * kernels
-    ptxas = Path(*importlib.util.find_spec("nvidia.cuda_nvcc").submodule_search_locations, "bin", "ptxas")
+    ptxas = Path(
+        *importlib.util.find_spec("nvidia.cuda_nvcc").submodule_search_locations, "bin", "ptxas"
+    )
     spilled = {}  # bytes of a thread by kernel
     for ptx in tmp_path.glob("*.ptx"):
         target = re.search(r"^\.target (\w+)", ptx.read_text(), re.M)
         if target and "diff_attention_" in ptx.read_text():
             command = [ptxas, "-v", f"-arch={target[1]}", ptx, "-o", os.devnull]
             said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-            found = re.findall(r"function '(diff_attention_\w+)'.*?(\d+) bytes spill loads", said, re.DOTALL)
+            found = re.findall(
+                r"function '(diff_attention_\w+)'.*?(\d+) bytes spill loads", said, re.DOTALL
+            )
             spilled |= {name: int(size) for name, size in found}
     assert len(spilled) == kernels
-    outside_the_loops = {"a100-80": {"diff_attention_values": 16}, "h100": {"diff_attention_dkv": 48}}.get(device, {})
+    outside_the_loops = {
+        "a100-80": {"diff_attention_values": 16},
+        "h100": {"diff_attention_dkv": 48},
+    }.get(device, {})
     assert all(size <= outside_the_loops.get(name, 0) for name, size in spilled.items()), spilled
 
 

@@ -1,4 +1,6 @@
-"""What the contests of bench/ compute themselves: the exact search of least.py, the planted bugs of mending.py."""
+"""What the contests of bench/ compute themselves: the exact search of least.py, the planted bugs of
+mending.py.
+"""
 
 import random
 import sys
@@ -52,5 +54,7 @@ def test_a_planted_bug_is_one_change_that_parses():
     assert found["constant"] in [body.replace("3", other) for other in "245"]
     assert found["method"] == body.replace("len", "sum")
     assert found["missing line"] in body.splitlines(keepends=True)
-    changed = [(a, b) for a, b in zip(body.split(), found["variable"].split(), strict=True) if a != b]
+    changed = [
+        (a, b) for a, b in zip(body.split(), found["variable"].split(), strict=True) if a != b
+    ]
     assert len(changed) == 1

@@ -1,4 +1,6 @@
-"""Conversion: every byte arrives, both ways; interrupted, damaged and ill-fitting checkpoints are one line."""
+"""Conversion: every byte arrives, both ways; interrupted, damaged and ill-fitting checkpoints are
+one line.
+"""
 
 import base64
 import dataclasses
@@ -34,20 +36,32 @@ import model_pythoncoder as pc
 import runs
 
 ROOT = Path(__file__).resolve().parent.parent
-SMALL = dream.DreamConfig(300, 64, 3, 4, 2, 16, 96, mask_id=4, pad_id=0, bos_id=1, eos_id=2, positions=64)
+SMALL = dream.DreamConfig(
+    300, 64, 3, 4, 2, 16, 96, mask_id=4, pad_id=0, bos_id=1, eos_id=2, positions=64
+)
 
 
 def tokenizer_of(special, words=("a", "b")):
     """A tokenizer.json of a few words and special tokens {name: id}."""
-    vocab = {word: max(special.values(), default=-1) + 1 + i for i, word in enumerate(words)} | special
+    vocab = {
+        word: max(special.values(), default=-1) + 1 + i for i, word in enumerate(words)
+    } | special
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": words[0]}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    flags = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     added = [{"id": number, "content": name, **flags} for name, number in special.items()]
     return json.dumps({"version": "1.0", "added_tokens": added, "model": model}).encode()
 
 
 def write_hub_folder(folder, cfg=SMALL, dtype=ml_dtypes.bfloat16, shards=3, change=None):
-    """Random weights in the Hub's layout, one file without an index or several; change(tensors) may spoil them."""
+    """Random weights in the Hub's layout, one file without an index or several; change(tensors) may
+    spoil them.
+    """
     folder.mkdir(parents=True)
     rng, weight_map = np.random.default_rng(0), {}
     tensors = {
@@ -59,13 +73,22 @@ def write_hub_folder(folder, cfg=SMALL, dtype=ml_dtypes.bfloat16, shards=3, chan
     names = sorted(tensors)
     for i in range(shards):
         file = f"model-{i + 1:05}-of-{shards:05}.safetensors" if shards > 1 else "model.safetensors"
-        safetensors.numpy.save_file({name: tensors[name] for name in names[i::shards]}, folder / file)
+        safetensors.numpy.save_file(
+            {name: tensors[name] for name in names[i::shards]}, folder / file
+        )
         weight_map |= dict.fromkeys(names[i::shards], file)
     if shards > 1:
-        index = {"metadata": {"total_size": sum(x.nbytes for x in tensors.values())}, "weight_map": weight_map}
+        index = {
+            "metadata": {"total_size": sum(x.nbytes for x in tensors.values())},
+            "weight_map": weight_map,
+        }
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "config.json").write_text(json.dumps(dream.config_to_hf(cfg) | {"use_mrope": False, "note": "kept"}))
-    (folder / "tokenizer.json").write_bytes(tokenizer_of({"<pad>": 0, "<s>": 1, "</s>": 2, "<mask>": cfg.mask_id}))
+    (folder / "config.json").write_text(
+        json.dumps(dream.config_to_hf(cfg) | {"use_mrope": False, "note": "kept"})
+    )
+    (folder / "tokenizer.json").write_bytes(
+        tokenizer_of({"<pad>": 0, "<s>": 1, "</s>": 2, "<mask>": cfg.mask_id})
+    )
     return tensors
 
 
@@ -85,12 +108,17 @@ def all_same(a, b):
 
 def params_of(model):
     """{name: NumPy array} of a model."""
-    return {name: np.asarray(x) for name, x in checkpoints.flatten(nnx.to_pure_dict(nnx.state(model))).items()}
+    return {
+        name: np.asarray(x)
+        for name, x in checkpoints.flatten(nnx.to_pure_dict(nnx.state(model))).items()
+    }
 
 
 def random_params(family, cfg):
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape, np.float32)), family.param_shapes(cfg))
+    return jax.tree.map(
+        lambda x: jnp.asarray(rng.standard_normal(x.shape, np.float32)), family.param_shapes(cfg)
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,11 +126,15 @@ def random_params(family, cfg):
     [
         (ml_dtypes.bfloat16, False),
         (np.float32, True),
-        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((ml_dtypes.bfloat16, True), (np.float16, False))),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in ((ml_dtypes.bfloat16, True), (np.float16, False))
+        ),
     ],
 )
 def test_there_and_back_every_byte_is_equal(tmp_path, dtype, tie):
-    cfg, tmp_path = dataclasses.replace(SMALL, tie=tie), tmp_path / "checkpoints"  # as in a run, which this is not
+    # as in a run, which this is not
+    cfg, tmp_path = dataclasses.replace(SMALL, tie=tie), tmp_path / "checkpoints"
     tmp_path.mkdir()
     tensors = write_hub_folder(tmp_path / "hub", cfg, dtype)
     convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "orbax"), verify=True))
@@ -113,9 +145,12 @@ def test_there_and_back_every_byte_is_equal(tmp_path, dtype, tie):
     assert len(set(index["weight_map"].values())) > 1
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors.values())
     for name, file in index["weight_map"].items():
-        assert same(safetensors.numpy.load_file(back / file)[name], tensors[name])  # the library's own reader
+        # the library's own reader
+        assert same(safetensors.numpy.load_file(back / file)[name], tensors[name])
     assert json.loads((back / "config.json").read_text())["note"] == "kept"
-    assert (back / "tokenizer.json").read_bytes() == (tmp_path / "hub" / "tokenizer.json").read_bytes()
+    assert (back / "tokenizer.json").read_bytes() == (
+        tmp_path / "hub" / "tokenizer.json"
+    ).read_bytes()
     for model in (checkpoints.load(dream, tmp_path / "orbax")[0], from_hf(back)):
         assert model.run.dtype == dtype
         for name, array in params_of(model).items():
@@ -126,7 +161,10 @@ def test_one_file_loads_without_an_index_and_in_another_dtype(tmp_path):
     tensors = write_hub_folder(tmp_path / "hub", shards=1)
     model = from_hf(tmp_path / "hub", np.float32)
     assert model.run.dtype == np.float32
-    all_same(params_of(model), {name: tensors[convert.hf_name(name)].astype(np.float32) for name in params_of(model)})
+    all_same(
+        params_of(model),
+        {name: tensors[convert.hf_name(name)].astype(np.float32) for name in params_of(model)},
+    )
 
 
 def test_every_parameter_of_7b_has_a_name_of_its_own_on_the_hub():
@@ -139,7 +177,9 @@ def test_every_parameter_of_7b_has_a_name_of_its_own_on_the_hub():
 def test_the_golden_checkpoint_converts_both_ways(golden_dir, tmp_path):
     convert.main(convert.Config(str(golden_dir("dream")), str(tmp_path / "orbax"), verify=True))
     convert.main(convert.Config(str(tmp_path / "orbax"), str(tmp_path / "back"), verify=True))
-    theirs, ours = (convert.map_files(folder) for folder in (golden_dir("dream"), tmp_path / "back"))
+    theirs, ours = (
+        convert.map_files(folder) for folder in (golden_dir("dream"), tmp_path / "back")
+    )
     assert theirs.keys() == ours.keys()
     all_same(theirs, ours)
 
@@ -160,11 +200,18 @@ def test_an_index_cannot_name_files_of_other_folders(tmp_path):
     write_hub_folder(tmp_path / "other")
     path = tmp_path / "hub" / "model.safetensors.index.json"
     index = json.loads(path.read_text())
-    for name in ("../other/model-00001-of-00003.safetensors", str(tmp_path / "other/model-00001-of-00003.safetensors")):
-        files = {tensor: name if "00001" in file else file for tensor, file in index["weight_map"].items()}
+    for name in (
+        "../other/model-00001-of-00003.safetensors",
+        str(tmp_path / "other/model-00001-of-00003.safetensors"),
+    ):
+        files = {
+            tensor: name if "00001" in file else file
+            for tensor, file in index["weight_map"].items()
+        }
         path.write_text(json.dumps({"weight_map": files}))
         with pytest.raises(
-            ValueError, match=r"index\.json names .*other/model-00001.*, which is no file in its folder"
+            ValueError,
+            match=r"index\.json names .*other/model-00001.*, which is no file in its folder",
         ):
             convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "out")))
 
@@ -179,7 +226,9 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
     problem = r"lm_head\.weight has shape \(7, 64\).* missing model\.norm\.weight; unexpected model\.layers\.9"
     with pytest.raises(ValueError, match=problem):
         convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "out")))
-    (tmp_path / "hub" / "config.json").write_text(json.dumps(dream.config_to_hf(dataclasses.replace(SMALL, tie=True))))
+    (tmp_path / "hub" / "config.json").write_text(
+        json.dumps(dream.config_to_hf(dataclasses.replace(SMALL, tie=True)))
+    )
     with pytest.raises(ValueError, match=r"unexpected lm_head\.weight"):
         from_hf(tmp_path / "hub")
     assert not list(tmp_path.glob("out*"))
@@ -188,11 +237,18 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
 def test_a_damaged_source_is_one_line_and_leaves_nothing(tmp_path):
     hub, out = tmp_path / "hub", tmp_path / "out"
     write_hub_folder(hub)
-    shard, index_path = hub / "model-00002-of-00003.safetensors", hub / "model.safetensors.index.json"
+    shard, index_path = (
+        hub / "model-00002-of-00003.safetensors",
+        hub / "model.safetensors.index.json",
+    )
     good, index = shard.read_bytes(), index_path.read_text()
     (length,) = struct.unpack("<Q", good[:8])
     header = json.loads(good[8 : 8 + length])
-    lies = {name: entry | {"shape": [1, *entry["shape"]]} for name, entry in header.items() if "data_offsets" in entry}
+    lies = {
+        name: entry | {"shape": [1, *entry["shape"]]}
+        for name, entry in header.items()
+        if "data_offsets" in entry
+    }
     lies[next(iter(lies))]["shape"] = [3]
     lies = json.dumps(lies).encode()
 
@@ -257,11 +313,14 @@ def test_one_flipped_bit_in_safetensors_that_we_wrote_is_noticed(tmp_path):
     convert.main(convert.Config(str(tmp_path / "orbax"), str(tmp_path / "back"), shard_gb=5e-5))
     for shard in sorted((tmp_path / "back").glob("*.safetensors")):
         whole = shard.read_bytes()
-        for place in (-1, 8 + struct.unpack("<Q", whole[:8])[0]):  # the last byte, and the first of the data
+        # the last byte, and the first of the data
+        for place in (-1, 8 + struct.unpack("<Q", whole[:8])[0]):
             data = bytearray(whole)
             data[place] ^= 1
             shard.write_bytes(data)
-            with pytest.raises(ValueError, match=rf"{shard.name} is damaged: \S+ is not what was saved"):
+            with pytest.raises(
+                ValueError, match=rf"{shard.name} is damaged: \S+ is not what was saved"
+            ):
                 convert.main(convert.Config(str(tmp_path / "back"), str(tmp_path / "again")))
             assert not list(tmp_path.glob("again*"))
         shard.write_bytes(whole.replace(b'"sums":"{', b'"sums":"z'))
@@ -302,9 +361,14 @@ def test_an_existing_folder_and_a_full_disk_are_refused(tmp_path):
 
     def small_files():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # a write beyond it fails, as on a full disk
+        # a write beyond it fails, as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
-    says(run(tmp_path / "hub", tmp_path / "out", preexec_fn=small_files), "File too large", str(tmp_path / "out"))
+    says(
+        run(tmp_path / "hub", tmp_path / "out", preexec_fn=small_files),
+        "File too large",
+        str(tmp_path / "out"),
+    )
     assert not list(tmp_path.glob("out*"))
 
 
@@ -335,7 +399,9 @@ def arrays_of(folder):
     """{our name: array in memory} of either form."""
     checkpoint = convert.find(folder)
     if checkpoint.params is None:
-        return {name: np.array(array) for name, array in convert.open_safetensors(checkpoint)[0].items()}
+        return {
+            name: np.array(array) for name, array in convert.open_safetensors(checkpoint)[0].items()
+        }
     parts = {}
     for name, part in convert.read_blocks(convert.open_orbax(checkpoint)[0]):
         parts.setdefault(name, []).append(part)
@@ -346,11 +412,16 @@ def test_a_model_that_the_library_saved_goes_to_the_hub_in_blocks(tmp_path, monk
     monkeypatch.setattr(convert, "CHUNK_BYTES", 5000)  # every matrix comes in several blocks
     model = nnx.merge(dream.graph_of(SMALL, dream.Run()), random_params(dream, SMALL))
     want = params_of(model)
-    checkpoints.save(dream, tmp_path / "orbax", model)  # all arrays in the files of one database, compressed
+    # all arrays in the files of one database, compressed
+    checkpoints.save(dream, tmp_path / "orbax", model)
     convert.main(convert.Config(str(tmp_path / "orbax"), str(tmp_path / "hub"), verify=True))
     all_same(arrays_of(tmp_path / "hub"), want)
     convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "again"), verify=True))
-    chunks = [path for path in (tmp_path / "again" / "params" / "lm_head").iterdir() if not path.name.startswith(".")]
+    chunks = [
+        path
+        for path in (tmp_path / "again" / "params" / "lm_head").iterdir()
+        if not path.name.startswith(".")
+    ]
     assert len(chunks) > 2
     all_same(arrays_of(tmp_path / "again"), want)
 
@@ -363,7 +434,9 @@ def write_run(folder, model, params, steps):
         state = {"params": params, "opt": {"mu": params}}
         store.save(step, state, {"model": dataclasses.asdict(model), "step": step})
     store.close()
-    (folder / "config.json").write_text(json.dumps({"model": dataclasses.asdict(model), "train": {}, "data": ""}))
+    (folder / "config.json").write_text(
+        json.dumps({"model": dataclasses.asdict(model), "train": {}, "data": ""})
+    )
     (folder / "tokenizer.json").write_bytes(tokenizer_of({"<|endoftext|>": 0}))
     return {name: np.asarray(x) for name, x in checkpoints.flatten(params).items()}
 
@@ -373,20 +446,27 @@ def test_a_run_of_pythoncoder_goes_to_safetensors_and_back(tmp_path):
     want = write_run(tmp_path / "run", cfg, random_params(pc, cfg), [10, 20])
     convert.main(convert.Config(str(tmp_path / "run"), str(tmp_path / "hub"), verify=True))
     count = sum(array.size for array in want.values())
-    assert f"{count:,} parameters in float32, converted by" in (tmp_path / "hub" / "README.md").read_text()
+    assert (
+        f"{count:,} parameters in float32, converted by"
+        in (tmp_path / "hub" / "README.md").read_text()
+    )
     all_same(safetensors.numpy.load_file(tmp_path / "hub" / "model.safetensors"), want)  # step 20
     convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "back"), verify=True))
     model, _ = checkpoints.load(pc, tmp_path / "back")
     assert (model.cfg, runs.read_json(tmp_path / "back" / "meta.json")["step"]) == (cfg, 20)
     all_same(params_of(model), want)
-    assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (tmp_path / "run" / "tokenizer.json").read_bytes()
+    assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (
+        tmp_path / "run" / "tokenizer.json"
+    ).read_bytes()
     convert.main(convert.Config(str(tmp_path / "run"), str(tmp_path / "older"), step=10))
     older = arrays_of(tmp_path / "older")
     assert all(np.array_equal(older[name] + 1, want[name]) for name in want)
     with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 15; it has \[10, 20\]"):
         convert.find(tmp_path / "run", 15)
     (tmp_path / "run" / "checkpoints" / "20" / "adapters").mkdir()  # as coupled_grpo.py leaves it
-    with pytest.raises(ValueError, match=r"20 holds what LoRA learnt; the whole model is in .*/run/merged when"):
+    with pytest.raises(
+        ValueError, match=r"20 holds what LoRA learnt; the whole model is in .*/run/merged when"
+    ):
         convert.find(tmp_path / "run")
 
 
@@ -409,19 +489,26 @@ def test_a_run_is_exported_in_bfloat16_without_its_optimizer(tmp_path):
         convert.main(convert.Config(str(folder / "run"), str(folder / "export"), dtype="bfloat16"))
         model, _ = checkpoints.load(family, folder / "export")
         assert model.cfg == model_cfg
-        all_same(params_of(model), {name: array.astype(ml_dtypes.bfloat16) for name, array in want.items()})
+        all_same(
+            params_of(model),
+            {name: array.astype(ml_dtypes.bfloat16) for name, array in want.items()},
+        )
         assert (folder / "export" / "tokenizer.json").exists()
         # and from there to the Hub, to be published in half the bytes
         convert.main(convert.Config(str(folder / "export"), str(folder / "hub"), verify=True))
         assert runs.read_json(folder / "hub" / "config.json")["torch_dtype"] == "bfloat16"
         assert not [path for path in folder.iterdir() if path.name not in ("run", "export", "hub")]
     with pytest.raises(ValueError, match="compare bytes, which --dtype and --to change"):
-        convert.main(convert.Config(str(tmp_path), str(tmp_path / "out"), dtype="bfloat16", verify=True))
+        convert.main(
+            convert.Config(str(tmp_path), str(tmp_path / "out"), dtype="bfloat16", verify=True)
+        )
 
 
 def test_tensors_of_several_dtypes_are_made_one_by_a_flag(tmp_path):
     def change(tensors):
-        tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32) + np.float32(1e-4)
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32) + np.float32(
+            1e-4
+        )
 
     tensors = write_hub_folder(tmp_path / "hub", change=change)
     problem = r"of several dtypes: bfloat16 \(\d+\), float32 \(1\); make them one: --dtype=float32 keeps every value"
@@ -435,19 +522,35 @@ def test_tensors_of_several_dtypes_are_made_one_by_a_flag(tmp_path):
 def test_an_mdlm_needs_no_conversion_and_is_told_how_it_is_published(tmp_path):
     (tmp_path / "step_5").mkdir()
     (tmp_path / "step_5" / "config.json").write_text('{"model_type": "mdlm"}')
-    with pytest.raises(ValueError, match=r"in safetensors as it is; publish it with: hf upload OWNER/NAME .*step_5"):
+    with pytest.raises(
+        ValueError, match=r"in safetensors as it is; publish it with: hf upload OWNER/NAME .*step_5"
+    ):
         convert.find(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("kind", "mask", "keys", "block_length", "want"),
     [
-        ("qwen2", "", {"eos_token_id": [2, 1]}, 0, {"mask_id": 5, "block_length": 1, "shift": True}),
-        ("Fast_dLLM_Qwen", "|<MASK>|", {"bd_size": 32}, 0, {"mask_id": 3, "block_length": 32, "shift": True}),
+        (
+            "qwen2",
+            "",
+            {"eos_token_id": [2, 1]},
+            0,
+            {"mask_id": 5, "block_length": 1, "shift": True},
+        ),
+        (
+            "Fast_dLLM_Qwen",
+            "|<MASK>|",
+            {"bd_size": 32},
+            0,
+            {"mask_id": 3, "block_length": 32, "shift": True},
+        ),
         ("a2d-qwen2", "<|mask|>", {}, 8, {"mask_id": 3, "block_length": 8, "shift": False}),
     ],
 )
-def test_a_qwen2_becomes_a_dream_and_goes_back_as_one(tmp_path, kind, mask, keys, block_length, want):
+def test_a_qwen2_becomes_a_dream_and_goes_back_as_one(
+    tmp_path, kind, mask, keys, block_length, want
+):
     source, out, back = (tmp_path / name for name in ("hub", "dream", "back"))
     tensors = write_hub_folder(source, dataclasses.replace(SMALL, tie=True), shards=1)
     config = json.loads((source / "config.json").read_text()) | {"model_type": kind} | keys
@@ -475,7 +578,10 @@ def test_a_qwen2_becomes_a_dream_and_goes_back_as_one(tmp_path, kind, mask, keys
 
 def test_what_is_no_qwen2_becomes_no_dream(tmp_path):
     write_hub_folder(tmp_path / "hub")
-    with pytest.raises(ValueError, match="takes a model_type of qwen2, Fast_dLLM_Qwen, a2d-qwen2, qwen3, not 'Dream'"):
+    with pytest.raises(
+        ValueError,
+        match="takes a model_type of qwen2, Fast_dLLM_Qwen, a2d-qwen2, qwen3, not 'Dream'",
+    ):
         convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "out"), to="dream"))
     with pytest.raises(ValueError, match="--block_length goes with --to=dream"):
         convert.main(convert.Config(str(tmp_path / "hub"), str(tmp_path / "out"), block_length=4))
@@ -486,7 +592,9 @@ def test_a_qwen3_with_sliding_windows_or_experts_is_refused_in_one_line(tmp_path
     (tmp_path / "config.json").write_text(json.dumps(keys))
     with pytest.raises(ValueError, match="use_sliding_window is True, not False"):
         convert.main(convert.Config(str(tmp_path), str(tmp_path / "out"), to="dream"))
-    (tmp_path / "config.json").write_text(json.dumps(keys | {"model_type": "qwen3_moe", "num_experts": 8}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(keys | {"model_type": "qwen3_moe", "num_experts": 8})
+    )
     with pytest.raises(ValueError, match=r"takes a model_type of .*qwen3, not 'qwen3_moe'"):
         convert.main(convert.Config(str(tmp_path), str(tmp_path / "out"), to="dream"))
     (tmp_path / "config.json").write_text(json.dumps(keys | {"use_sliding_window": False}))
@@ -507,7 +615,9 @@ def test_two_checkpoints_of_one_form_and_of_two_models_are_not_compared(tmp_path
 
 # ---- tokenizers ----------------------------------------------------------------------------------------------------
 
-BIG = dataclasses.replace(SMALL, vocab=152_064, mask_id=151_666, pad_id=151_643, bos_id=151_643, eos_id=151_643)
+BIG = dataclasses.replace(
+    SMALL, vocab=152_064, mask_id=151_666, pad_id=151_643, bos_id=151_643, eos_id=151_643
+)
 QWEN = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data")) / "qwen2.5_tokenizer"
 
 
@@ -516,7 +626,11 @@ def test_qwens_tokenizer_gets_dreams_tokens_and_dreams_own_stays():
     data = tokenizer_of({f"<|{i}|>": i for i in range(22)}, [f"w{i}" for i in range(151_643)])
     tokenizer = tokenizers.Tokenizer.from_str(data.decode())
     assert convert.add_dream_tokens(tokenizer, BIG, "tokenizer.json")
-    for name, number in {"<|beginoftext|>": 151_665, "<|mask|>": 151_666, "<|dlm_pad|>": 151_667}.items():
+    for name, number in {
+        "<|beginoftext|>": 151_665,
+        "<|mask|>": 151_666,
+        "<|dlm_pad|>": 151_667,
+    }.items():
         assert tokenizer.token_to_id(name) == number
     assert tokenizer.encode("<|mask|>").ids == [151_666]
     assert not convert.add_dream_tokens(tokenizer, BIG, "tokenizer.json")
@@ -528,14 +642,20 @@ def test_qwens_tokenizer_gets_dreams_tokens_and_dreams_own_stays():
         (("<pad>",), 9, SMALL, "no special token at 4, the model's MASK"),
         (("a", "<|mask|>"), 9, SMALL, "no special token at 4, the model's MASK"),
         (("a", "b", "c", "d", "<mask>"), 300, SMALL, "its ids reach 304"),
-        (("<|endoftext|>",), 9, BIG, "no special token at 151666"),  # not Qwen's: it ends long before
-        (("<|endoftext|>",), 151_665, BIG, "no special token at 151666"),  # it ends one id after Qwen's
+        # not Qwen's: it ends long before
+        (("<|endoftext|>",), 9, BIG, "no special token at 151666"),
+        # it ends one id after Qwen's
+        (("<|endoftext|>",), 151_665, BIG, "no special token at 151666"),
     ],
 )
 def test_a_tokenizer_that_does_not_fit_is_refused(special, words, cfg, says):
-    data = tokenizer_of({name: i for i, name in enumerate(special)}, [f"w{i}" for i in range(words)])
+    data = tokenizer_of(
+        {name: i for i, name in enumerate(special)}, [f"w{i}" for i in range(words)]
+    )
     with pytest.raises(ValueError, match="does not fit") as error:
-        convert.add_dream_tokens(tokenizers.Tokenizer.from_str(data.decode()), cfg, "tokenizer.json")
+        convert.add_dream_tokens(
+            tokenizers.Tokenizer.from_str(data.decode()), cfg, "tokenizer.json"
+        )
     assert says in str(error.value)
 
 
@@ -557,7 +677,12 @@ def test_the_real_tokenizer_made_of_its_vocab_and_merges_gives_its_ids(tmp_path)
 
 def test_a_damaged_tokenizer_is_one_line_and_nothing_is_written(tmp_path):
     write_hub_folder(tmp_path / "hub")
-    for data in (b"{", b"[]", b'{"added_tokens": []}', b'{"added_tokens": [{}], "model": {"vocab": {}}}'):
+    for data in (
+        b"{",
+        b"[]",
+        b'{"added_tokens": []}',
+        b'{"added_tokens": [{}], "model": {"vocab": {}}}',
+    ):
         (tmp_path / "hub" / "tokenizer.json").write_bytes(data)
         with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read"):
             convert.to_orbax(convert.find(tmp_path / "hub"), tmp_path / "out")
@@ -577,13 +702,20 @@ def test_a_tokenizer_is_made_of_vocab_and_merges(tmp_path):
     theirs.decoder = tokenizers.decoders.ByteLevel()
     text = "def f(x):\n    return x + 1  # it's 42\n\n" * 3
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    theirs.train_from_iterator([text], tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
+    theirs.train_from_iterator(
+        [text], tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet)
+    )
     end = theirs.get_vocab_size()
     write_hub_folder(tmp_path / "hub", dataclasses.replace(SMALL, mask_id=end + 1))
     (tmp_path / "hub" / "tokenizer.json").unlink()
     theirs.model.save(str(tmp_path / "hub"))
-    decoder = {end + 1: {"content": "<|mask|>", "special": True}, end: {"content": "<|x|>", "special": False}}
-    (tmp_path / "hub" / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}))
+    decoder = {
+        end + 1: {"content": "<|mask|>", "special": True},
+        end: {"content": "<|x|>", "special": False},
+    }
+    (tmp_path / "hub" / "tokenizer_config.json").write_text(
+        json.dumps({"added_tokens_decoder": decoder})
+    )
     files = convert.files_beside(convert.find(tmp_path / "hub"))
     ours = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
     for sample in (text, "caf\u0065\u0301 na\u00efve 12345\tx\r\n", "I'LL don't  "):
@@ -603,7 +735,9 @@ print(type(config).__name__, config.mask_token_id, type(tokenizer).__name__, tok
 
 
 def write_code(folder):
-    """The code of a Dream on the Hub, as short as transformers takes it, and the configs that name it."""
+    """The code of a Dream on the Hub, as short as transformers takes it, and the configs that name
+    it.
+    """
     config, tokenizer = "configuration_dream.DreamConfig", "tokenization_dream.DreamTokenizer"
     for name, base in ((config, "PretrainedConfig"), (tokenizer, "PreTrainedTokenizerFast")):
         module, kind = name.split(".")
@@ -637,27 +771,37 @@ def test_without_its_code_auto_map_names_the_repository_that_the_model_came_from
     for path in folder.glob("*.py"):
         path.unlink()
     keys = json.loads((folder / "config.json").read_text())
-    for source, repository in (("apple/DiffuCoder-7B-Instruct", None), ("my_model", convert.CODE["Dream"][0])):
+    for source, repository in (
+        ("apple/DiffuCoder-7B-Instruct", None),
+        ("my_model", convert.CODE["Dream"][0]),
+    ):
         (folder / "config.json").write_text(json.dumps(keys | {"source": source}))
         orbax, back = tmp_path / "orbax" / source, tmp_path / "back" / source
         convert.main(convert.Config(str(folder), str(orbax)))
         convert.main(convert.Config(str(orbax), str(back)))
         auto_map = runs.read_json(back / "config.json")["auto_map"]
-        assert auto_map == {"AutoConfig": f"{repository or source}--configuration_dream.DreamConfig"}
+        assert auto_map == {
+            "AutoConfig": f"{repository or source}--configuration_dream.DreamConfig"
+        }
         auto_map = runs.read_json(back / "tokenizer_config.json")["auto_map"]
-        assert auto_map == {"AutoTokenizer": [f"{repository or source}--tokenization_dream.DreamTokenizer", None]}
+        assert auto_map == {
+            "AutoTokenizer": [f"{repository or source}--tokenization_dream.DreamTokenizer", None]
+        }
 
 
 def test_what_was_made_or_trained_here_names_the_code_of_its_kind(tmp_path):
     folder, orbax, back = (tmp_path / name for name in ("Qwen", "orbax", "back"))
     write_hub_folder(folder)
     keys = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(keys | {"source": "Qwen/Qwen2.5-Coder-7B"}))  # as of --to=dream
+    # as of --to=dream
+    (folder / "config.json").write_text(json.dumps(keys | {"source": "Qwen/Qwen2.5-Coder-7B"}))
     convert.main(convert.Config(str(folder), str(orbax)))
     convert.main(convert.Config(str(orbax), str(back)))
     auto_map = runs.read_json(back / "config.json")["auto_map"]
     assert auto_map["AutoModel"] == "Dream-org/Dream-v0-Instruct-7B--modeling_dream.DreamModel"
-    assert auto_map["AutoConfig"] == "Dream-org/Dream-v0-Instruct-7B--configuration_dream.DreamConfig"
+    assert (
+        auto_map["AutoConfig"] == "Dream-org/Dream-v0-Instruct-7B--configuration_dream.DreamConfig"
+    )
 
 
 @pytest.mark.golden
@@ -665,7 +809,9 @@ def test_what_was_made_or_trained_here_names_the_code_of_its_kind(tmp_path):
 def test_a_config_of_ours_names_the_classes_that_the_hub_names(golden_dir, area, tmp_path):
     folder = as_on_the_hub(golden_dir(area), tmp_path / "hub")
     theirs = runs.read_json(folder / "config.json")
-    ours = convert.with_code(dream.config_to_hf(dream.config_from_hf(folder)), {}, "out/my_run")["auto_map"]
+    ours = convert.with_code(dream.config_to_hf(dream.config_from_hf(folder)), {}, "out/my_run")[
+        "auto_map"
+    ]
     assert len(ours) == min(2, len(theirs["auto_map"]))
     for key, name in ours.items():
         assert name == f"{convert.CODE[theirs['model_type']][0]}--{theirs['auto_map'][key]}"
@@ -674,7 +820,10 @@ def test_a_config_of_ours_names_the_classes_that_the_hub_names(golden_dir, area,
 def test_the_sources_name_stays_in_what_is_made_of_it(tmp_path):
     folder = tmp_path / "DiffuCoder-7B-Instruct"
     write_hub_folder(folder)
-    assert convert.find(folder, repository="apple/DiffuCoder-7B-Instruct").origin == "apple/DiffuCoder-7B-Instruct"
+    assert (
+        convert.find(folder, repository="apple/DiffuCoder-7B-Instruct").origin
+        == "apple/DiffuCoder-7B-Instruct"
+    )
     convert.main(convert.Config(str(folder), str(tmp_path / "orbax")))
     convert.main(convert.Config(str(tmp_path / "orbax"), str(tmp_path / "back")))
     convert.main(convert.Config(str(tmp_path / "back"), str(tmp_path / "again")))
@@ -686,7 +835,9 @@ def test_the_sources_name_stays_in_what_is_made_of_it(tmp_path):
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """The few calls of the Hub that an upload and a download make; files above 2,000 bytes are large."""
+    """The few calls of the Hub that an upload and a download make; files above 2,000 bytes are
+    large.
+    """
 
     protocol_version = "HTTP/1.1"
 
@@ -714,7 +865,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if path.endswith("/preupload/main"):
             asked = json.loads(body)["files"]
             modes = [("lfs" if file["size"] > 2000 else "regular", file["path"]) for file in asked]
-            files = [{"path": name, "uploadMode": mode, "shouldIgnore": False} for mode, name in modes]
+            files = [
+                {"path": name, "uploadMode": mode, "shouldIgnore": False} for mode, name in modes
+            ]
             return self.answer({"files": files})
         if path.endswith("/info/lfs/objects/batch"):
             objects = json.loads(body)["objects"]
@@ -737,16 +890,30 @@ class Hub(http.server.BaseHTTPRequestHandler):
                     hub.files[value["path"]] = base64.b64decode(value["content"])
                 if line["key"] == "lfsFile":
                     hub.files[value["path"]] = hub.objects[value["oid"]]
-            return self.answer({"commitUrl": f"{hub.url}/me/model/commit/{hub.sha}", "commitOid": hub.sha})
+            return self.answer(
+                {"commitUrl": f"{hub.url}/me/model/commit/{hub.sha}", "commitOid": hub.sha}
+            )
         if path.startswith("/api/models/me/model/tree/"):
             sizes = {name: len(data) for name, data in hub.files.items()}
-            return self.answer([{"type": "file", "path": n, "size": k, "oid": n[:40]} for n, k in sizes.items()])
+            return self.answer(
+                [{"type": "file", "path": n, "size": k, "oid": n[:40]} for n, k in sizes.items()]
+            )
         if path.startswith("/api/models/me/model"):
-            return self.answer({"id": "me/model", "sha": hub.sha, "siblings": [{"rfilename": n} for n in hub.files]})
+            return self.answer(
+                {
+                    "id": "me/model",
+                    "sha": hub.sha,
+                    "siblings": [{"rfilename": n} for n in hub.files],
+                }
+            )
         name = path.removeprefix(f"/me/model/resolve/{hub.sha}/")
         if name in hub.files:
             data = hub.files[name]
-            tag = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": hub.sha, "Accept-Ranges": "bytes"}
+            tag = {
+                "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
+                "X-Repo-Commit": hub.sha,
+                "Accept-Ranges": "bytes",
+            }
             return self.answer(data, 200, tag.items())
         self.answer({"error": "not found"}, 404, [("X-Error-Code", "RepoNotFound")])
 
@@ -777,7 +944,9 @@ def hub(tmp_path):
 def test_a_repository_that_cannot_be_downloaded_is_one_line_in_a_fresh_process(tmp_path):
     """Where no upload has loaded the parts of huggingface_hub."""
     env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
-    done = run_script("convert_weights.py", "--source=me/model", f"--out={tmp_path / 'out'}", env=env)
+    done = run_script(
+        "convert_weights.py", "--source=me/model", f"--out={tmp_path / 'out'}", env=env
+    )
     says(done, "me/model is no folder and cannot be downloaded: ")
     assert f"into {tmp_path}/hf/hub (HF_HOME moves it)" in done.stdout
 
@@ -801,23 +970,32 @@ def test_an_upload_resumes_and_what_it_left_downloads_byte_for_byte(tmp_path, hu
     other = {"source": "me/other", "out": str(tmp_path / "out")}
     configs = json.dumps([upload, upload, down, other])
     environment = {"cwd": ROOT, "env": hub.env | {"JAX_PLATFORMS": "cpu"}, "timeout": 300}
-    done = subprocess.run([sys.executable, "-c", CONVERT_ALL, configs], capture_output=True, text=True, **environment)
+    done = subprocess.run(
+        [sys.executable, "-c", CONVERT_ALL, configs], capture_output=True, text=True, **environment
+    )
     broken, missing = [line for line in done.stdout.splitlines() if line.startswith("refused:")]
     for part in ("was not uploaded", "/lfs/", "run again"):
         assert part in broken, done.stderr
     assert "me/other is no folder and cannot be downloaded" in missing
     assert "/me/other/" in missing  # the address, which the Hub's error names in a later line
     assert not list(tmp_path.glob("out*"))
-    assert hub.began == [(0, 0), (3, 0)]  # three files had arrived, and none is in the repository before all are
+    # three files had arrived, and none is in the repository before all are
+    assert hub.began == [(0, 0), (3, 0)]
     assert len(hub.sent) == len(set(hub.sent)) > 3  # nothing went twice
-    here = {str(path.relative_to(tmp_path / "orbax")): path for path in (tmp_path / "orbax").rglob("*")}
+    here = {
+        str(path.relative_to(tmp_path / "orbax")): path for path in (tmp_path / "orbax").rglob("*")
+    }
     assert hub.files == {name: path.read_bytes() for name, path in here.items() if path.is_file()}
     card = hub.files["README.md"].decode()
     assert card.startswith("---\ntags: [unmask, dream]\n---\n\n# model\n")
     assert f"{sum(x.size for x in tensors.values()):,} parameters in bfloat16, converted by" in card
     assert done.stdout.count("every byte equal") == 3
-    assert f"into {tmp_path}/hf/hub (HF_HOME moves it), a second copy beside {tmp_path}/down" in done.stdout
-    assert runs.read_json(tmp_path / "down" / "config.json")["source"] == "hub"  # what the first conversion noted
+    assert (
+        f"into {tmp_path}/hf/hub (HF_HOME moves it), a second copy beside {tmp_path}/down"
+        in done.stdout
+    )
+    # what the first conversion noted
+    assert runs.read_json(tmp_path / "down" / "config.json")["source"] == "hub"
     found = arrays_of(tmp_path / "down")
     all_same(found, {name: tensors[convert.hf_name(name)] for name in found})
     assert "Bearer hf_secret" in hub.tokens
@@ -827,12 +1005,22 @@ def test_an_upload_resumes_and_what_it_left_downloads_byte_for_byte(tmp_path, hu
 
 # ---- Dream's kin ---------------------------------------------------------------------------------------------------
 
-KIN = "llada", "sdar", "nemotron", "nemotron/stable_diffcoder", "kin/dreamon", "kin/fast_dllm_v2", "kin/open_dcoder"
+KIN = (
+    "llada",
+    "sdar",
+    "nemotron",
+    "nemotron/stable_diffcoder",
+    "kin/dreamon",
+    "kin/fast_dllm_v2",
+    "kin/open_dcoder",
+)
 
 
 @pytest.mark.golden
 @pytest.mark.parametrize("area", KIN)
-def test_every_family_goes_to_orbax_and_back_byte_for_byte_with_its_files(golden_dir, tmp_path, area):
+def test_every_family_goes_to_orbax_and_back_byte_for_byte_with_its_files(
+    golden_dir, tmp_path, area
+):
     top, _, below = area.partition("/")
     source, orbax, back = (
         as_on_the_hub(golden_dir(top) / below, tmp_path / "hub"),
@@ -857,7 +1045,8 @@ def test_every_family_goes_to_orbax_and_back_byte_for_byte_with_its_files(golden
     (tmp_path / "made" / "config.json").write_text(json.dumps(dream.config_to_hf(model.cfg)))
     if (source / "added_tokens.json").exists():
         shutil.copy(source / "added_tokens.json", tmp_path / "made")
-    assert dream.config_from_hf(tmp_path / "made") == model.cfg  # what a trained model says of itself
+    # what a trained model says of itself
+    assert dream.config_from_hf(tmp_path / "made") == model.cfg
 
 
 @pytest.mark.golden
@@ -872,16 +1061,30 @@ def test_every_family_goes_to_orbax_and_back_byte_for_byte_with_its_files(golden
         ("llada", {"alibi": True}, "alibi is True, not False"),
         ("llada", {"block_group_size": 4}, "block_group_size is 4, not 1"),
         ("llada", {"include_qkv_bias": True}, "include_qkv_bias is True, not False"),
-        ("sdar", {"model_type": "sdar_moe", "architectures": ["SDARMoeForCausalLM"]}, "it is a sdar_moe"),
+        (
+            "sdar",
+            {"model_type": "sdar_moe", "architectures": ["SDARMoeForCausalLM"]},
+            "it is a sdar_moe",
+        ),
         ("sdar", {"num_experts": 128}, "num_experts asks for another model"),
         ("sdar", {"attention_bias": True}, "attention_bias is True, not False"),
         ("sdar", {"sliding_window": 4096}, "sliding_window is 4096, not None"),
         ("nemotron", {"vision_config": {"depth": 3}}, "vision_config asks for another model"),
-        ("nemotron", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_scaling is "),
-        ("nemotron/stable_diffcoder", {"architectures": ["LlamaForCausalLM"], "auto_map": None}, "it is a llama Llama"),
+        (
+            "nemotron",
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}},
+            "rope_scaling is ",
+        ),
+        (
+            "nemotron/stable_diffcoder",
+            {"architectures": ["LlamaForCausalLM"], "auto_map": None},
+            "it is a llama Llama",
+        ),
     ],
 )
-def test_another_model_of_a_family_is_refused_in_one_line(golden_dir, tmp_path, area, changes, says):
+def test_another_model_of_a_family_is_refused_in_one_line(
+    golden_dir, tmp_path, area, changes, says
+):
     top, _, below = area.partition("/")
     keys = runs.read_json(golden_dir(top) / below / "config.json") | changes
     (tmp_path / "config.json").write_text(json.dumps(keys))
@@ -896,10 +1099,14 @@ def test_another_model_of_a_family_is_refused_in_one_line(golden_dir, tmp_path, 
 def test_a_key_that_llada_needs_and_a_tokenizer_of_another_family_are_named(golden_dir, tmp_path):
     source = golden_dir("llada")
     keys = runs.read_json(source / "config.json")
-    (tmp_path / "config.json").write_text(json.dumps({key: x for key, x in keys.items() if key != "rope"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({key: x for key, x in keys.items() if key != "rope"})
+    )
     with pytest.raises(ValueError, match="rope is missing"):
         convert.find(tmp_path)
     folder = as_on_the_hub(source, tmp_path / "hub")
-    (folder / "tokenizer.json").write_bytes(tokenizer_of({"<|mask|>": keys["mask_token_id"]}, ("<|mask|>",)))
+    (folder / "tokenizer.json").write_bytes(
+        tokenizer_of({"<|mask|>": keys["mask_token_id"]}, ("<|mask|>",))
+    )
     with pytest.raises(ValueError, match=r"is of another model: <\|mdm_mask\|> is not its id"):
         convert.main(convert.Config(str(folder), str(tmp_path / "out")))

@@ -31,14 +31,19 @@ def module(seed):
     rng = random.Random(seed)
     words = iter(["".join(rng.choices("abcdefghijklmnop", k=8)) for _ in range(30)])
     functions = zip(words, words, words, strict=True)
-    return "\n".join(f"def {a}({b}, {c}):\n    return {b} + {c} * {rng.randint(0, 999)}\n" for a, b, c in functions)
+    return "\n".join(
+        f"def {a}({b}, {c}):\n    return {b} + {c} * {rng.randint(0, 999)}\n"
+        for a, b, c in functions
+    )
 
 
 def texts_of(out):
     """All documents of a folder, sorted."""
     tokenizer, texts = Tokenizer.from_file(str(Path(out) / "tokenizer.json")), []
     for rows in open_data(out)[:2]:
-        token_RL, segment_RL, _ = rows.read(dp.np.arange(rows.total)) if rows.total else dp.np.zeros((3, 0, 1), int)
+        token_RL, segment_RL, _ = (
+            rows.read(dp.np.arange(rows.total)) if rows.total else dp.np.zeros((3, 0, 1), int)
+        )
         stream = token_RL[segment_RL > 0]
         ends = dp.np.flatnonzero(stream == rows.meta["eos_id"]) + 1
         texts += [tokenizer.decode(part[:-1]) for part in dp.np.split(stream, ends)[:-1]]
@@ -87,7 +92,10 @@ def test_licences(statement, allowed):
 def write_rows(folder, texts, **columns):
     """Half of the rows in a Parquet file, half in JSON lines."""
     folder.mkdir()
-    rows = [dict(zip(["code", *columns], values, strict=True)) for values in zip(texts, *columns.values(), strict=True)]
+    rows = [
+        dict(zip(["code", *columns], values, strict=True))
+        for values in zip(texts, *columns.values(), strict=True)
+    ]
     half = len(rows) // 2
     pq.write_table(pa.Table.from_pylist(rows[:half]), folder / "a.parquet")
     (folder / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[half:]))
@@ -108,7 +116,9 @@ def test_the_column_of_text_is_found_and_rows_of_other_licences_are_dropped(tmp_
     dp.main(other)
     assert len(texts_of(other.out)) == 8
     write_rows(
-        tmp_path / "lists", texts, max_stars_repo_licenses=[["MIT"], ["MIT", "AGPL-3.0"], [], ["BSD-2-Clause"]] * 2
+        tmp_path / "lists",
+        texts,
+        max_stars_repo_licenses=[["MIT"], ["MIT", "AGPL-3.0"], [], ["BSD-2-Clause"]] * 2,
     )
     cfg = config(tmp_path, roots=(str(tmp_path / "lists"),), out=str(tmp_path / "out2"))
     dp.main(cfg)
@@ -116,16 +126,28 @@ def test_the_column_of_text_is_found_and_rows_of_other_licences_are_dropped(tmp_
     # of merged data sets: a value that is missing hides no other
     forms = ({"content": text, "license": None, "licenses": ["GPL-3.0"]} for text in texts[:2])
     forms = [*forms, {"content": None, "text": texts[2], "license": float("nan")}]
-    forms += [{"content": texts[i], "license": {"key": key, "spdx_id": key}} for i, key in ((3, "MIT"), (4, "GPL-3.0"))]
+    forms += [
+        {"content": texts[i], "license": {"key": key, "spdx_id": key}}
+        for i, key in ((3, "MIT"), (4, "GPL-3.0"))
+    ]
     forms += [{"content": texts[6], "license": True}]
-    (tmp_path / "forms.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (*forms, {"content": texts[5]})))
+    (tmp_path / "forms.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in (*forms, {"content": texts[5]}))
+    )
     cfg = config(tmp_path, roots=(str(tmp_path / "forms.jsonl"),), out=str(tmp_path / "out3"))
     dp.main(cfg)
     assert texts_of(cfg.out) == sorted((texts[2], texts[3], texts[5]))
     with pytest.raises(ValueError, match=r"forms.jsonl holds rows, other --roots hold .py files"):
-        dp.main(dataclasses.replace(cfg, roots=(*cfg.roots, str(Path(__file__).parent)), out=str(tmp_path / "out4")))
+        dp.main(
+            dataclasses.replace(
+                cfg, roots=(*cfg.roots, str(Path(__file__).parent)), out=str(tmp_path / "out4")
+            )
+        )
     pq.write_table(pa.table({"number": [1]}), tmp_path / "rows" / "c.parquet")
-    with pytest.raises(ValueError, match=r"c.parquet has no text in a column content or text or code .it has number"):
+    with pytest.raises(
+        ValueError,
+        match=r"c.parquet has no text in a column content or text or code .it has number",
+    ):
         dp.main(config(tmp_path, roots=(str(tmp_path / "rows"),), out=str(tmp_path / "new")))
 
 
@@ -139,7 +161,9 @@ def test_a_run_that_was_stopped_does_not_read_its_inputs_again(tmp_path, monkeyp
     (tmp_path / "rows" / "b.jsonl").write_bytes(whole)
     documents_of = cp.documents_of
     monkeypatch.setattr(
-        cp, "documents_of", lambda item, rules: read.append(Path(item.path).name) or documents_of(item, rules)
+        cp,
+        "documents_of",
+        lambda item, rules: read.append(Path(item.path).name) or documents_of(item, rules),
     )
     dp.main(cfg)
     assert read == ["b.jsonl"]
@@ -169,7 +193,11 @@ def test_a_data_set_streams_into_the_rows_of_its_files(tmp_path, monkeypatch):
     texts = [module(i) for i in range(12)]
     (tmp_path / "set" / "python").mkdir(parents=True)
     for number in range(3):
-        rows = {"content": texts[4 * number :][:4], "license": ["mit", "mit", "mit", "gpl"], "stars": [1, 2, 3, 4]}
+        rows = {
+            "content": texts[4 * number :][:4],
+            "license": ["mit", "mit", "mit", "gpl"],
+            "stars": [1, 2, 3, 4],
+        }
         pq.write_table(pa.table(rows), tmp_path / "set" / "python" / f"train-{number}.parquet")
     cfg = config(tmp_path, hf=f"{tmp_path / 'set'}:python")
     dp.main(cfg)
@@ -177,7 +205,9 @@ def test_a_data_set_streams_into_the_rows_of_its_files(tmp_path, monkeypatch):
     assert Rows(cfg.out, "train").meta["dropped"]["licence"] == 3
     with pytest.raises(ValueError, match=r"has no text in a column nothing .it has license 'mit'"):
         dp.main(dataclasses.replace(cfg, column="nothing", out=str(tmp_path / "other")))
-    with pytest.raises(ValueError, match=r"nowhere cannot be downloaded .*name its files with --roots"):
+    with pytest.raises(
+        ValueError, match=r"nowhere cannot be downloaded .*name its files with --roots"
+    ):
         dp.main(dataclasses.replace(cfg, hf=str(tmp_path / "nowhere"), out=str(tmp_path / "third")))
 
 
@@ -185,7 +215,9 @@ def test_a_data_set_that_was_saved_to_disk_is_read(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     texts = [module(i) for i in range(12)]
-    rows = datasets.Dataset.from_dict({"content": texts, "license": ["mit", "mit", "mit", "gpl"] * 3})
+    rows = datasets.Dataset.from_dict(
+        {"content": texts, "license": ["mit", "mit", "mit", "gpl"] * 3}
+    )
     rows.save_to_disk(tmp_path / "rows", num_shards=3)
     other = datasets.Dataset.from_dict({"content": ["no = 1\n"], "license": ["mit"]})
     datasets.DatasetDict({"train": rows, "test": other}).save_to_disk(tmp_path / "splits")
@@ -211,15 +243,26 @@ def test_a_shard_has_rows_of_all_files_and_two_processes_write_the_bytes_of_one(
         assert {item.name[:2] for item in group} == {"a.", "b."}
 
 
-@pytest.mark.skipif(not (SHARED / "HumanEval.jsonl.gz").is_file(), reason=f"no HumanEval in {SHARED}; set SHARED_DATA")
-def test_rows_and_packages_are_cleaned_of_humaneval_and_mbpp_unless_these_cannot_be_had(tmp_path, monkeypatch, capsys):
+@pytest.mark.skipif(
+    not (SHARED / "HumanEval.jsonl.gz").is_file(),
+    reason=f"no HumanEval in {SHARED}; set SHARED_DATA",
+)
+def test_rows_and_packages_are_cleaned_of_humaneval_and_mbpp_unless_these_cannot_be_had(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        cp, "BENCHMARKS", [(SHARED / name).as_uri() for name in ("HumanEval.jsonl.gz", "sanitized-mbpp.json")]
+        cp,
+        "BENCHMARKS",
+        [(SHARED / name).as_uri() for name in ("HumanEval.jsonl.gz", "sanitized-mbpp.json")],
     )
     names = "HumanEval.jsonl.gz", "sanitized-mbpp.json"
     humaneval, mbpp = (cp.read_problems((SHARED / name).read_bytes(), name) for name in names)
-    texts = [*(module(i) for i in range(6)), f"# copied\n{humaneval[0]}{humaneval[1]}", mbpp[-1] + "\nprint(1)\n"]
+    texts = [
+        *(module(i) for i in range(6)),
+        f"# copied\n{humaneval[0]}{humaneval[1]}",
+        mbpp[-1] + "\nprint(1)\n",
+    ]
     write_rows(tmp_path / "rows", texts)
     cfg = config(tmp_path, roots=(str(tmp_path / "rows"),))
     dp.main(cfg)
@@ -244,7 +287,9 @@ def test_rows_and_packages_are_cleaned_of_humaneval_and_mbpp_unless_these_cannot
         dp.main(off)
         assert len(texts_of(off.out)) == 8
     monkeypatch.setattr(cp, "TASKS", str(tmp_path / "tasks"))
-    monkeypatch.setattr(cp, "BENCHMARKS", ["http://127.0.0.1:9/HumanEval.jsonl.gz", cp.BENCHMARKS[1]])
+    monkeypatch.setattr(
+        cp, "BENCHMARKS", ["http://127.0.0.1:9/HumanEval.jsonl.gz", cp.BENCHMARKS[1]]
+    )
     capsys.readouterr()
     cfg = dataclasses.replace(cfg, out=str(tmp_path / "one"))
     dp.main(cfg)

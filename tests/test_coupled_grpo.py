@@ -1,4 +1,6 @@
-"""coupled_grpo.py: closed forms of scores, loss and advantages, the plain form of what runs in chunks, runs."""
+"""coupled_grpo.py: closed forms of scores, loss and advantages, the plain form of what runs in
+chunks, runs.
+"""
 
 import dataclasses
 import functools
@@ -41,9 +43,13 @@ import grpo_run
 
 DATA = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data"))
 QWEN = DATA / "qwen2.5_tokenizer"
-needs_qwen = pytest.mark.skipif(not QWEN.is_dir(), reason=f"no Qwen2.5 tokenizer in {QWEN}; set SHARED_DATA")
+needs_qwen = pytest.mark.skipif(
+    not QWEN.is_dir(), reason=f"no Qwen2.5 tokenizer in {QWEN}; set SHARED_DATA"
+)
 
-TINY = dream.DreamConfig(61, 32, 1, 4, 2, 8, 48, mask_id=4, pad_id=0, bos_id=1, eos_id=2, positions=128)
+TINY = dream.DreamConfig(
+    61, 32, 1, 4, 2, 8, 48, mask_id=4, pad_id=0, bos_id=1, eos_id=2, positions=128
+)
 
 
 def tiny(cfg=TINY, matrix=0.1):
@@ -51,9 +57,16 @@ def tiny(cfg=TINY, matrix=0.1):
     rng, scale = np.random.default_rng(0), {"embed_tokens": 0.4, "lm_head": 0.2}
 
     def draw(name, shape):
-        return jnp.ones(shape) if name.endswith("norm") else rng.normal(0, scale.get(name, matrix), shape)
+        return (
+            jnp.ones(shape)
+            if name.endswith("norm")
+            else rng.normal(0, scale.get(name, matrix), shape)
+        )
 
-    flat = {name: draw(name, s.shape) for name, s in checkpoints.flatten(dream.param_shapes(cfg)).items()}
+    flat = {
+        name: draw(name, s.shape)
+        for name, s in checkpoints.flatten(dream.param_shapes(cfg)).items()
+    }
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), checkpoints.unflatten(flat))
 
 
@@ -88,14 +101,20 @@ class Bag:
 
 def bag():
     rng = np.random.default_rng(2)
-    return {name: jnp.asarray(rng.normal(size=(TINY.vocab, 8)), jnp.float32) for name in ("emb", "out")}
+    return {
+        name: jnp.asarray(rng.normal(size=(TINY.vocab, 8)), jnp.float32) for name in ("emb", "out")
+    }
 
 
 def example(B=3, prompt=5, C=11, seed=0):
     """(token_BL, u_BC, ratio_B) of made-up rows."""
     rng = np.random.default_rng(seed)
     token_BL = jnp.asarray(rng.integers(5, TINY.vocab, (B, prompt + C)))
-    return token_BL, jnp.asarray(rng.random((B, C)), jnp.float32), jnp.asarray(rng.uniform(0.2, 0.8, B), jnp.float32)
+    return (
+        token_BL,
+        jnp.asarray(rng.random((B, C)), jnp.float32),
+        jnp.asarray(rng.uniform(0.2, 0.8, B), jnp.float32),
+    )
 
 
 def close(got, want, tolerance=1e-5):
@@ -120,8 +139,14 @@ def test_scores_and_gradients_are_those_of_the_plain_form(chunk):
     B, C, D, V = 3, 11, 8, 37
     key = jax.random.split(jax.random.key(0), 5)
     hidden, head = jax.random.normal(key[0], (B, 3, C, D)), jax.random.normal(key[1], (V, D))
-    token, mask = jax.random.randint(key[2], (B, C), 0, V), jax.random.bernoulli(key[3], 0.4, (B, C))
-    weights, out = (0.5, jnp.full((B, 1), 2.5), jnp.full((B, 1), 1.7)), jax.random.normal(key[4], (B, C))
+    token, mask = (
+        jax.random.randint(key[2], (B, C), 0, V),
+        jax.random.bernoulli(key[3], 0.4, (B, C)),
+    )
+    weights, out = (
+        (0.5, jnp.full((B, 1), 2.5), jnp.full((B, 1), 1.7)),
+        jax.random.normal(key[4], (B, C)),
+    )
 
     def ours(hidden, head):
         score, _ = grpo.merge_views(lambda h: h @ head.T, hidden, token, mask, weights, chunk)
@@ -131,7 +156,9 @@ def test_scores_and_gradients_are_those_of_the_plain_form(chunk):
         score = plain_scores(lambda h: h @ head.T, hidden, token, mask, weights)
         return (score * out).sum(), score
 
-    got, want = (jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(hidden, head) for f in (ours, plain))
+    got, want = (
+        jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(hidden, head) for f in (ours, plain)
+    )
     jax.tree.map(close, got, want)
 
 
@@ -139,7 +166,9 @@ def arrays_of(jaxpr):
     """The shapes of all arrays that a program names, those inside its loops too."""
     for equation in jaxpr.eqns:
         yield from (variable.aval.shape for variable in equation.outvars)
-        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+        for value in jax.tree.leaves(
+            equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from arrays_of(inner)
@@ -160,15 +189,26 @@ def test_no_logits_but_those_of_a_chunk_exist_forward_or_backward():
 
 
 def test_chunks_of_the_head_are_those_of_a_device():
-    """On four devices the head, which is gathered for each chunk, runs as often as on one with a fourth of the rows."""
+    """On four devices the head, which is gathered for each chunk, runs as often as on one with a
+    fourth of the rows.
+    """
     mesh = jax.make_mesh(
-        (2, 2, 1), ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Auto,) * 3, devices=jax.devices()[:4]
+        (2, 2, 1),
+        ("data", "fsdp", "tensor"),
+        (jax.sharding.AxisType.Auto,) * 3,
+        devices=jax.devices()[:4],
     )
     hidden, token, head = jnp.zeros((8, 32, 8)), jnp.zeros((8, 32), int), jnp.zeros((8, TINY.vocab))
 
     def passes():
-        program = jax.make_jaxpr(lambda x, token: grpo.token_logps(lambda x: x @ head, x, token, 64))(hidden, token)
-        return [equation.params["length"] for equation in program.eqns if equation.primitive.name == "scan"]
+        program = jax.make_jaxpr(
+            lambda x, token: grpo.token_logps(lambda x: x @ head, x, token, 64)
+        )(hidden, token)
+        return [
+            equation.params["length"]
+            for equation in program.eqns
+            if equation.primitive.name == "scan"
+        ]
 
     assert passes() == [4]  # 8 rows of 8 tokens
     with jax.set_mesh(mesh):
@@ -192,7 +232,11 @@ def test_scores_of_a_model_are_those_of_three_passes(shift):
     got, entropy = scores_of(params, token, None, u, ratio, dataclasses.replace(TINY, shift=shift))
     one = u < ratio[:, None]
     want, spread = 0, []
-    for mask, weight in ((jnp.ones_like(one), 1), (one, one / ratio[:, None]), (~one, ~one / (1 - ratio[:, None]))):
+    for mask, weight in (
+        (jnp.ones_like(one), 1),
+        (one, one / ratio[:, None]),
+        (~one, ~one / (1 - ratio[:, None])),
+    ):
         shown = token.at[:, P:].set(jnp.where(mask, TINY.mask_id, token[:, P:]))
         logp = jax.nn.log_softmax(forward(params, shown))
         logp = logp[:, P - 1 : -1] if shift else logp[:, P:]
@@ -221,7 +265,8 @@ def test_a_block_as_long_as_the_row_is_scored_as_the_canvas_of_a_model_without_b
     params, see = tiny(), jnp.arange(7 + token.shape[1]) >= jnp.array([[7], [5], [7]])
     token = jnp.pad(token, ((0, 0), (7, 0)), constant_values=TINY.pad_id)
     got, want = (
-        scores_of(params, token, see, u, ratio, cfg=dataclasses.replace(TINY, block_length=block)) for block in (18, 0)
+        scores_of(params, token, see, u, ratio, cfg=dataclasses.replace(TINY, block_length=block))
+        for block in (18, 0)
     )
     jax.tree.map(close, got, want)
 
@@ -234,9 +279,16 @@ def test_blocks_of_a_token_are_scored_by_the_autoregressive_likelihood():
     @jax.jit
     def causal(params):
         """log p of the completion's tokens in a causal pass over the text."""
-        model, slot_BL = model_of(params, cfg), jnp.broadcast_to(jnp.arange(token.shape[1]), token.shape)
-        logits = model.logits(model.hidden(token, place=diffusion.Place(jnp.ones_like(slot_BL), slot_BL))[0])
-        return jnp.take_along_axis(jax.nn.log_softmax(logits[:, P - 1 : -1]), token[:, P:, None], -1)[..., 0]
+        model, slot_BL = (
+            model_of(params, cfg),
+            jnp.broadcast_to(jnp.arange(token.shape[1]), token.shape),
+        )
+        logits = model.logits(
+            model.hidden(token, place=diffusion.Place(jnp.ones_like(slot_BL), slot_BL))[0]
+        )
+        return jnp.take_along_axis(
+            jax.nn.log_softmax(logits[:, P - 1 : -1]), token[:, P:, None], -1
+        )[..., 0]
 
     weight = jnp.where(u < ratio[:, None], 1 / ratio[:, None], 1 / (1 - ratio[:, None]))
     close(scores_of(params, token, None, u, ratio, cfg=cfg)[0], causal(params) * (1 + weight) / 2)
@@ -256,15 +308,20 @@ class Uniform:
 
 @jax.jit
 def uniform_scores(token, u, ratio):
-    return grpo.coupled_scores(Uniform(), {"token_BL": token, "see_BL": None, "u_BC": u, "ratio_B": ratio}, 3, 4096)
+    return grpo.coupled_scores(
+        Uniform(), {"token_BL": token, "see_BL": None, "u_BC": u, "ratio_B": ratio}, 3, 4096
+    )
 
 
 @pytest.mark.parametrize("t", [0.2, 0.5, 0.7])
 def test_the_mean_of_a_score_and_its_variance(t):
-    """Under a uniform model a score is -log V (1 + w) / 2, w = m / t + (1 - m) / (1 - t), of mean 2 and variance
-    1 / (t (1 - t)) - 4; of two independent masks it would be 1 / (t (1 - t)) - 2.
+    """Under a uniform model a score is -log V (1 + w) / 2, w = m / t + (1 - m) / (1 - t), of mean 2
+    and variance 1 / (t (1 - t)) - 4; of two independent masks it would be 1 / (t (1 - t)) - 2.
     """
-    token, u = jnp.zeros((100, 501), jnp.int32), jnp.asarray(np.random.default_rng(0).random((100, 500)), jnp.float32)
+    token, u = (
+        jnp.zeros((100, 501), jnp.int32),
+        jnp.asarray(np.random.default_rng(0).random((100, 500)), jnp.float32),
+    )
     score, entropy = uniform_scores(token, u, jnp.float32(t))
     w = -2 * np.asarray(score, np.float64) / math.log(Uniform.V) - 1
     variance = 1 / (t * (1 - t)) - 4
@@ -278,12 +335,15 @@ def test_the_logits_before_a_token_predict_it():
 
     class Prophet:
         def hidden(self, views_BL, see_BM=None):
-            return jnp.roll(jnp.repeat(token, 3, 0), -1, 1)[..., None], None  # knows what comes next
+            # knows what comes next
+            return jnp.roll(jnp.repeat(token, 3, 0), -1, 1)[..., None], None
 
         def logits(self, hidden_BTD):
             return 50.0 * jax.nn.one_hot(hidden_BTD[..., 0], TINY.vocab)
 
-    score, entropy = jax.jit(lambda: grpo.coupled_scores(Prophet(), batch_of(token, u, ratio), TINY.mask_id))()
+    score, entropy = jax.jit(
+        lambda: grpo.coupled_scores(Prophet(), batch_of(token, u, ratio), TINY.mask_id)
+    )()
     close(score, 0)
     close(entropy, 0)
 
@@ -305,7 +365,8 @@ def test_banned_tokens_cost_nothing_but_their_probability():
 def test_the_id_that_grows_a_hole_has_no_probability_as_in_the_sampler():
     cfg, (token, u, ratio), params = dataclasses.replace(TINY, expand_id=60), example(), tiny()
     token, see = jnp.minimum(token, 59), np.ones(token.shape, bool)
-    louder = params | {"lm_head": params["lm_head"].at[60].mul(1e3)}  # what it says of that id does not count
+    # what it says of that id does not count
+    louder = params | {"lm_head": params["lm_head"].at[60].mul(1e3)}
 
     def score_of(params, cfg):
         return scores_of(params, token, see, u, ratio, cfg=cfg)[0]
@@ -367,7 +428,9 @@ ANSWERS = [  # what a model writes, and its rewards: (code, code_format)
 
 @needs_qwen
 def test_answers_in_the_published_form_are_rewarded_from_tokens_to_reward(folder, tmp_path):
-    """With Qwen's tokenizer and the 7b preset, as the reference would; and when the sampler has filled up the rest."""
+    """With Qwen's tokenizer and the 7b preset, as the reference would; and when the sampler has
+    filled up the rest.
+    """
     tokenizer = tokenizers.Tokenizer.from_file(str(QWEN / "tokenizer.json"))
     question = "Write a function to find the shared elements from the given two lists."
     tests = ["assert shared([1, 2], [2, 3]) == [2]", "assert shared([5], [5]) == [5]"]
@@ -384,33 +447,53 @@ def test_answers_in_the_published_form_are_rewarded_from_tokens_to_reward(folder
     canvas_BL, _ = prompts.canvas([0] * len(ANSWERS))
     for behind in ("<|endoftext|>", "<|im_end|>"):
         for row, (answer, _) in zip(canvas_BL, ANSWERS, strict=True):
-            answer = answer if behind == "<|endoftext|>" else answer.removesuffix("<|endoftext|>").rstrip("\n")
+            answer = (
+                answer
+                if behind == "<|endoftext|>"
+                else answer.removesuffix("<|endoftext|>").rstrip("\n")
+            )
             ids = tokenizer.encode(answer, add_special_tokens=False).ids
             row[-cfg.max_new :] = tokenizer.token_to_id(behind)
             row[len(row) - cfg.max_new :][: len(ids)] = ids
             if end not in ids:  # a text that was cut off where its tokens end
-                row[-cfg.max_new :] = np.pad(ids, (cfg.max_new - len(ids), 0), constant_values=ids[0])
+                row[-cfg.max_new :] = np.pad(
+                    ids, (cfg.max_new - len(ids), 0), constant_values=ids[0]
+                )
         rows = prompts.completions(
             [0] * len(ANSWERS), canvas_BL, grpo.completion_mask(canvas_BL[:, -cfg.max_new :], end)
         )
         rewards = np.array(sandbox.score(rows, functions, **coupled_grpo.sandbox_options(cfg)))
-        assert [tuple(reward) for reward in rewards.tolist()] == [want for _, want in ANSWERS], behind
+        assert [tuple(reward) for reward in rewards.tolist()] == [want for _, want in ANSWERS], (
+            behind
+        )
         if behind == "<|endoftext|>":
-            seen = [tokenizer.decode(row[-cfg.max_new :].tolist(), skip_special_tokens=True) for row in canvas_BL]
-            assert [bool(REFERENCE_FORM.match(text)) for text in seen] == [form > 0 for form in rewards[:, 1]]
+            seen = [
+                tokenizer.decode(row[-cfg.max_new :].tolist(), skip_special_tokens=True)
+                for row in canvas_BL
+            ]
+            assert [bool(REFERENCE_FORM.match(text)) for text in seen] == [
+                form > 0 for form in rewards[:, 1]
+            ]
 
 
 def test_rollouts_choose_positions_by_the_distribution_and_not_by_what_was_drawn():
-    """Rows of one prompt see the same canvas in their first step, so they fill the same positions; not with "drawn"."""
+    """Rows of one prompt see the same canvas in their first step, so they fill the same positions;
+    not with "drawn".
+    """
     model = model_of(tiny())
     for score in ("distribution", "drawn"):
-        rule = sample_dream.Sampling(temperature=1.0, threshold=0.06, block_length=16, score=score, history=True)
+        rule = sample_dream.Sampling(
+            temperature=1.0, threshold=0.06, block_length=16, score=score, history=True
+        )
         canvas = sample_dream.canvas([[5, 6, 7]] * 8, 16, TINY, 19)
         _, stats = sample_dream.fill(model, *canvas, rule, jax.random.key(0))
         filled_BL = stats["when"] == 1
         assert filled_BL.any()
         assert (filled_BL == filled_BL[0]).all() == (score == "distribution")
-    assert coupled_grpo.rule_of(coupled_grpo.resolve(coupled_grpo.Config()), 50, (2,)).score == "distribution"
+    assert (
+        coupled_grpo.rule_of(coupled_grpo.resolve(coupled_grpo.Config()), 50, (2,)).score
+        == "distribution"
+    )
 
 
 # ---- tasks as canvases
@@ -440,8 +523,12 @@ def letters(tmp_path, text):
 
 
 def test_long_prompts_are_left_out_and_counted(tmp_path):
-    rows = [{"prompt": prompt, "test_cases": ["assert True"]} for prompt in ("ab", "c", "def", "xyz")]
-    prompts = coupled_grpo.Prompts(*letters(tmp_path, "".join(json.dumps(row) + "\n" for row in rows)), 2, 8)
+    rows = [
+        {"prompt": prompt, "test_cases": ["assert True"]} for prompt in ("ab", "c", "def", "xyz")
+    ]
+    prompts = coupled_grpo.Prompts(
+        *letters(tmp_path, "".join(json.dumps(row) + "\n" for row in rows)), 2, 8
+    )
     assert [task["prompt"] for task in prompts.tasks] == ["ab", "c"]
     assert prompts.dropped == 2
     token_BL, see_BL = prompts.canvas([1, 0])
@@ -450,13 +537,21 @@ def test_long_prompts_are_left_out_and_counted(tmp_path):
     assert see_BL[:, 2:].all()
 
 
-def test_a_completion_is_its_counted_tokens_and_a_program_that_goes_on_stands_in_a_code_block(tmp_path):
+def test_a_completion_is_its_counted_tokens_and_a_program_that_goes_on_stands_in_a_code_block(
+    tmp_path,
+):
     task = '{"id": 7, "prompt": "ab", "test_cases": ["assert True"]}'
     prompts = coupled_grpo.Prompts(*letters(tmp_path, task), 2, 4)
     token_BL = np.array([[0, 1, 2, 3, 9, 9]])
     (row,) = prompts.completions([0], token_BL, np.array([[True, True, False, False]]))
     assert row.pop("text") == "```python\nabcd\n```\n"
-    assert row == {"id": 7, "prompt": "ab", "test_cases": ["assert True"], "tokens": 2, "written": "cd"}
+    assert row == {
+        "id": 7,
+        "prompt": "ab",
+        "test_cases": ["assert True"],
+        "tokens": 2,
+        "written": "cd",
+    }
 
 
 @pytest.mark.parametrize(
@@ -468,7 +563,10 @@ def test_a_completion_is_its_counted_tokens_and_a_program_that_goes_on_stands_in
         ('{"prompt": "x", "test_cases": "assert True"}\n', "line 1 is no task"),
         ("[1]\n", "line 1 is no task"),
         ('{"question": "x", "test_cases": ["assert True"]}\n', "has no chat template"),
-        ('{"prompt": "abc", "test_cases": ["assert True"]}\n', "within --max_prompt=2 tokens; 1 are longer"),
+        (
+            '{"prompt": "abc", "test_cases": ["assert True"]}\n',
+            "within --max_prompt=2 tokens; 1 are longer",
+        ),
     ],
 )
 def test_bad_tasks_are_named(tmp_path, text, words):
@@ -476,12 +574,19 @@ def test_bad_tasks_are_named(tmp_path, text, words):
         coupled_grpo.Prompts(*letters(tmp_path, text), 2, 8)
 
 
-def test_a_completion_that_the_sandbox_could_not_run_counts_in_no_held_out_figure(folder, tmp_path, monkeypatch):
+def test_a_completion_that_the_sandbox_could_not_run_counts_in_no_held_out_figure(
+    folder, tmp_path, monkeypatch
+):
     rows = [{"split": "a"}, {"split": "a"}, {"split": "b"}, {}]
     heldout = types.SimpleNamespace(path="files/own.jsonl", tasks=rows)
     batch = types.SimpleNamespace(rows=rows)
     cfg, known = coupled_grpo.resolve(config(folder, tmp_path)), [[1.0], [np.nan], [np.nan], [0.5]]
-    given = {"cfg": cfg, "heldout": [heldout], "rewards": {"code": None}, "rollout": lambda *_: batch}
+    given = {
+        "cfg": cfg,
+        "heldout": [heldout],
+        "rewards": {"code": None},
+        "rollout": lambda *_: batch,
+    }
     monkeypatch.setattr(sandbox, "score", lambda *_, **__: known)
     figures = coupled_grpo.Trainer.evaluate(types.SimpleNamespace(**given))
     assert figures == {"a_reward": 1.0, "a_pass": 1.0, "own_reward": 0.5, "own_pass": 0.0}
@@ -503,14 +608,21 @@ def drift_of(params, cfg, stats, see_BL, C):
     return grpo_ruler.drift(log_BC, drawn_BC != TINY.mask_id)
 
 
-WARM = {"temperature": 1.4, "threshold": 0.15, "score": "distribution", "vocab": 50, "eos_ids": (7, 9, 11)}
+WARM = {
+    "temperature": 1.4,
+    "threshold": 0.15,
+    "score": "distribution",
+    "vocab": 50,
+    "eos_ids": (7, 9, 11),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["", "dual"])
 def test_a_rollout_drifts_from_the_model_that_is_scored_by_its_cache_alone(cache):
     """Whatever the temperature, the padding, ids without a token and texts that end."""
-    cfg, C = dataclasses.replace(TINY, layers=2), 16  # keys of the first layer do not change with the text around
+    # keys of the first layer do not change with the text around
+    cfg, C = dataclasses.replace(TINY, layers=2), 16
     params = tiny(cfg, 0.4)
     inputs = sample_dream.canvas([[5, 6, 7], [8, 9, 10, 11, 12]] * 4, C, TINY)
     rule = sample_dream.Sampling(**WARM, block_length=8, history=True, cache=cache)
@@ -527,7 +639,9 @@ def test_what_is_written_in_blocks_is_what_is_scored(form):
     cfg, C = dataclasses.replace(TINY, layers=2, block_length=4, **form), 10
     params, rule = tiny(cfg, 0.4), sample_block.Sampling(**WARM)
     canvas_BL, see_BL = sample_dream.canvas([[5, 6, 7], [8, 9, 10, 11, 12]] * 4, C, TINY)
-    token_BL, stats = sample_block.fill(model_of(params, cfg), canvas_BL, see_BL, rule, jax.random.key(0))
+    token_BL, stats = sample_block.fill(
+        model_of(params, cfg), canvas_BL, see_BL, rule, jax.random.key(0)
+    )
     text_BM = np.arange(stats["when"].shape[1]) < see_BL.sum(1)[:, None]
 
     def on_the_right(x_BM, empty):
@@ -545,8 +659,10 @@ def test_what_is_written_in_blocks_is_what_is_scored(form):
     assert (token_BL != TINY.mask_id).all()
     assert (step_BC >= 0).all()
     assert (drawn_BC == TINY.mask_id).any()  # behind the end of a text
-    written_BC = (step_BC == 0)[::2]  # rows of one prompt: where is written does not depend on what is drawn
-    assert cfg.causal or (written_BC == written_BC[0]).all()  # a causal model draws a block's first token before
+    # rows of one prompt: where is written does not depend on what is drawn
+    written_BC = (step_BC == 0)[::2]
+    # a causal model draws a block's first token before
+    assert cfg.causal or (written_BC == written_BC[0]).all()
     assert len(set(drawn_BC[::2][:, written_BC[0]].ravel().tolist())) > 1
 
 
@@ -601,7 +717,9 @@ def test_a_difference_however_small_is_no_constant_group():
 
 
 def test_a_completion_ends_with_its_first_eos():
-    got = grpo.completion_mask(jnp.array([[5, 2, 5, 2], [2, 2, 2, 2], [5, 5, 5, 5], [5, 5, 5, 2]]), 2)
+    got = grpo.completion_mask(
+        jnp.array([[5, 2, 5, 2], [2, 2, 2, 2], [5, 5, 5, 5], [5, 5, 5, 2]]), 2
+    )
     np.testing.assert_array_equal(got, [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]])
 
 
@@ -672,11 +790,17 @@ def test_the_clip_stops_what_already_moved_its_way(ratio, advantage, flows, low,
 
 
 def test_the_expected_k3_is_the_divergence():
-    """sum_x p(x) (q/p - log(q/p) - 1) = KL(p || q); its derivative by log p(x) is beta (1 - q / p)."""
+    """sum_x p(x) (q/p - log(q/p) - 1) = KL(p || q); its derivative by log p(x) is beta (1 - q /
+    p).
+    """
     p, q = (jax.nn.log_softmax(jax.random.normal(jax.random.key(i), (1, 50))) for i in (0, 1))
-    loss = jax.jit(lambda p, q: grpo.grpo_loss(p, None, q, [0.0], jnp.ones((1, 50)), grpo.Loss(beta=0.3))[0])
+    loss = jax.jit(
+        lambda p, q: grpo.grpo_loss(p, None, q, [0.0], jnp.ones((1, 50)), grpo.Loss(beta=0.3))[0]
+    )
     grad = jax.jit(jax.grad(loss))(p, q)
-    kl_each = jax.jit(jax.vmap(lambda p, q: grpo.grpo_loss(p, None, q, [0.0], jnp.ones((1, 1)))[1]["kl"]))
+    kl_each = jax.jit(
+        jax.vmap(lambda p, q: grpo.grpo_loss(p, None, q, [0.0], jnp.ones((1, 1)))[1]["kl"])
+    )
     kl_V = np.asarray(kl_each(p.reshape(50, 1, 1), q.reshape(50, 1, 1)))
     p, q = np.asarray(p), np.asarray(q)
     assert (kl_V >= 0).all()
@@ -733,31 +857,48 @@ SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("dr_grpo",
 
 @pytest.mark.parametrize("kind", ["bnpo", "dapo", *SLOW_KINDS])
 def test_an_update_by_micro_batches_is_that_of_all_its_completions_except_for_bnpo(kind):
-    """Gradients of scores of three micro-batches of different lengths, over three, beside those of all at once."""
+    """Gradients of scores of three micro-batches of different lengths, over three, beside those of
+    all at once.
+    """
     rng = np.random.default_rng(0)
     score, old, ref = (jnp.asarray(rng.normal(size=(6, 11)), jnp.float32) for _ in range(3))
     counted = jnp.asarray(np.arange(11) < np.array([11, 11, 9, 1, 2, 1])[:, None])
     inputs, form = (score, old, ref, jnp.linspace(-1, 1, 6), counted), grpo.Loss(kind, beta=0.1)
     _, whole = loss_of(*inputs, form, counted.sum())
-    uneven = [loss_of(*(x[i:j] for x in inputs), form, counted.sum() / 3, 2)[1] for i, j in ((0, 3), (3, 5), (5, 6))]
+    uneven = [
+        loss_of(*(x[i:j] for x in inputs), form, counted.sum() / 3, 2)[1]
+        for i, j in ((0, 3), (3, 5), (5, 6))
+    ]
     if kind != "bnpo":
         close(jnp.concatenate(uneven) / 3, whole)
-    parts = [loss_of(*(x[i : i + 2] for x in inputs), form, counted.sum() / 3)[1] for i in (0, 2, 4)]
+    parts = [
+        loss_of(*(x[i : i + 2] for x in inputs), form, counted.sum() / 3)[1] for i in (0, 2, 4)
+    ]
     # the reference's form divides by the tokens of a micro-batch
-    expected = whole * jnp.repeat(counted.sum() / jnp.array([22, 10, 3]), 2)[:, None] / 3 if kind == "bnpo" else whole
+    expected = (
+        whole * jnp.repeat(counted.sum() / jnp.array([22, 10, 3]), 2)[:, None] / 3
+        if kind == "bnpo"
+        else whole
+    )
     close(jnp.concatenate(parts) / 3, expected)
 
 
 def test_gradients_of_micro_batches_are_added_and_an_update_takes_their_mean():
-    """Of a Dream in the compiled programs; an update whose gradient is not finite changes nothing."""
+    """Of a Dream in the compiled programs; an update whose gradient is not finite changes
+    nothing.
+    """
     token, u, ratio = example(B=4)
     batch, optimizer, params = batch_of(token, u, ratio), optax.sgd(0.5), tiny()
-    halves = [{name: x if name == "first" else x[i : i + 2] for name, x in batch.items()} for i in (0, 2)]
+    halves = [
+        {name: x if name == "first" else x[i : i + 2] for name, x in batch.items()} for i in (0, 2)
+    ]
     graph = dream.graph_of(TINY, dream.Run(jnp.float32))
     _, gradients, update = grpo.make_programs(graph, optimizer, TINY.mask_id)
     zero = functools.partial(jax.tree.map, jnp.zeros_like, params)  # given away, so one for each
     first, metrics = gradients(params, {}, zero(), halves[0])
-    expected = jax.tree.map(lambda a, b: np.asarray(a + b), first, gradients(params, {}, zero(), halves[1])[0])
+    expected = jax.tree.map(
+        lambda a, b: np.asarray(a + b), first, gradients(params, {}, zero(), halves[1])[0]
+    )
     total, _ = gradients(params, {}, first, halves[1])
     assert metrics["loss"] != 0
     jax.tree.map(close, total, expected)
@@ -774,7 +915,9 @@ def test_gradients_of_micro_batches_are_added_and_an_update_takes_their_mean():
 @pytest.mark.parametrize(("accumulate", "iterations"), [(1, 1), (2, 2), (3, 2), (2, 5)])
 def test_a_round_shows_each_micro_batch_every_iteration_once(accumulate, iterations):
     plan = round_plan(accumulate, iterations)
-    assert sorted((k, i) for k, i, _ in plan) == [(k, i) for k in range(accumulate) for i in range(iterations)]
+    assert sorted((k, i) for k, i, _ in plan) == [
+        (k, i) for k in range(accumulate) for i in range(iterations)
+    ]
     assert [i for _, i, _ in plan] == sorted(i for _, i, _ in plan)
     assert [update for _, _, update in plan] == ([False] * (accumulate - 1) + [True]) * iterations
 
@@ -790,7 +933,9 @@ def test_the_rate_starts_at_zero_and_ends_at_a_tenth():
 def test_only_matrices_decay():
     params = {"q_proj": jnp.ones((3, 2)), "norm": jnp.ones(3), "q_bias": jnp.ones(2)}
     optimizer = grpo.make_optimizer(0.5, weight_decay=0.1)
-    updates, _ = jax.jit(optimizer.update)(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    updates, _ = jax.jit(optimizer.update)(
+        jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params
+    )
     new = jax.tree.map(np.add, params, updates)
     close(new["q_proj"], 0.95)
     np.testing.assert_array_equal(new["norm"], 1)
@@ -798,7 +943,9 @@ def test_only_matrices_decay():
 
 
 def test_the_optimizer_is_adamw_with_its_gradient_clipped():
-    """Sixty steps beside the formula: betas 0.9 and 0.99, eps 1e-8 outside the root, decay beside the step."""
+    """Sixty steps beside the formula: betas 0.9 and 0.99, eps 1e-8 outside the root, decay beside
+    the step.
+    """
     rng, params = np.random.default_rng(0), {"w": np.ones((2, 3))}
     optimizer = grpo.make_optimizer(lambda step: 0.01 * (step + 1), weight_decay=0.2, clip=0.5)
     state, update = optimizer.init({"w": jnp.ones((2, 3))}), jax.jit(optimizer.update)
@@ -836,7 +983,9 @@ def test_on_a_mesh_the_loss_and_its_gradient_are_the_same():
 
     step = jax.jit(jax.value_and_grad(loss, has_aux=True))
     want = step(params, batch)
-    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    mesh = jax.make_mesh(
+        (2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
+    )
     placed = jax.device_put(params, dream.shardings(mesh, params))
     rows = lambda x: jax.NamedSharding(mesh, jax.P(dream.BATCH) if np.ndim(x) else jax.P())  # noqa: E731
     with jax.set_mesh(mesh):
@@ -850,21 +999,31 @@ def test_on_a_mesh_the_loss_and_its_gradient_are_the_same():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A Dream that writes letters at random, tasks, and a reward of one's own: the share of the letter a."""
+    """A Dream that writes letters at random, tasks, and a reward of one's own: the share of the
+    letter a.
+    """
     folder = tmp_path_factory.mktemp("grpo")
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # what one test compiled serves the others
+    # what one test compiled serves the others
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "cache")
     letters = {chr(ord("a") + i): i for i in range(26)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
     tokenizer.decoder = tokenizers.decoders.Fuse()
     tokenizer.add_special_tokens(["<|endoftext|>", "<|pad|>", "<|mask|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    cfg = dream.DreamConfig(32, 32, 1, 4, 2, 8, 48, mask_id=28, pad_id=27, bos_id=26, eos_id=26, positions=512)
-    for name, changes in (("base", {}), ("blocks", {"block_length": 4}), ("plain", {"shift": False})):
+    cfg = dream.DreamConfig(
+        32, 32, 1, 4, 2, 8, 48, mask_id=28, pad_id=27, bos_id=26, eos_id=26, positions=512
+    )
+    for name, changes in (
+        ("base", {}),
+        ("blocks", {"block_length": 4}),
+        ("plain", {"shift": False}),
+    ):
         model = dream.Dream(dataclasses.replace(cfg, **changes), nnx.Rngs(0))
         checkpoints.save(dream, folder / name, model, [folder / "tokenizer.json"], "me/A-Instruct")
     rows = [
-        {"id": i, "prompt": word, "test_cases": ["assert True"]} for i, word in enumerate(("ab", "c", "def", "xyz"))
+        {"id": i, "prompt": word, "test_cases": ["assert True"]}
+        for i, word in enumerate(("ab", "c", "def", "xyz"))
     ]
     for name in ("tasks", "heldout"):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -900,7 +1059,9 @@ def config(folder, out, **settings):
 
 def config_7b(folder, tasks):
     """The preset's settings, with the folder's model and tasks.jsonl in a folder."""
-    return coupled_grpo.Config(preset="7b", ckpt=str(folder / "base"), prompts=str(tasks / "tasks.jsonl"))
+    return coupled_grpo.Config(
+        preset="7b", ckpt=str(folder / "base"), prompts=str(tasks / "tasks.jsonl")
+    )
 
 
 def read_lines(path):
@@ -920,7 +1081,10 @@ ESTIMATORS = {  # draw and scores_of of main, as bench/grpo_run.py replaces them
 @pytest.mark.slow
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_a_run_on_eight_devices_raises_the_reward_and_leaves_a_model(folder, tmp_path, estimator):
-    out, settings = tmp_path / "run", {"rounds": 10, "eval_every": 10, "heldout": (str(folder / "heldout.jsonl"),)}
+    out, settings = (
+        tmp_path / "run",
+        {"rounds": 10, "eval_every": 10, "heldout": (str(folder / "heldout.jsonl"),)},
+    )
     coupled_grpo.main(config(folder, out, **settings), *ESTIMATORS[estimator])
     log, lines = read_lines(out / "log.jsonl"), read_lines(out / "rounds.jsonl")
     rewards = [row["reward"] for row in log[1:]]
@@ -946,7 +1110,11 @@ def test_a_run_on_eight_devices_raises_the_reward_and_leaves_a_model(folder, tmp
 @pytest.mark.parametrize("model", ["blocks", "plain"])
 def test_a_model_of_blocks_and_one_without_the_shift_learn(folder, tmp_path, model):
     out, own = tmp_path / "run", {"block_length": None} if model == "blocks" else {}
-    settings = {"rounds": 6, "ckpt": str(folder / model), "heldout": (str(folder / "heldout.jsonl"),)}
+    settings = {
+        "rounds": 6,
+        "ckpt": str(folder / model),
+        "heldout": (str(folder / "heldout.jsonl"),),
+    }
     coupled_grpo.main(config(folder, out, **settings | own))
     log = read_lines(out / "log.jsonl")
     assert log[-1]["heldout_reward"] > 2 * log[0]["heldout_reward"]
@@ -984,16 +1152,21 @@ def test_batches_of_a_preset_grow_with_the_devices_up_to_a_round(preset, devices
     for name, on_each in coupled_grpo.ON_A_DEVICE[preset].items():
         assert sizes[name] == min(devices * on_each, cfg.tasks * cfg.group)
         assert coupled_grpo.batch_sizes(dataclasses.replace(cfg, **{name: 3}), devices)[name] == 3
-    batches = coupled_grpo.micro_batches(np.arange(cfg.tasks * cfg.group), sizes["micro_batch"], devices)
+    batches = coupled_grpo.micro_batches(
+        np.arange(cfg.tasks * cfg.group), sizes["micro_batch"], devices
+    )
     assert all(len(batch) % devices == 0 for batch in batches)
-    assert sorted(row for batch in batches for row in batch if row >= 0) == [*range(cfg.tasks * cfg.group)]
+    assert sorted(row for batch in batches for row in batch if row >= 0) == [
+        *range(cfg.tasks * cfg.group)
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["base", "blocks"])
 def test_on_eight_devices_each_writes_its_share_of_the_rows(folder, tmp_path, monkeypatch, model):
-    """Two devices share the heads. Eighteen rows do not divide by four: they are filled up to 20, five on each pair,
-    and so are their keys. No device waits for weights of others: its halves of all matrices lie there.
+    """Two devices share the heads. Eighteen rows do not divide by four: they are filled up to 20,
+    five on each pair, and so are their keys. No device waits for weights of others: its halves of
+    all matrices lie there.
     """
     shares, hidden, fill_block, readable = [], dream.Dream.hidden, sample_block.fill_block, []
     policy_of, layouts = coupled_grpo.Trainer.policy, []
@@ -1024,7 +1197,8 @@ def test_on_eight_devices_each_writes_its_share_of_the_rows(folder, tmp_path, mo
         patch.setattr(sample_block, "fill_block", filled)
         patch.setattr(coupled_grpo.Trainer, "score", lambda self, batch, masks: [])
         patch.setattr(coupled_grpo.Trainer, "learn", lambda self, *inputs: {})
-        patch.setattr(checkpoints, "keep_compiled", lambda folder: None)  # so that all programs are traced
+        # so that all programs are traced
+        patch.setattr(checkpoints, "keep_compiled", lambda folder: None)
         own = {"ckpt": str(folder / model), "block_length": None if model == "blocks" else 8}
         coupled_grpo.main(config(folder, out, rounds=0, tasks=2, generation_batch=18, **own))
     assert set(shares) == {(20, 5)}
@@ -1051,7 +1225,11 @@ runs.command(coupled_grpo.main, coupled_grpo.Config, "")
 """
     flags = "--out", str(tmp_path / "demo"), "--rewards=code_format"
     done = subprocess.run(
-        [sys.executable, "-c", code, *flags], capture_output=True, text=True, cwd=ROOT, env=os.environ | AS_A_USER
+        [sys.executable, "-c", code, *flags],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | AS_A_USER,
     )
     says(done, f"ran tinypython.py --out={tmp_path / 'demo/world'}")
 
@@ -1087,7 +1265,14 @@ def test_every_preset_starts_on_any_number_of_devices(folder, demo, tmp_path, pr
     if preset == "demo":  # its tasks are there already
         flags = "--eval_every=9", "--eval_tasks=4"
         shutil.copytree(demo / "world", out / "world")
-    done = run("coupled_grpo.py", f"--preset={preset}", *flags, "--rounds=1", f"--out={out}", devices=devices)
+    done = run(
+        "coupled_grpo.py",
+        f"--preset={preset}",
+        *flags,
+        "--rounds=1",
+        f"--out={out}",
+        devices=devices,
+    )
     assert done.returncode == 0, done.stderr
     assert f"{devices} x cpu" in done.stdout
     assert read_lines(out / "log.jsonl")[-1]["round"] == 1
@@ -1097,7 +1282,9 @@ def test_every_preset_starts_on_any_number_of_devices(folder, demo, tmp_path, pr
 
 
 def stopping(folder):
-    """Settings of a run that a signal stops in its first round, unless the folder has a file `stopped`."""
+    """Settings of a run that a signal stops in its first round, unless the folder has a file
+    `stopped`.
+    """
     return {"rewards": (f"{folder / 'own.py'}:stopping",), "sync_every": 3, "rounds": 3}
 
 
@@ -1115,7 +1302,9 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, unbroken, 
     with pytest.raises(InterruptedError, match=r"SIGTERM: saved round 1; go on with --resume="):
         coupled_grpo.main(config(folder, tmp_path / "parts", **stopping(folder)))
     with open(tmp_path / "parts/rounds.jsonl", "a") as file:
-        file.write('{"round": 2, "written": "by a run that was killed before its checkpoint"}\n{"cut sho')
+        file.write(
+            '{"round": 2, "written": "by a run that was killed before its checkpoint"}\n{"cut sho'
+        )
     resumed = runs.resumed(coupled_grpo.Config, [f"--resume={tmp_path / 'parts'}"])
     coupled_grpo.main(dataclasses.replace(resumed, resume=str(tmp_path / "parts")))
     assert sums(unbroken, 3) == sums(tmp_path / "parts", 3)
@@ -1124,7 +1313,9 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, unbroken, 
         coupled_grpo.main(config(folder, tmp_path / "parts"))
     resume = {"resume": str(tmp_path / "parts")}
     capsys.readouterr()
-    coupled_grpo.main(config(folder, tmp_path / "parts", **resume | {"seed": 5, **stopping(folder)}))
+    coupled_grpo.main(
+        config(folder, tmp_path / "parts", **resume | {"seed": 5, **stopping(folder)})
+    )
     said = capsys.readouterr().out
     assert f"changed since {tmp_path}/parts/checkpoints/3: " in said
     assert "seed 0 -> 5" in said
@@ -1147,7 +1338,9 @@ def test_lora_leaves_the_base_alone_and_merges_into_a_model(folder, tmp_path):
     out = tmp_path / "lora"
     coupled_grpo.main(config(folder, out, lora_rank=2, rounds=3, iterations=1, beta=0.0))
     base, after = (checkpoints.load(dream, path)[0] for path in (folder / "base", out / "merged"))
-    before, now = (checkpoints.flatten(nnx.to_pure_dict(nnx.state(model))) for model in (base, after))
+    before, now = (
+        checkpoints.flatten(nnx.to_pure_dict(nnx.state(model))) for model in (base, after)
+    )
     changed = {name for name in before if not np.array_equal(before[name], now[name])}
     assert changed == {f"layers.0.{name}" for name in dream.MATRICES}
     for name in changed:
@@ -1156,7 +1349,9 @@ def test_lora_leaves_the_base_alone_and_merges_into_a_model(folder, tmp_path):
         assert runs.read_json(path / "config.json")["source"] == "me/A-Instruct"
 
     # another run begins with these adapters, in peft's form
-    cfg = coupled_grpo.resolve(config(folder, tmp_path / "more", lora_rank=2, init_adapters=str(out)))
+    cfg = coupled_grpo.resolve(
+        config(folder, tmp_path / "more", lora_rank=2, init_adapters=str(out))
+    )
     cfg = dataclasses.replace(cfg, **coupled_grpo.batch_sizes(cfg, 1))
     trainer = coupled_grpo.Trainer(cfg, {}, checkpoints.mesh_of(jax.devices()[:1], (1, 1, 1)))
     merged = checkpoints.flatten(dream.merge_adapters(trainer.base, trainer.trained))
@@ -1166,32 +1361,48 @@ def test_lora_leaves_the_base_alone_and_merges_into_a_model(folder, tmp_path):
 def test_a_model_that_does_not_fit_is_refused_before_it_is_read(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "load", None)
     cfg = dream.config_from_hf(folder / "base")
-    params, leaves = dream.count_params(cfg)["total"], jax.tree.leaves(dream.param_shapes(cfg)["layers"])
+    params, leaves = (
+        dream.count_params(cfg)["total"],
+        jax.tree.leaves(dream.param_shapes(cfg)["layers"]),
+    )
     adapters = 16 * sum(sum(x.shape) for x in leaves if x.ndim == 2)
     # weights, two moments, gradients, the reference model; a counter of updates
     full, lora = 20 * params + 4, 4 * params + 20 * adapters + 4
     matrices = [x.shape for x in jax.tree.leaves(dream.param_shapes(cfg)) if x.ndim == 2]
-    int8 = lora + sum(4 * rows - 3 * rows * columns for rows, columns in matrices)  # a byte each, a scale per row
+    # a byte each, a scale per row
+    int8 = lora + sum(4 * rows - 3 * rows * columns for rows, columns in matrices)
     mesh = jax.make_mesh((1, 1, 1), ("data", "fsdp", "tensor"), devices=jax.devices()[:1])
     for flags, size, words in (
-        ({}, full, f"; --lora_rank=16 takes {lora / 1e9:.3g} or --lora_rank=16 --base_bits=8 takes {int8 / 1e9:.3g}"),
+        (
+            {},
+            full,
+            f"; --lora_rank=16 takes {lora / 1e9:.3g} or --lora_rank=16 --base_bits=8 takes {int8 / 1e9:.3g}",
+        ),
         ({"lora_rank": 16}, lora, f"; --base_bits=8 takes {int8 / 1e9:.3g} or --base_bits=4 takes"),
         ({"lora_rank": 16, "base_bits": 8}, int8, "; --base_bits=4 takes"),
     ):
         monkeypatch.setattr(checkpoints, "free_bytes", lambda _, size=size: size - 1)
-        with pytest.raises(ValueError, match=f"take {size / 1e9:.3g} GB on each device, where .* are free{words}"):
+        with pytest.raises(
+            ValueError, match=f"take {size / 1e9:.3g} GB on each device, where .* are free{words}"
+        ):
             coupled_grpo.Trainer(coupled_grpo.resolve(config(folder, tmp_path, **flags)), {}, mesh)
 
 
 def test_a_lora_is_the_matrix_that_it_merges_into():
     base = tiny()
     trained = dream.new_adapters(jax.random.key(0), base, 3)
-    token_BL, plain = jnp.arange(14).reshape(2, 7) + 5, forward(base, jnp.arange(14).reshape(2, 7) + 5)
+    token_BL, plain = (
+        jnp.arange(14).reshape(2, 7) + 5,
+        forward(base, jnp.arange(14).reshape(2, 7) + 5),
+    )
     close(forward(dream.assemble(base, trained), token_BL), plain)
     rng = np.random.default_rng(1)
-    trained = jax.tree.map(lambda x: x + 0.05 * rng.normal(size=x.shape).astype(np.float32), trained)
+    trained = jax.tree.map(
+        lambda x: x + 0.05 * rng.normal(size=x.shape).astype(np.float32), trained
+    )
     with_lora = dream.assemble(base, trained)
-    whole = dream.merge_adapters(jax.tree.map(jnp.copy, base), trained)  # it changes the dictionaries of base
+    # it changes the dictionaries of base
+    whole = dream.merge_adapters(jax.tree.map(jnp.copy, base), trained)
     close(forward(with_lora, token_BL), forward(whole, token_BL), 1e-4)
     assert not np.allclose(forward(whole, token_BL), plain, atol=1e-2)
 
@@ -1208,17 +1419,29 @@ def test_a_lora_is_the_matrix_that_it_merges_into():
 
 
 @pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.slow)])
-def test_lora_beside_few_bits_has_the_gradients_of_lora_beside_the_matrices_that_they_stand_for(bits):
+def test_lora_beside_few_bits_has_the_gradients_of_lora_beside_the_matrices_that_they_stand_for(
+    bits,
+):
     base = quantised(tiny(), bits=bits)
     same = jax.tree.map(dense, base, is_leaf=lambda x: isinstance(x, dream.Int8 | dream.Int4))
-    rng, trained = np.random.default_rng(1), dream.new_adapters(jax.random.key(0), dream.param_shapes(TINY), 3)
-    trained = jax.tree.map(lambda x: x + 0.05 * rng.normal(size=x.shape).astype(np.float32), trained)
-    batch = batch_of(*example()) | {"advantage_B": jnp.asarray([1.0, -2.0, 0.5]), "first": jnp.asarray(True)}
+    rng, trained = (
+        np.random.default_rng(1),
+        dream.new_adapters(jax.random.key(0), dream.param_shapes(TINY), 3),
+    )
+    trained = jax.tree.map(
+        lambda x: x + 0.05 * rng.normal(size=x.shape).astype(np.float32), trained
+    )
+    batch = batch_of(*example()) | {
+        "advantage_B": jnp.asarray([1.0, -2.0, 0.5]),
+        "first": jnp.asarray(True),
+    }
     batch |= {name: jnp.zeros(batch["counted_BC"].shape) for name in ("old_BC", "ref_BC")}
     graph = dream.graph_of(TINY, dream.Run(remat="full"))
     _, gradients, _ = grpo.make_programs(graph, grpo.make_optimizer(1e-3), TINY.mask_id)
     got, want = (
-        checkpoints.flatten(gradients(trained, base, jax.tree.map(jnp.zeros_like, trained), batch)[0])
+        checkpoints.flatten(
+            gradients(trained, base, jax.tree.map(jnp.zeros_like, trained), batch)[0]
+        )
         for base in (base, same)
     )
     for name, x in want.items():
@@ -1228,7 +1451,9 @@ def test_lora_beside_few_bits_has_the_gradients_of_lora_beside_the_matrices_that
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4])
-def test_lora_beside_few_bits_goes_on_where_it_stopped_and_merges_into_the_weights_in_full(folder, tmp_path, bits):
+def test_lora_beside_few_bits_goes_on_where_it_stopped_and_merges_into_the_weights_in_full(
+    folder, tmp_path, bits
+):
     lora = stopping(folder) | {"lora_rank": 2, "base_bits": bits, "rounds": 2}
     (folder / "stopped").touch()
     coupled_grpo.main(config(folder, tmp_path / "whole", **lora))
@@ -1236,10 +1461,16 @@ def test_lora_beside_few_bits_goes_on_where_it_stopped_and_merges_into_the_weigh
     with pytest.raises(InterruptedError, match="saved round 1"):
         coupled_grpo.main(config(folder, tmp_path / "parts", **lora))
     resume = {"resume": str(tmp_path / "parts"), **lora}
-    with pytest.raises(ValueError, match=r"whole/merged holds other weights than .*parts began with"):
-        coupled_grpo.main(config(folder, tmp_path / "parts", ckpt=str(tmp_path / "whole/merged"), **resume))
+    with pytest.raises(
+        ValueError, match=r"whole/merged holds other weights than .*parts began with"
+    ):
+        coupled_grpo.main(
+            config(folder, tmp_path / "parts", ckpt=str(tmp_path / "whole/merged"), **resume)
+        )
     coupled_grpo.main(config(folder, tmp_path / "parts", **resume))
-    assert read_lines(tmp_path / "whole/rounds.jsonl") == read_lines(tmp_path / "parts/rounds.jsonl")
+    assert read_lines(tmp_path / "whole/rounds.jsonl") == read_lines(
+        tmp_path / "parts/rounds.jsonl"
+    )
     base, whole, parts = (
         checkpoints.flatten(nnx.to_pure_dict(nnx.state(checkpoints.load(dream, path)[0])))
         for path in (folder / "base", tmp_path / "whole/merged", tmp_path / "parts/merged")
@@ -1247,14 +1478,19 @@ def test_lora_beside_few_bits_goes_on_where_it_stopped_and_merges_into_the_weigh
     assert all(np.array_equal(whole[name], x) for name, x in parts.items())
     changed = {name for name in base if not np.array_equal(base[name], whole[name])}
     assert changed == {f"layers.0.{name}" for name in dream.MATRICES}
-    assert all(np.linalg.matrix_rank(np.asarray(whole[name] - base[name]), tol=1e-5) <= 2 for name in changed)
+    assert all(
+        np.linalg.matrix_rank(np.asarray(whole[name] - base[name]), tol=1e-5) <= 2
+        for name in changed
+    )
 
 
 @pytest.mark.slow
 def test_what_has_no_reward_is_in_no_update_and_said_so(unbroken):
     lines = read_lines(unbroken / "rounds.jsonl")
     for row in read_lines(unbroken / "log.jsonl"):
-        missing = [line for line in lines if line["round"] == row["round"] and line["reward"] is None]
+        missing = [
+            line for line in lines if line["round"] == row["round"] and line["reward"] is None
+        ]
         assert row["no_reward"] == len(missing) > 0
         assert all(line["advantage"] is None for line in missing)
 
@@ -1266,7 +1502,10 @@ def test_equal_rewards_update_nothing(folder, tmp_path):
     assert row["constant_groups"] == 1
     assert "loss" not in row
     base, _ = checkpoints.load(dream, folder / "base")
-    want = {f"params.{name}": value for name, value in checkpoints.bit_sums(nnx.to_pure_dict(nnx.state(base))).items()}
+    want = {
+        f"params.{name}": value
+        for name, value in checkpoints.bit_sums(nnx.to_pure_dict(nnx.state(base))).items()
+    }
     assert want.items() <= sums(out, 1).items()
 
 
@@ -1280,15 +1519,24 @@ def test_equal_rewards_update_nothing(folder, tmp_path):
         ({"rounds": -1}, "--rounds=-1 is not in 0 .. "),
         ({"temperature": 0.0}, "--temperature=0.0 is not in "),
         ({"rewards": ("nothing",)}, "no reward 'nothing'"),
-        ({"rewards": ("code", "syntax")}, "--rewards=code syntax: each once, with a weight of its own"),
-        ({"rewards": ("code", "code"), "reward_weights": (1.0, 1.0)}, "each once, with a weight of its own"),
+        (
+            {"rewards": ("code", "syntax")},
+            "--rewards=code syntax: each once, with a weight of its own",
+        ),
+        (
+            {"rewards": ("code", "code"), "reward_weights": (1.0, 1.0)},
+            "each once, with a weight of its own",
+        ),
         ({"prompts": ""}, "--ckpt and --prompts belong together"),
         ({"prompts": "none.jsonl"}, "No such file or directory: 'none.jsonl'"),
         ({"ckpt": "none"}, "none/config.json does not exist"),
         ({"max_prompt": 510}, "the model reaches 512 positions"),
         ({"base_bits": 8}, "--init_adapters and --base_bits go with --lora_rank"),
         ({"init_adapters": "x"}, "--init_adapters and --base_bits go with --lora_rank"),
-        ({"hosts": "auto", "lora_rank": 2}, "--hosts goes with --ckpt and --prompts, and without --lora_rank"),
+        (
+            {"hosts": "auto", "lora_rank": 2},
+            "--hosts goes with --ckpt and --prompts, and without --lora_rank",
+        ),
     ],
     ids=str,
 )
@@ -1301,11 +1549,16 @@ def test_bad_settings_are_one_line_before_the_first_round(folder, tmp_path, sett
 
 @pytest.mark.parametrize(
     ("reward", "words"),
-    [("raising", "raised KeyError: 'no such thing'; mend it"), ("few", "few raised ValueError: zip")],
+    [
+        ("raising", "raised KeyError: 'no such thing'; mend it"),
+        ("few", "few raised ValueError: zip"),
+    ],
 )
 def test_a_reward_that_fails_ends_the_run_in_one_line(folder, tmp_path, reward, words):
     with pytest.raises(RuntimeError, match=words):
-        coupled_grpo.main(config(folder, tmp_path / "run", rewards=(f"{folder / 'own.py'}:{reward}",)))
+        coupled_grpo.main(
+            config(folder, tmp_path / "run", rewards=(f"{folder / 'own.py'}:{reward}",))
+        )
 
 
 def test_a_sandbox_that_cannot_be_used_ends_the_run_before_it_begins(folder, tmp_path, monkeypatch):
@@ -1325,10 +1578,15 @@ def flags(cfg):
 
 
 @pytest.mark.slow
-def test_the_command_goes_on_with_the_settings_of_a_run_and_says_in_a_line_what_is_wrong(folder, tmp_path):
+def test_the_command_goes_on_with_the_settings_of_a_run_and_says_in_a_line_what_is_wrong(
+    folder, tmp_path
+):
     cfg = config(folder, tmp_path / "run", rounds=1, threshold=0.6)
     coupled_grpo.main(cfg)
-    says(run("coupled_grpo.py", "--resume", cfg.out, "--rewards", "nothing"), "no reward 'nothing'; there are code")
+    says(
+        run("coupled_grpo.py", "--resume", cfg.out, "--rewards", "nothing"),
+        "no reward 'nothing'; there are code",
+    )
     done = run("coupled_grpo.py", "--resume", cfg.out, "--rounds=2")
     assert done.returncode == 0, done.stderr
     assert "generate.py --model=dream --ckpt=" in done.stdout
@@ -1344,7 +1602,10 @@ def two_hosts(cfg, *more, second=()):
     env.pop("E2B_API_KEY", None)
     pipes = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     hosts = [[f"--hosts=localhost:{port},2,{i}", *["--runner=e2b", *second] * i] for i in (0, 1)]
-    return [subprocess.Popen(command("coupled_grpo.py", *flags(cfg), *host, *more), **pipes) for host in hosts]
+    return [
+        subprocess.Popen(command("coupled_grpo.py", *flags(cfg), *host, *more), **pipes)
+        for host in hosts
+    ]
 
 
 @pytest.mark.slow
@@ -1361,13 +1622,21 @@ def test_two_hosts_write_in_blocks_as_one(folder, tmp_path):
         assert process.returncode == 0, error
     whole = run("coupled_grpo.py", *flags(one), devices=4)
     assert whole.returncode == 0, whole.stderr
-    texts = [[row["completion"] for row in read_lines(tmp_path / name / "rounds.jsonl")] for name in ("one", "two")]
+    texts = [
+        [row["completion"] for row in read_lines(tmp_path / name / "rounds.jsonl")]
+        for name in ("one", "two")
+    ]
     assert texts[0] == texts[1]
 
 
 @pytest.mark.slow
 def test_two_hosts_learn_as_one_and_stop_together(folder, tmp_path):
-    settings = {"rounds": 40, "heldout": (str(folder / "heldout.jsonl"),), "eval_every": 20, "iterations": 1}
+    settings = {
+        "rounds": 40,
+        "heldout": (str(folder / "heldout.jsonl"),),
+        "eval_every": 20,
+        "iterations": 1,
+    }
     one, two = (config(folder, tmp_path / name, **settings) for name in ("one", "two"))
     both = two_hosts(two)
     for line in both[0].stdout:
@@ -1388,7 +1657,8 @@ def test_two_hosts_learn_as_one_and_stop_together(folder, tmp_path):
     assert whole.returncode == 0, whole.stderr
     names = "round", "reward", "ended", "length", "duplicates"
     logs = [
-        [[row.get(name) for name in names] for row in read_lines(tmp_path / n / "log.jsonl")] for n in ("one", "two")
+        [[row.get(name) for name in names] for row in read_lines(tmp_path / n / "log.jsonl")]
+        for n in ("one", "two")
     ]
     assert logs[0][:3] == logs[1][:3]  # before what is summed in another order makes another token
     assert [row[0] for row in logs[1]] == [*range(done + 3)]
@@ -1399,7 +1669,8 @@ def test_two_hosts_learn_as_one_and_stop_together(folder, tmp_path):
     assert "raised KeyError" in errors[0]
     assert "host 0 could not run the programs" in errors[1]
     other = config(folder, tmp_path / "other")
-    for process in two_hosts(other, second=(f"--rewards={folder / 'own.py'}:raising",)):  # which need no sandbox
+    # which need no sandbox
+    for process in two_hosts(other, second=(f"--rewards={folder / 'own.py'}:raising",)):
         assert (
             process.communicate(timeout=240)[1]
             .splitlines()[-1]
@@ -1410,12 +1681,15 @@ def test_two_hosts_learn_as_one_and_stop_together(folder, tmp_path):
 @pytest.mark.slow
 def test_a_reward_of_one_s_own_needs_no_tests_and_no_sandbox(folder, tmp_path):
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "c"}\n')
-    own = {"prompts": str(tmp_path / "tasks.jsonl"), "runner": "e2b", "rounds": 1, "tasks": 2}  # there is no key for it
+    # there is no key for it
+    own = {"prompts": str(tmp_path / "tasks.jsonl"), "runner": "e2b", "rounds": 1, "tasks": 2}
     done = run("coupled_grpo.py", *flags(config(folder, tmp_path / "run", **own)))
     assert done.returncode == 0, done.stderr
     (row,) = read_lines(tmp_path / "run/log.jsonl")
     assert row["no_reward"] == 0
-    refused = run("coupled_grpo.py", *flags(config(folder, tmp_path / "tested", rewards=("code",), **own)))
+    refused = run(
+        "coupled_grpo.py", *flags(config(folder, tmp_path / "tested", rewards=("code",), **own))
+    )
     assert refused.returncode == 1
     assert "E2B_API_KEY" in refused.stderr.splitlines()[-1]
     own |= {"runner": "local", "rewards": ("code",)}
@@ -1427,11 +1701,18 @@ def test_a_reward_of_one_s_own_needs_no_tests_and_no_sandbox(folder, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_killed_again_and_again_ends_as_the_unbroken_one(folder, tmp_path):
-    """Killed at a random line of its log, twenty times; most kills hit while a checkpoint is being written."""
+    """Killed at a random line of its log, twenty times; most kills hit while a checkpoint is being
+    written.
+    """
     whole, parts = (config(folder, tmp_path / name, rounds=60) for name in ("whole", "parts"))
     done = run("coupled_grpo.py", *flags(whole))
     assert done.returncode == 0, done.stderr
-    first, resume = command("coupled_grpo.py", *flags(parts)), command("coupled_grpo.py", "--resume", parts.out)
+    first, resume = (
+        command("coupled_grpo.py", *flags(parts)),
+        command("coupled_grpo.py", "--resume", parts.out),
+    )
     kill_and_resume(first, resume)
     assert sums(tmp_path / "whole", 60) == sums(tmp_path / "parts", 60)
-    assert read_lines(tmp_path / "whole/rounds.jsonl") == read_lines(tmp_path / "parts/rounds.jsonl")
+    assert read_lines(tmp_path / "whole/rounds.jsonl") == read_lines(
+        tmp_path / "parts/rounds.jsonl"
+    )

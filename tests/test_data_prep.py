@@ -1,4 +1,6 @@
-"""data_prep.py on folders of made-up Python files: packing reference values, round trips, killed and refused runs."""
+"""data_prep.py on folders of made-up Python files: packing reference values, round trips, killed
+and refused runs.
+"""
 
 import dataclasses
 import functools
@@ -35,7 +37,9 @@ from rows import Rows, open_data, token_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 QWEN = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data")) / "qwen2.5_tokenizer"
-needs_qwen = pytest.mark.skipif(not QWEN.is_dir(), reason=f"no Qwen2.5 tokenizer in {QWEN}; set SHARED_DATA")
+needs_qwen = pytest.mark.skipif(
+    not QWEN.is_dir(), reason=f"no Qwen2.5 tokenizer in {QWEN}; set SHARED_DATA"
+)
 SPECIAL_TOKENS = ["<pad>", "<bos>", "<eos>", "<mask>", "<unk>"]
 SPECIAL = 'TEXT = "<|endoftext|> and <|fim_prefix|> <|fim_middle|> <|im_start|>"\n'
 ODD = {
@@ -48,16 +52,25 @@ ODD = {
 
 
 def corpus(folder, count, seed=0):
-    """`count` Python files of about 1.5 kB, none near another, in three folders; {name: content}."""
+    """`count` Python files of about 1.5 kB, none near another, in three folders; {name:
+    content}.
+    """
     rng = random.Random(seed)
     files = {}
     for number in range(count):
-        words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(4, 9))) + "_" for _ in range(60)]
+        words = [
+            "".join(rng.choices("abcdefghijklmnop", k=rng.randint(4, 9))) + "_" for _ in range(60)
+        ]
         lines = []
         for word in words[:10]:
             a, b, c = rng.sample(words, 3)
             lines += [f"def {word}({a}, {b}={rng.randint(0, 999)}):", f'    """{c} of {a}."""']
-            lines += [f"    if {a} > {b}:", f"        {c} = {a} + {b} * 2", f"        return {c}", f"    return {a}\n"]
+            lines += [
+                f"    if {a} > {b}:",
+                f"        {c} = {a} + {b} * 2",
+                f"        return {c}",
+                f"    return {a}\n",
+            ]
         files[f"{'abc'[number % 3]}/m{number}.py"] = "\n".join(lines).encode()
     return save(folder, files)
 
@@ -84,12 +97,19 @@ def command(cfg):
         value = values.pop(name)
         arguments += [f"--{name}", *value] if value else []
     flags = [f"--{name}={value}" for name, value in values.items()]
-    return [sys.executable, str(ROOT / "data_prep.py"), type(cfg).__name__.lower(), *arguments, *flags]
+    return [
+        sys.executable,
+        str(ROOT / "data_prep.py"),
+        type(cfg).__name__.lower(),
+        *arguments,
+        *flags,
+    ]
 
 
 def start(cfg, **options):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    options.setdefault("preexec_fn", lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # ignored in background jobs
+    # ignored in background jobs
+    options.setdefault("preexec_fn", lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     return subprocess.Popen(command(cfg), start_new_session=True, **pipes, **options)
 
 
@@ -126,7 +146,10 @@ def ids_of(out, split):
     """The documents of a split, as id arrays without EOS."""
     tokens_RL, segments_RL, _ = rows_of(out, split)
     stream = tokens_RL[segments_RL > 0]
-    return [part[:-1] for part in np.split(stream, np.flatnonzero(stream == meta_of(out)["eos_id"]) + 1)[:-1]]
+    return [
+        part[:-1]
+        for part in np.split(stream, np.flatnonzero(stream == meta_of(out)["eos_id"]) + 1)[:-1]
+    ]
 
 
 def texts_of(out, split):
@@ -213,7 +236,9 @@ def test_packing_in_blocks_equals_packing_at_once(monkeypatch):
 def test_rows_decode_to_the_files_and_meta_describes_them(python_run):
     out, files = python_run
     meta = meta_of(out)
-    texts = {split: [text.encode() for text in texts_of(out, split)] for split in ("train", "heldout")}
+    texts = {
+        split: [text.encode() for text in texts_of(out, split)] for split in ("train", "heldout")
+    }
     assert sorted(texts["train"] + texts["heldout"]) == sorted(files.values())
     assert len(meta["splits"]["train"]["shards"]) > 3
     assert 5 < len(texts["heldout"]) < 30
@@ -228,14 +253,24 @@ def test_rows_decode_to_the_files_and_meta_describes_them(python_run):
         for number, shard in enumerate(total["shards"]):
             assert shard["file"] == f"{split}/{number:05}.parquet"
             assert pq.read_metadata(out / shard["file"]).num_rows == shard["rows"]
-            assert dp.hashlib.sha256((out / shard["file"]).read_bytes()).hexdigest() == shard["sha256"]
+            assert (
+                dp.hashlib.sha256((out / shard["file"]).read_bytes()).hexdigest() == shard["sha256"]
+            )
             for field in pq.read_schema(out / shard["file"]):
                 assert field.type == pa.list_(pa.int32(), 64)
     assert meta["format"] == 1
-    assert (meta["source"], meta["seq_len"], meta["vocab_size"], meta["vocab_padded"]) == ("python", 64, 400, 512)
+    assert (meta["source"], meta["seq_len"], meta["vocab_size"], meta["vocab_padded"]) == (
+        "python",
+        64,
+        400,
+        512,
+    )
     assert meta["eos_id"] == meta["pad_id"] == 0
     assert meta["fim"] == {"prefix": 1, "middle": 2, "suffix": 3}
-    assert meta["tokenizer_sha256"] == dp.hashlib.sha256((out / "tokenizer.json").read_bytes()).hexdigest()
+    assert (
+        meta["tokenizer_sha256"]
+        == dp.hashlib.sha256((out / "tokenizer.json").read_bytes()).hexdigest()
+    )
     assert not (out / "progress.json").exists()
     assert not any(meta["dropped"].values())
 
@@ -255,7 +290,8 @@ def test_trained_tokenizer_is_lossless_and_splits_digits(python_run):
     for text in ["", " ", "\r\n\t  x\n\n\n", "12345", *unicode]:
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
     assert tokenizer.encode("12345").tokens == list("12345")
-    assert "\u0120" * 7 in tokenizer.get_vocab()  # seven spaces of indentation, the eighth goes with the word
+    # seven spaces of indentation, the eighth goes with the word
+    assert "\u0120" * 7 in tokenizer.get_vocab()
 
 
 def test_each_reason_to_drop_is_counted(tmp_path):
@@ -283,29 +319,56 @@ def test_each_reason_to_drop_is_counted(tmp_path):
     }
     for files in bad.values():
         save(tmp_path / "src", files)
-    fine = b'"""Walk over trees, which can be generated by passing a flag."""\nfrom x import (y, z)\n'
+    fine = (
+        b'"""Walk over trees, which can be generated by passing a flag."""\nfrom x import (y, z)\n'
+    )
     kept = corpus(tmp_path / "src", 4) | save(tmp_path / "src", {"fine.py": fine})
     first = kept["a/m0.py"]
-    save(tmp_path / "src", {"z/copy.py": first, "z/copy2.py": first, "z/near.py": first + b"END = True\n"})
+    save(
+        tmp_path / "src",
+        {"z/copy.py": first, "z/copy2.py": first, "z/near.py": first + b"END = True\n"},
+    )
     (tmp_path / "src" / "gone.py").symlink_to("nowhere.py")
     os.mkfifo(tmp_path / "src" / "pipe.py")
     (tmp_path / "src" / "folder.py").mkdir()
     (tmp_path / "src" / "notes.txt").write_text("not Python")
     dp.main(config(tmp_path, max_bytes=100_000))
     want = {reason: len(files) for reason, files in bad.items()}
-    assert meta_of(tmp_path / "out")["dropped"] == want | {"unreadable": 2, "exact_duplicate": 2, "near_duplicate": 1}
-    assert sorted(text.encode() for text in both(texts_of, tmp_path / "out")) == sorted(kept.values())
+    assert meta_of(tmp_path / "out")["dropped"] == want | {
+        "unreadable": 2,
+        "exact_duplicate": 2,
+        "near_duplicate": 1,
+    }
+    assert sorted(text.encode() for text in both(texts_of, tmp_path / "out")) == sorted(
+        kept.values()
+    )
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_rows_of_a_column_pass_the_filters_of_files_and_decode(tmp_path, workers):
     texts = [data.decode() for data in corpus(tmp_path / "files", 40).values()]
-    bad = ["print 'Python 2'\n", "", None, "# @generated\nx = 3\n", "\ud800 = 1\n", texts[0], texts[1] + "END = True\n"]
+    bad = [
+        "print 'Python 2'\n",
+        "",
+        None,
+        "# @generated\nx = 3\n",
+        "\ud800 = 1\n",
+        texts[0],
+        texts[1] + "END = True\n",
+    ]
     (tmp_path / "rows").mkdir()
-    pq.write_table(pa.table({"code": texts[:20], "stars": list(range(20))}), tmp_path / "rows" / "a.parquet")
+    pq.write_table(
+        pa.table({"code": texts[:20], "stars": list(range(20))}), tmp_path / "rows" / "a.parquet"
+    )
     lines = [json.dumps({"code": text}) for text in texts[20:] + bad]
     (tmp_path / "rows" / "b.jsonl").write_text("\n\n".join(lines))
-    cfg = config(tmp_path, roots=(str(tmp_path / "rows"),), column="code", workers=workers, shard_bytes=20_000)
+    cfg = config(
+        tmp_path,
+        roots=(str(tmp_path / "rows"),),
+        column="code",
+        workers=workers,
+        shard_bytes=20_000,
+    )
     dp.main(cfg)
     assert both(texts_of, cfg.out) == sorted(texts)
     reasons = ("unparsable", "generated", "non_utf8", "exact_duplicate", "near_duplicate")
@@ -313,7 +376,8 @@ def test_rows_of_a_column_pass_the_filters_of_files_and_decode(tmp_path, workers
     assert dropped == dict.fromkeys(reasons, 1) | {"empty": 2}
     assert not (tmp_path / "out" / ".rows").exists()
     before = tree(cfg.out)
-    (tmp_path / "out" / "train" / "00000.parquet").unlink()  # goes on, though the copies of the rows are gone
+    # goes on, though the copies of the rows are gone
+    (tmp_path / "out" / "train" / "00000.parquet").unlink()
     dp.main(cfg)
     assert tree(cfg.out) == before
 
@@ -325,9 +389,13 @@ def test_a_column_that_is_not_there_is_one_line(tmp_path, capsys):
     assert "no .parquet, .jsonl files below" in refused(dataclasses.replace(cfg, roots=()), capsys)
     assert "no .parquet, .jsonl files below" in refused(cfg, capsys)
     pq.write_table(pa.table({"text": ["x = 1"]}), rows / "a.parquet")
-    assert "a.parquet has no text in a column content (it has text 'x = 1'; name" in refused(cfg, capsys)
+    assert "a.parquet has no text in a column content (it has text 'x = 1'; name" in refused(
+        cfg, capsys
+    )
     pq.write_table(pa.table({"content": [1]}), rows / "a.parquet")
-    assert "a.parquet has no text in a column content (it has content 1; name" in refused(cfg, capsys)
+    assert "a.parquet has no text in a column content (it has content 1; name" in refused(
+        cfg, capsys
+    )
     (rows / "a.parquet").write_bytes(b"PAR1")
     assert "a.parquet cannot be read (" in refused(cfg, capsys)
     (rows / "a.parquet").unlink()
@@ -344,7 +412,10 @@ def test_a_column_that_is_not_there_is_one_line(tmp_path, capsys):
 
 def test_documents_that_hold_problems_of_benchmarks_are_dropped_and_counted(tmp_path, capsys):
     words = "the list of numbers and return those whose sum with their two neighbours is even"
-    humaneval = {"prompt": f'def f(x):\n    """Take {words}."""\n', "canonical_solution": "    return x\n"}
+    humaneval = {
+        "prompt": f'def f(x):\n    """Take {words}."""\n',
+        "canonical_solution": "    return x\n",
+    }
     code = "def g(a, b, c, d, e):\n    h = min(a, b)\n    return max(c, d, e, h)\n"
     mbpp = [{"text": "Write a function.", "code": code}]
     with gzip.open(tmp_path / "HumanEval.jsonl.gz", "wt") as file:
@@ -352,12 +423,19 @@ def test_documents_that_hold_problems_of_benchmarks_are_dropped_and_counted(tmp_
     (tmp_path / "mbpp.json").write_text(json.dumps(mbpp))
     files = corpus(tmp_path / "src", 10)
     nine = " ".join(words.split()[:9])  # one word less than counts
-    fine = save(tmp_path / "src", {"fine.py": f"# {nine}, 1 2 3 4 5 6 7 8 9 10 11 12\ny = 2\n".encode()})
-    save(tmp_path / "src", {"h.py": f"# {words}\nz = 3\n".encode(), "m.py": f"q = 1\n{code}".encode()})
+    fine = save(
+        tmp_path / "src", {"fine.py": f"# {nine}, 1 2 3 4 5 6 7 8 9 10 11 12\ny = 2\n".encode()}
+    )
+    save(
+        tmp_path / "src",
+        {"h.py": f"# {words}\nz = 3\n".encode(), "m.py": f"q = 1\n{code}".encode()},
+    )
     benchmarks = (str(tmp_path / "HumanEval.jsonl.gz"), str(tmp_path / "mbpp.json"))
     dp.main(config(tmp_path, benchmarks=benchmarks))
     assert "left out: 2 benchmark\n" in capsys.readouterr().out
-    assert sorted(text.encode() for text in both(texts_of, tmp_path / "out")) == sorted((files | fine).values())
+    assert sorted(text.encode() for text in both(texts_of, tmp_path / "out")) == sorted(
+        (files | fine).values()
+    )
     assert ", now unset)" in refused(config(tmp_path), capsys)
     for data in (b"{}", b"text", b"[1]", b"\xff", b""):
         (tmp_path / "mbpp.json").write_bytes(data)
@@ -381,7 +459,11 @@ def test_minhash_estimates_the_jaccard_index():
 def test_near_duplicates_keep_the_first_and_only_drop_what_is_near():
     rng = np.random.default_rng(0)
     signature_NP = rng.integers(0, 1 << 16, (50, 128)).astype(np.uint16)
-    signature_NP[30], signature_NP[40], signature_NP[20] = signature_NP[10], signature_NP[10], signature_NP[7]
+    signature_NP[30], signature_NP[40], signature_NP[20] = (
+        signature_NP[10],
+        signature_NP[10],
+        signature_NP[7],
+    )
     signature_NP[30, :12] += 1  # .906
     signature_NP[40, 40:52] += 1
     signature_NP[20, :40] += 1  # .69
@@ -430,7 +512,8 @@ def test_fim_pieces_make_up_the_text_and_stay_out_of_the_heldout(tmp_path):
         assert not set(ids) & set(fim.values())
         texts.append(tokenizer.decode(ids, skip_special_tokens=False).encode() if ids else b"")
     heldout = [text.encode() for text in texts_of(out, "heldout")]
-    whole = [text for text in texts + heldout if b"\xef\xbf\xbd" not in text]  # a cut inside a character's bytes: none
+    # a cut inside a character's bytes: none
+    whole = [text for text in texts + heldout if b"\xef\xbf\xbd" not in text]
     assert sorted(whole) == sorted(files.values())
     assert 0.25 < cut / len(texts) < 0.75
     assert not {*fim.values()} & {*np.concatenate(ids_of(out, "heldout")).tolist()}
@@ -442,7 +525,11 @@ def test_fim_cut_is_prefix_suffix_middle_or_the_suffix_first():
         cfg = dp.Python(fim_rate=1.0, seed=seed)
         prefix, suffix, middle = cp.cut_for_fim(SPECIAL, dataclasses.replace(cfg, spm_rate=0.0))
         assert prefix + middle + suffix == SPECIAL
-        assert cp.cut_for_fim(SPECIAL, dataclasses.replace(cfg, spm_rate=1.0)) == ("", suffix, prefix + middle)
+        assert cp.cut_for_fim(SPECIAL, dataclasses.replace(cfg, spm_rate=1.0)) == (
+            "",
+            suffix,
+            prefix + middle,
+        )
         first += cp.cut_for_fim(SPECIAL, cfg) == ("", suffix, prefix + middle)
     assert 70 < first < 130
     assert cp.cut_for_fim(SPECIAL, dp.Python()) == (SPECIAL,)
@@ -450,7 +537,8 @@ def test_fim_cut_is_prefix_suffix_middle_or_the_suffix_first():
 
 @needs_qwen
 def test_qwen_tokenizer_gives_its_ids_and_padded_vocabulary(tmp_path, monkeypatch):
-    monkeypatch.setattr(dp, "load_vocabulary", functools.lru_cache(dp.load_vocabulary))  # takes a second
+    # takes a second
+    monkeypatch.setattr(dp, "load_vocabulary", functools.lru_cache(dp.load_vocabulary))
     corpus(tmp_path / "src", 8)
     save(tmp_path / "src", ODD)
     cfg = config(tmp_path, tokenizer=str(QWEN / "tokenizer.json"), fim_rate=1.0, heldout=0.5)
@@ -458,13 +546,22 @@ def test_qwen_tokenizer_gives_its_ids_and_padded_vocabulary(tmp_path, monkeypatc
     meta = meta_of(tmp_path / "out")
     assert (meta["vocab_size"], meta["vocab_padded"], meta["eos_id"]) == (151_665, 151_808, 151_643)
     assert meta["fim"] == {"prefix": 151_659, "middle": 151_660, "suffix": 151_661}
-    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (QWEN / "tokenizer.json").read_bytes()
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (
+        QWEN / "tokenizer.json"
+    ).read_bytes()
     assert all(ids[0] == 151_659 for ids in ids_of(tmp_path / "out", "train"))
     vocabulary = dp.load_vocabulary((QWEN / "tokenizer.json").read_bytes(), cfg)
-    pairs = [pair for pair in json.loads((QWEN / "golden_ids.json").read_text()) if "<|" not in pair["text"]]
+    pairs = [
+        pair
+        for pair in json.loads((QWEN / "golden_ids.json").read_text())
+        if "<|" not in pair["text"]
+    ]
     assert len(pairs) > 30
     for pair in pairs:
-        assert vocabulary.encoder.encode_batch_fast([pair["text"]], add_special_tokens=False)[0].ids == pair["ids"]
+        assert (
+            vocabulary.encoder.encode_batch_fast([pair["text"]], add_special_tokens=False)[0].ids
+            == pair["ids"]
+        )
     ids = vocabulary.encoder.encode_batch_fast([SPECIAL], add_special_tokens=False)[0].ids
     assert max(ids) < 151_643
     assert vocabulary.encoder.decode(ids) == SPECIAL
@@ -482,7 +579,9 @@ def test_killed_at_any_moment_the_next_run_ends_with_the_same_bytes(tmp_path):
 
 
 def alive(pid):
-    """Whether a process runs; a zombie, which its parent or init has not waited for yet, does not."""
+    """Whether a process runs; a zombie, which its parent or init has not waited for yet, does
+    not.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -501,14 +600,17 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path):
         time.sleep(0.01)
     time.sleep(0.5)
     run.kill()
-    assert not run.communicate()[1]  # nor do they complain, where their standard error is their parent's
+    # nor do they complain, where their standard error is their parent's
+    assert not run.communicate()[1]
     deadline = time.time() + 5
     while any(map(alive, workers)):
         assert time.time() < deadline, "workers outlive their parent"
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("moment", [".lock", pytest.param("train/00003.parquet", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "moment", [".lock", pytest.param("train/00003.parquet", marks=pytest.mark.slow)]
+)
 def test_ctrl_c_exits_130_with_one_line_and_the_next_run_goes_on(tmp_path, moment):
     corpus(tmp_path / "src", 200)
     cfg = config(tmp_path, shard_bytes=6_000, workers=2)
@@ -538,7 +640,8 @@ def test_a_folder_is_left_alone_or_mended_or_started_over(tmp_path, capsys):
     (out / "train" / "00001.parquet").write_bytes(before["train/00001.parquet"][:-50])
     dp.main(cfg)
     assert tree(out) == before
-    (out / "meta.json").rename(out / "progress.json")  # a run that was stopped, and a file more than it had
+    # a run that was stopped, and a file more than it had
+    (out / "meta.json").rename(out / "progress.json")
     save(tmp_path / "src", {"new.py": b"def new(a, b):\n    return a\n"})
     dp.main(cfg)
     assert "is not complete, writing what is missing" in capsys.readouterr().out
@@ -546,7 +649,9 @@ def test_a_folder_is_left_alone_or_mended_or_started_over(tmp_path, capsys):
     assert tree(out) == tree(tmp_path / "whole")
 
 
-def test_a_second_run_compares_the_content_of_the_files_and_nothing_else(tmp_path, python_run, monkeypatch, capsys):
+def test_a_second_run_compares_the_content_of_the_files_and_nothing_else(
+    tmp_path, python_run, monkeypatch, capsys
+):
     corpus(tmp_path / "src", 20)
     write_stories(tmp_path / "stories.txt", stories(60))
     write_pairs(tmp_path / "pairs.jsonl", 60)
@@ -615,7 +720,9 @@ def test_full_disk_gives_one_line_and_leaves_nothing_that_looks_complete(tmp_pat
     run = start(cfg, preexec_fn=small_disk)
     err = run.communicate()[1]
     assert run.returncode == 1
-    assert re.fullmatch(rf"{tmp_path}/out/[^\s]+: File too large; [^\n]+ the same command to go on\n", err)
+    assert re.fullmatch(
+        rf"{tmp_path}/out/[^\s]+: File too large; [^\n]+ the same command to go on\n", err
+    )
     assert sorted(tree(tmp_path / "out")) == left
     dp.main(cfg)
     dp.main(dataclasses.replace(cfg, out=str(tmp_path / "whole")))
@@ -643,17 +750,31 @@ def test_bad_input_is_one_line_that_says_what_to_do(python_run, tmp_path, capsys
         part = tokenizer | {"added_tokens": tokens, "model": tokenizer["model"] | {"vocab": vocab}}
         (tmp_path / f"no_{name[2:5]}.json").write_text(json.dumps(part))
     vocab = tokenizer["model"]["vocab"] | {"\u2581x": 400}
-    (tmp_path / "spm.json").write_text(json.dumps(tokenizer | {"model": tokenizer["model"] | {"vocab": vocab}}))
+    (tmp_path / "spm.json").write_text(
+        json.dumps(tokenizer | {"model": tokenizer["model"] | {"vocab": vocab}})
+    )
     cases = [
-        ({"roots": (str(tmp_path / "nowhere"),)}, ["nowhere: No such file", "run the same command"]),
-        ({"roots": (str(tmp_path / "none"),)}, ["no .py, .parquet, .jsonl files below", "name other folders"]),
-        ({"roots": (str(tmp_path / "bad"),)}, ["1 unparsable, 1 empty", "no document to train on", "name more"]),
+        (
+            {"roots": (str(tmp_path / "nowhere"),)},
+            ["nowhere: No such file", "run the same command"],
+        ),
+        (
+            {"roots": (str(tmp_path / "none"),)},
+            ["no .py, .parquet, .jsonl files below", "name other folders"],
+        ),
+        (
+            {"roots": (str(tmp_path / "bad"),)},
+            ["1 unparsable, 1 empty", "no document to train on", "name more"],
+        ),
         ({"roots": (str(tmp_path / "one"),)}, ["no document to train on"]),
         ({"tokenizer": str(tmp_path / "nowhere.json")}, ["No such file", "nowhere.json"]),
         ({"tokenizer": str(tmp_path / "broken.json")}, ["broken.json is no tokenizer.json"]),
         ({"tokenizer": str(tmp_path / "src/a/m0.py")}, ["m0.py is no tokenizer.json"]),
         ({"tokenizer": str(tmp_path / "no_end.json")}, ["no token <|endoftext|>", "--eos"]),
-        ({"tokenizer": str(tmp_path / "no_fim.json"), "fim_rate": 0.5}, ["no token <|fim_middle|>", "--fim_rate=0"]),
+        (
+            {"tokenizer": str(tmp_path / "no_fim.json"), "fim_rate": 0.5},
+            ["no token <|fim_middle|>", "--fim_rate=0"],
+        ),
         ({"out": str(tmp_path / "file")}, ["File exists", "file"]),
         ({"seq_len": 1}, ["--seq_len=1", "at least 2"]),
         ({"heldout": 1.0}, ["no document to train on", "lower --heldout"]),
@@ -663,7 +784,11 @@ def test_bad_input_is_one_line_that_says_what_to_do(python_run, tmp_path, capsys
     ]
     refuses(functools.partial(config, tmp_path), cases, capsys)
     parquet = functools.partial(config, tmp_path, dp.Parquet, roots=(str(tmp_path),))
-    refuses(parquet, [({"tokenizer": str(tmp_path / "spm.json")}, ["spm.json is no byte-level BPE: bytes"])], capsys)
+    refuses(
+        parquet,
+        [({"tokenizer": str(tmp_path / "spm.json")}, ["spm.json is no byte-level BPE: bytes"])],
+        capsys,
+    )
     dp.main(config(tmp_path, tokenizer=str(tmp_path / "no_fim.json")))
     assert meta_of(tmp_path / "out")["fim"] is None
 
@@ -680,18 +805,29 @@ def test_each_source_is_a_subcommand_and_none_of_them_is_the_standard_library():
         return tyro.cli(dp.Config, args=arguments, config=(tyro.conf.OmitArgPrefixes,)).source
 
     assert parse() == parse("python") == dp.Python()
-    assert parse("python", "--roots", "a", "b", "--fim_rate=0.5") == dp.Python(roots=("a", "b"), fim_rate=0.5)
+    assert parse("python", "--roots", "a", "b", "--fim_rate=0.5") == dp.Python(
+        roots=("a", "b"), fim_rate=0.5
+    )
     assert parse("text", "a.txt", "--rows=packed") == dp.Text(source="a.txt", rows="packed")
     assert parse("tinystories", "--out=x") == dp.TinyStories(out="x")
     assert parse("pairs", "a.jsonl", "--eos_to=64") == dp.Pairs(source="a.jsonl", eos_to=64)
-    assert parse("parquet", "--roots", "a", "--tokenizer=t") == dp.Parquet(roots=("a",), tokenizer="t")
-    for wrong in (("text",), ("parquet", "--roots", "a"), ("text", "a", "--eos_to=2"), ("pairs", "a", "--rows=padded")):
+    assert parse("parquet", "--roots", "a", "--tokenizer=t") == dp.Parquet(
+        roots=("a",), tokenizer="t"
+    )
+    for wrong in (
+        ("text",),
+        ("parquet", "--roots", "a"),
+        ("text", "a", "--eos_to=2"),
+        ("pairs", "a", "--rows=padded"),
+    ):
         with pytest.raises(SystemExit):
             parse(*wrong)
 
 
 def token_shards(tmp_path, first, lengths, count=3):
-    """Input for the source parquet: the training documents of the run `first` in `count` shards of ragged rows."""
+    """Input for the source parquet: the training documents of the run `first` in `count` shards of
+    ragged rows.
+    """
     documents = ids_of(first, "train")
     rng = random.Random(0)
     for number in range(count):
@@ -704,7 +840,11 @@ def token_shards(tmp_path, first, lengths, count=3):
             stream = stream[n:]
         folder = tmp_path / "shards" / "xy"[number % 2]
         folder.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.table({"labels": rows, "input_ids": rows}), folder / f"{number}.parquet", row_group_size=7)
+        pq.write_table(
+            pa.table({"labels": rows, "input_ids": rows}),
+            folder / f"{number}.parquet",
+            row_group_size=7,
+        )
     return documents, str(first / "tokenizer.json")
 
 
@@ -712,15 +852,25 @@ def token_shards(tmp_path, first, lengths, count=3):
 def test_parquet_source_keeps_documents_counts_and_bytes(tmp_path, python_run, lengths):
     first, out = python_run[0], tmp_path / "out"
     documents, tokenizer = token_shards(tmp_path, first, lengths)
-    changes = {"roots": (str(tmp_path / "shards"),), "tokenizer": tokenizer, "seq_len": 100, "heldout": 0.3}
+    changes = {
+        "roots": (str(tmp_path / "shards"),),
+        "tokenizer": tokenizer,
+        "seq_len": 100,
+        "heldout": 0.3,
+    }
     dp.main(config(tmp_path, dp.Parquet, **changes))
     meta = meta_of(out)
-    got = {split: {tuple(ids.tolist()) for ids in ids_of(out, split)} for split in ("train", "heldout")}
+    got = {
+        split: {tuple(ids.tolist()) for ids in ids_of(out, split)} for split in ("train", "heldout")
+    }
     assert got["train"] | got["heldout"] == {tuple(ids.tolist()) for ids in documents}
     assert not got["train"] & got["heldout"]
     assert 8 < len(got["heldout"]) < 30
     for key in ("documents", "tokens", "bytes"):
-        assert sum(split[key] for split in meta["splits"].values()) == meta_of(first)["splits"]["train"][key]
+        assert (
+            sum(split[key] for split in meta["splits"].values())
+            == meta_of(first)["splits"]["train"][key]
+        )
     assert [shard["file"][:9] for shard in meta["splits"]["train"]["shards"]] == ["train/000"] * 3
     names = sorted((tmp_path / "shards").rglob("*.parquet"))
     part = [ids for ids in cp.eos_documents(names[0], 0) if tuple(ids.tolist()) in got["train"]]
@@ -735,9 +885,15 @@ def test_parquet_source_keeps_documents_counts_and_bytes(tmp_path, python_run, l
 
 def test_parquet_source_reads_what_data_prep_wrote(tmp_path, python_run):
     first, out = python_run[0], tmp_path / "out"
-    settings = {"roots": (str(first / "train"),), "tokenizer": str(first / "tokenizer.json"), "heldout": 0.0}
+    settings = {
+        "roots": (str(first / "train"),),
+        "tokenizer": str(first / "tokenizer.json"),
+        "heldout": 0.0,
+    }
     dp.main(config(tmp_path, dp.Parquet, **settings))
-    assert [ids.tolist() for ids in ids_of(out, "train")] == [ids.tolist() for ids in ids_of(first, "train")]
+    assert [ids.tolist() for ids in ids_of(out, "train")] == [
+        ids.tolist() for ids in ids_of(first, "train")
+    ]
     assert meta_of(out)["splits"]["heldout"]["shards"] == []
 
 
@@ -755,7 +911,13 @@ def test_bad_parquet_is_named_in_one_line(tmp_path, python_run, capsys):
 
     middle = bytearray(good)
     middle[200:2000] = bytes(1800)
-    for data in (b"", b"text", good[: len(good) // 2], bytes(middle), good[:-500] + bytes(492) + good[-8:]):
+    for data in (
+        b"",
+        b"text",
+        good[: len(good) // 2],
+        bytes(middle),
+        good[:-500] + bytes(492) + good[-8:],
+    ):
         shard.write_bytes(data)
         check("cannot be read as lists of token ids", "fetch it again")
     for table, parts in [
@@ -784,7 +946,11 @@ print(sum(kib) / 1024)
 @pytest.mark.slow  # 4 minutes on 2 cores
 def test_memory_does_not_grow_with_the_text(tmp_path):
     library, word = Path(sysconfig.get_paths()["stdlib"]), re.compile(rb"\b[a-z_]{4,}\b")
-    paths = sorted(p for p in library.rglob("*.py") if not {"site-packages", "test"} & {*p.relative_to(library).parts})
+    paths = sorted(
+        p
+        for p in library.rglob("*.py")
+        if not {"site-packages", "test"} & {*p.relative_to(library).parts}
+    )
     hard = {name.encode() for name in keyword.kwlist}
     peaks = []
     for megabytes in (20, 200):
@@ -799,7 +965,9 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
             copy += 1
         run = [sys.executable, "-c", MEASURE, str(source), str(tmp_path / f"out{megabytes}")]
         done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
-        kept = sum(split["bytes"] for split in meta_of(tmp_path / f"out{megabytes}")["splits"].values())
+        kept = sum(
+            split["bytes"] for split in meta_of(tmp_path / f"out{megabytes}")["splits"].values()
+        )
         assert kept > 0.6 * size
         peaks.append(float(done.stdout.split()[-1]))
     assert peaks[1] < peaks[0] + 300, f"peak MiB of 20 and 200 MB: {peaks}"
@@ -818,7 +986,9 @@ def stories(count, seed=0, low=3, high=60):
     texts = []
     for number in range(count):
         chosen = rng.choices(words, k=rng.randint(low, high))
-        texts.append(" ".join(rng.choice(line).format(word) for word in chosen) + f" The end of {number}.")
+        texts.append(
+            " ".join(rng.choice(line).format(word) for word in chosen) + f" The end of {number}."
+        )
     return texts
 
 
@@ -832,7 +1002,9 @@ def write_stories(path, texts, last="\n<|endoftext|>\n"):
 
 
 def padded_texts(out, split):
-    """The documents of padded rows, decoded, after a check of what BOS, EOS, PAD, segments and positions must be."""
+    """The documents of padded rows, decoded, after a check of what BOS, EOS, PAD, segments and
+    positions must be.
+    """
     tokens_RL, segments_RL, positions_RL = rows_of(out, split)
     used_RL, column_L = segments_RL == 1, np.arange(tokens_RL.shape[1])
     assert ((tokens_RL == 0) == ~used_RL).all()
@@ -843,7 +1015,8 @@ def padded_texts(out, split):
     stream = tokens_RL[used_RL]
     documents = np.split(stream, np.flatnonzero(stream == 2) + 1)[:-1]
     for row_L, following_L in zip(tokens_RL, [*tokens_RL[1:], np.array([1])], strict=True):
-        assert (following_L[0] == 1) == (2 in row_L)  # a row without EOS is full and goes on in the next one
+        # a row without EOS is full and goes on in the next one
+        assert (following_L[0] == 1) == (2 in row_L)
         assert 2 in row_L or row_L[-1] != 0
     tokenizer = Tokenizer.from_file(str(Path(out) / "tokenizer.json"))
     for ids in documents:
@@ -872,7 +1045,9 @@ def test_padded_rows_equal_a_loop_over_documents():
 
 
 @pytest.mark.parametrize("last", ["", "\n<|endoftext|>\n", "<|endoftext|>"])
-def test_text_file_is_split_at_separators_and_padded_rows_decode_to_the_documents(tmp_path, monkeypatch, last):
+def test_text_file_is_split_at_separators_and_padded_rows_decode_to_the_documents(
+    tmp_path, monkeypatch, last
+):
     texts = stories(150)
     texts[7] = "<pad> <bos> <mask>\u00a0<eos> <unk> <|fim_prefix|> are plain text <|endoftext"
     monkeypatch.setattr(dp, "BLOCK_TOKENS", 2000)
@@ -891,7 +1066,12 @@ def test_text_file_is_split_at_separators_and_padded_rows_decode_to_the_document
         assert (total["tokens"], total["rows"]) == (segments_RL.sum(), len(tokens_RL))
     roles = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "mask_id": 3, "unk_id": 4}
     assert {role: meta[role] for role in roles} == roles
-    assert (meta["source"], meta["seq_len"], meta["vocab_size"], meta["vocab_padded"]) == ("text", 64, 400, 512)
+    assert (meta["source"], meta["seq_len"], meta["vocab_size"], meta["vocab_padded"]) == (
+        "text",
+        64,
+        400,
+        512,
+    )
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
     assert [tokenizer.id_to_token(id) for id in range(5)] == SPECIAL_TOKENS
     assert tokenizer.get_vocab_size() == 400
@@ -911,7 +1091,9 @@ def test_defaults_are_padded_rows_of_256_for_text_and_packed_rows_of_2048_for_py
 def test_python_source_with_padded_rows_and_text_with_packed_rows(tmp_path):
     files = corpus(tmp_path / "src", 30) | save(tmp_path / "src", ODD)
     dp.main(config(tmp_path, rows="padded"))
-    assert sorted(text.encode() for text in both(padded_texts, tmp_path / "out")) == sorted(files.values())
+    assert sorted(text.encode() for text in both(padded_texts, tmp_path / "out")) == sorted(
+        files.values()
+    )
     want = write_stories(tmp_path / "stories.txt", stories(100))
     dp.main(text_config(tmp_path, rows="packed", out=str(tmp_path / "packed")))
     assert both(texts_of, tmp_path / "packed") == sorted(want)
@@ -920,11 +1102,20 @@ def test_python_source_with_padded_rows_and_text_with_packed_rows(tmp_path):
 
 def test_folder_gives_a_document_per_file_and_leaves_out_what_is_no_text(tmp_path):
     texts = stories(40)
-    whole = {f"{'ab'[i % 2]}/{i}{'.txt .py .md .text'.split()[i % 4]}": f"  {texts[i]}\r\n" for i in range(30)}
+    whole = {
+        f"{'ab'[i % 2]}/{i}{'.txt .py .md .text'.split()[i % 4]}": f"  {texts[i]}\r\n"
+        for i in range(30)
+    }
     save(tmp_path / "src", {name: text.encode() for name, text in whole.items()})
     write_stories(tmp_path / "src" / "more.txt", texts[30:])
-    save(tmp_path / "src", {"utf16.txt": "\ufeffx".encode("utf-16"), "cut.txt": b"caf\xc3", "nul.md": b"a\0b"})
-    save(tmp_path / "src", {"empty.py": b"", "blank.txt": b" \n<|endoftext|>\n", "photo.jpg": b"no text"})
+    save(
+        tmp_path / "src",
+        {"utf16.txt": "\ufeffx".encode("utf-16"), "cut.txt": b"caf\xc3", "nul.md": b"a\0b"},
+    )
+    save(
+        tmp_path / "src",
+        {"empty.py": b"", "blank.txt": b" \n<|endoftext|>\n", "photo.jpg": b"no text"},
+    )
     os.mkfifo(tmp_path / "src" / "pipe.txt")
     (tmp_path / "src" / "gone.txt").symlink_to("nowhere")
     cfg = text_config(tmp_path, "src", out=str(tmp_path / "src" / "out"), shard_bytes=5_000)
@@ -946,7 +1137,10 @@ def test_heldout_is_drawn_by_seed_and_content_alone(tmp_path):
 
     texts = stories(150)
     first = heldout("first", texts)
-    assert heldout("other", [*stories(50, seed=8), *reversed(texts)], shard_bytes=3_000) & {*texts} == first
+    assert (
+        heldout("other", [*stories(50, seed=8), *reversed(texts)], shard_bytes=3_000) & {*texts}
+        == first
+    )
     assert heldout("seeded", texts, seed=1) != first
 
 
@@ -957,7 +1151,9 @@ def test_ranges_end_with_documents_and_long_documents_are_split_at_line_ends(tmp
         (tmp_path / "x.txt").write_bytes(data)
         items = cp.text_ranges(cp.Item("x.txt", str(tmp_path / "x.txt"), "", 0), limit)
         parts = [data[item.start : item.start + item.size] for item in items]
-        assert [dp.hashlib.sha256(part).hexdigest() for part in parts] == [item.sha256 for item in items]
+        assert [dp.hashlib.sha256(part).hexdigest() for part in parts] == [
+            item.sha256 for item in items
+        ]
         return parts
 
     data = "<|endoftext|>".join(stories(100)).encode()
@@ -1004,7 +1200,15 @@ def test_text_run_killed_at_any_moment_ends_with_the_same_bytes(tmp_path, capsys
 
 def test_bad_text_input_is_one_line_that_says_what_to_do(python_run, tmp_path, capsys):
     (tmp_path / "nothing").mkdir()
-    save(tmp_path, {"empty.txt": b"", "blank.txt": b"\n<|endoftext|>\n \n", "nul.bin": b"ab\0c", "latin.txt": b"\xe9"})
+    save(
+        tmp_path,
+        {
+            "empty.txt": b"",
+            "blank.txt": b"\n<|endoftext|>\n \n",
+            "nul.bin": b"ab\0c",
+            "latin.txt": b"\xe9",
+        },
+    )
     save(tmp_path, {"binary/a.txt": b"\0", "binary/b.md": b"\xff", "photos/a.jpg": b"x"})
     os.mkfifo(tmp_path / "pipe")
     write_stories(tmp_path / "stories.txt", stories(20))
@@ -1036,10 +1240,21 @@ def test_padded_rows_take_a_tokenizer_that_has_the_five_tokens_at_any_ids(python
     tokenizer.save(str(tmp_path / "five.json"))
     dp.main(text_config(tmp_path, tokenizer=str(tmp_path / "five.json")))
     meta = meta_of(tmp_path / "out")
-    assert [meta[f"{role}_id"] for role in ("pad", "bos", "eos", "mask", "unk")] == [400, 401, 402, 403, 404]
+    assert [meta[f"{role}_id"] for role in ("pad", "bos", "eos", "mask", "unk")] == [
+        400,
+        401,
+        402,
+        403,
+        404,
+    ]
     tokens_RL, segments_RL, _ = rows_of(tmp_path / "out", "train")
     assert (tokens_RL[segments_RL == 0] == 400).all()
-    assert (tokens_RL == 401).sum() == (tokens_RL == 402).sum() == meta["splits"]["train"]["documents"] < len(texts)
+    assert (
+        (tokens_RL == 401).sum()
+        == (tokens_RL == 402).sum()
+        == meta["splits"]["train"]["documents"]
+        < len(texts)
+    )
 
 
 def test_one_document_is_trained_on_and_said_to_leave_nothing_held_out(tmp_path, capsys):
@@ -1058,15 +1273,21 @@ def test_tinystories_come_through_datasets_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     texts = stories(80)
     (tmp_path / "hub").mkdir()
-    pq.write_table(pa.table({"text": [f"{text}\n" for text in texts]}), tmp_path / "hub" / "train-00000.parquet")
-    pq.write_table(pa.table({"text": stories(9, seed=3)}), tmp_path / "hub" / "validation-00000.parquet")
+    pq.write_table(
+        pa.table({"text": [f"{text}\n" for text in texts]}),
+        tmp_path / "hub" / "train-00000.parquet",
+    )
+    pq.write_table(
+        pa.table({"text": stories(9, seed=3)}), tmp_path / "hub" / "validation-00000.parquet"
+    )
     monkeypatch.setattr(cp, "TINYSTORIES", str(tmp_path / "hub"))
     cfg = config(tmp_path, dp.TinyStories)
     dp.main(cfg)
     assert both(padded_texts, cfg.out) == sorted(texts)
     assert meta_of(cfg.out)["source"] == "tinystories"
     capsys.readouterr()
-    monkeypatch.setattr(cp, "TINYSTORIES", str(tmp_path / "nowhere"))  # the file that is there is used
+    # the file that is there is used
+    monkeypatch.setattr(cp, "TINYSTORIES", str(tmp_path / "nowhere"))
     dp.main(cfg)
     assert "nothing to do" in capsys.readouterr().out
     message = refused(config(tmp_path, dp.TinyStories, out=str(tmp_path / "new")), capsys)
@@ -1096,23 +1317,35 @@ def write_pairs(path, count, seed=0):
     while len(pairs) < count:
         numbers = [rng.randint(0, 9) for _ in range(rng.randint(3, 9))]
         pairs[f"sorted({numbers}) -> caf\u00e9 "] = str(sorted(numbers))
-    lines = [json.dumps({"prompt": prompt, "response": response}) for prompt, response in pairs.items()]
+    lines = [
+        json.dumps({"prompt": prompt, "response": response}) for prompt, response in pairs.items()
+    ]
     path.write_text("\n".join(lines) + "\n\n")  # an empty line is nothing
     return pairs
 
 
 def pair_config(tmp_path, **changes):
-    settings = {"source": str(tmp_path / "pairs.jsonl"), "seq_len": 128, "eos_to": 16, "vocab_size": 300}
+    settings = {
+        "source": str(tmp_path / "pairs.jsonl"),
+        "seq_len": 128,
+        "eos_to": 16,
+        "vocab_size": 300,
+    }
     return config(tmp_path, dp.Pairs, **settings | changes)
 
 
 def pairs_of(out, split):
-    """[(prompt, response, tokens of EOS)] of a split, read from the rows; asserts what holds of every row."""
+    """[(prompt, response, tokens of EOS)] of a split, read from the rows; asserts what holds of
+    every row.
+    """
     tokenizer, meta = Tokenizer.from_file(str(Path(out) / "tokenizer.json")), meta_of(out)
     found = []
     for shard in meta["splits"][split]["shards"]:
         table = pq.read_table(Path(out) / shard["file"])
-        columns = [np.array(table[name].to_pylist()) for name in ("input_ids", "segments", "positions", "fixed")]
+        columns = [
+            np.array(table[name].to_pylist())
+            for name in ("input_ids", "segments", "positions", "fixed")
+        ]
         for token_L, segment_L, position_L, fixed_L in zip(*columns, strict=True):
             assert (np.diff(segment_L[segment_L > 0]) >= 0).all()
             assert not fixed_L[segment_L == 0].any()
@@ -1125,7 +1358,9 @@ def pairs_of(out, split):
                 assert (np.diff(ends_T.astype(int)) >= 0).all()
                 parts = (token_T[fixed_T == 1], token_T[(fixed_T == 0) & ~ends_T])
                 prompt, response = (tokenizer.decode(part.tolist()) for part in parts)
-                found.append((prompt, response, int(ends_T.sum()), len(token_T) - int(fixed_T.sum())))
+                found.append(
+                    (prompt, response, int(ends_T.sum()), len(token_T) - int(fixed_T.sum()))
+                )
     return found
 
 
@@ -1150,10 +1385,14 @@ def test_pairs_with_a_byte_order_mark_are_read_and_pairs_without_text_refused(tm
     plain = (tmp_path / "pairs.jsonl").read_bytes()
     (tmp_path / "pairs.jsonl").write_bytes(b"\xef\xbb\xbf" + plain)
     dp.main(pair_config(tmp_path, heldout=0.0))
-    assert {prompt: response for prompt, response, _, _ in pairs_of(tmp_path / "out", "train")} == pairs
+    assert {
+        prompt: response for prompt, response, _, _ in pairs_of(tmp_path / "out", "train")
+    } == pairs
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "", "response": ""}\n' * 9)
     capsys.readouterr()
-    assert "all prompts and responses are empty" in refused(pair_config(tmp_path, out=str(tmp_path / "b")), capsys)
+    assert "all prompts and responses are empty" in refused(
+        pair_config(tmp_path, out=str(tmp_path / "b")), capsys
+    )
 
 
 def test_rows_with_ids_past_the_vocabulary_are_refused(tmp_path):
@@ -1163,7 +1402,9 @@ def test_rows_with_ids_past_the_vocabulary_are_refused(tmp_path):
     largest = rows.read(np.arange(rows.total))[0].max()
     (tmp_path / "out" / "meta.json").write_text(json.dumps(meta | {"vocab_size": int(largest)}))
     rows = Rows(tmp_path / "out", "train")
-    with pytest.raises(ValueError, match=rf"00000\.parquet holds ids that its tokenizer has not, up to {largest};"):
+    with pytest.raises(
+        ValueError, match=rf"00000\.parquet holds ids that its tokenizer has not, up to {largest};"
+    ):
         rows.read(np.arange(1))
 
 
@@ -1172,7 +1413,10 @@ def test_holes_of_any_length_have_masks_for_several_tokens_and_for_none():
     grown = shrunk = 0
 
     def edited(number, **settings):
-        return [np.array(column) for column in dp.edit(*parts, eos, number, dp.Pairs(source="", **settings))]
+        return [
+            np.array(column)
+            for column in dp.edit(*parts, eos, number, dp.Pairs(source="", **settings))
+        ]
 
     for number in range(400):
         ids, fixed = edited(number, seq_len=256, edit_rate=0.5)
@@ -1182,7 +1426,8 @@ def test_holes_of_any_length_have_masks_for_several_tokens_and_for_none():
         assert not np.diff(deleted.astype(int)).min(initial=0) < 0  # at the end
         kept, masked = ids[~deleted], fixed[~deleted] == 2
         assert kept[0] == 10
-        assert (np.diff(kept) > 0).all()  # in order, and what is left out was joined with what stands before it
+        # in order, and what is left out was joined with what stands before it
+        assert (np.diff(kept) > 0).all()
         lengths = np.diff([*kept, 40])
         assert (lengths[~masked] == 1).all()
         assert (lengths[masked] > 1).all()
@@ -1199,7 +1444,9 @@ def test_holes_of_any_length_have_masks_for_several_tokens_and_for_none():
 
 def test_rows_of_holes_of_any_length_say_what_is_only_seen_as_mask(tmp_path):
     texts = [(f"def f{i}(x):\n    ", f"return {i} * x + {i * i}", "\n\nf(3)\n") for i in range(200)]
-    lines = [json.dumps(dict(zip(("prompt", "response", "suffix"), text, strict=True))) for text in texts]
+    lines = [
+        json.dumps(dict(zip(("prompt", "response", "suffix"), text, strict=True))) for text in texts
+    ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
     dp.main(pair_config(tmp_path, eos_to=1, edit_rate=0.7))
     read = {split: Rows(tmp_path / "out", split) for split in ("train", "heldout")}
@@ -1212,14 +1459,23 @@ def test_rows_of_holes_of_any_length_say_what_is_only_seen_as_mask(tmp_path):
     assert 2 not in read["heldout"].read(np.arange(read["heldout"].total))[3]
     write_pairs(tmp_path / "plain.jsonl", 20)
     with pytest.raises(ValueError, match=r'no line of .*plain\.jsonl has a "suffix"'):
-        dp.main(pair_config(tmp_path, source=str(tmp_path / "plain.jsonl"), edit_rate=0.5, out=str(tmp_path / "no")))
+        dp.main(
+            pair_config(
+                tmp_path,
+                source=str(tmp_path / "plain.jsonl"),
+                edit_rate=0.5,
+                out=str(tmp_path / "no"),
+            )
+        )
     with pytest.raises(ValueError, match=r"edit_rate 0\.7, now 0\.5"):
         dp.main(pair_config(tmp_path, eos_to=1, edit_rate=0.5))
 
 
 def test_a_hole_before_a_suffix_ends_with_any_number_of_eos_below_eos_to(tmp_path):
     texts = [(f"def f{i}(x):\n    ", f"return {i} * x", "\n\nf(3)\n") for i in range(100)]
-    lines = [json.dumps(dict(zip(("prompt", "response", "suffix"), text, strict=True))) for text in texts]
+    lines = [
+        json.dumps(dict(zip(("prompt", "response", "suffix"), text, strict=True))) for text in texts
+    ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
     dp.main(pair_config(tmp_path, eos_to=8))
     tokenizer, filled = Tokenizer.from_file(str(tmp_path / "out/tokenizer.json")), []
@@ -1227,14 +1483,19 @@ def test_a_hole_before_a_suffix_ends_with_any_number_of_eos_below_eos_to(tmp_pat
     for token_L, segment_L, _, fixed_L in zip(*read.read(np.arange(read.total)), strict=True):
         for segment in range(1, segment_L.max() + 1):
             token_T, fixed_T = token_L[segment_L == segment], fixed_L[segment_L == segment]
-            hole_T = (fixed_T == 0) & (np.arange(len(token_T)) < len(token_T) - 1)  # the last EOS ends the row
+            # the last EOS ends the row
+            hole_T = (fixed_T == 0) & (np.arange(len(token_T)) < len(token_T) - 1)
             assert re.fullmatch(r"return \d+ \* x", tokenizer.decode(token_T[hole_T].tolist()))
-            assert tokenizer.decode(token_T[np.flatnonzero(hole_T)[-1] + 1 :].tolist()) == "\n\nf(3)\n"
+            assert (
+                tokenizer.decode(token_T[np.flatnonzero(hole_T)[-1] + 1 :].tolist()) == "\n\nf(3)\n"
+            )
             filled.append(int((token_T[hole_T] == 0).sum()))
     assert {*filled} == {*range(8)}
 
 
-def test_without_eos_to_a_response_ends_with_one_eos_and_a_pair_longer_than_a_row_is_counted(tmp_path):
+def test_without_eos_to_a_response_ends_with_one_eos_and_a_pair_longer_than_a_row_is_counted(
+    tmp_path,
+):
     pairs = write_pairs(tmp_path / "pairs.jsonl", 200)
     dp.main(pair_config(tmp_path, eos_to=1, seq_len=40, shard_bytes=3000))
     meta = meta_of(tmp_path / "out")
@@ -1245,13 +1506,20 @@ def test_without_eos_to_a_response_ends_with_one_eos_and_a_pair_longer_than_a_ro
     assert 0 < too_long < 200
     assert len(everything) == 200 - too_long
     tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
-    sizes = {p: len(tokenizer.encode(p).ids) + len(tokenizer.encode(r).ids) + 1 for p, r in pairs.items()}
-    assert {prompt for prompt, _, _, _ in everything} == {prompt for prompt, size in sizes.items() if size <= 40}
+    sizes = {
+        p: len(tokenizer.encode(p).ids) + len(tokenizer.encode(r).ids) + 1 for p, r in pairs.items()
+    }
+    assert {prompt for prompt, _, _, _ in everything} == {
+        prompt for prompt, size in sizes.items() if size <= 40
+    }
 
 
 def test_a_suffix_follows_the_response_and_is_fixed_as_the_prompt_is(tmp_path, capsys):
     source, texts = tmp_path / "pairs.jsonl", ("x = (", " y + 1", ")\n    return x")
-    lines = [dict(zip(("prompt", "response", "suffix"), texts, strict=True)), {"prompt": "a", "response": " b"}] * 3
+    lines = [
+        dict(zip(("prompt", "response", "suffix"), texts, strict=True)),
+        {"prompt": "a", "response": " b"},
+    ] * 3
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     dp.main(pair_config(tmp_path, eos_to=16, heldout=0.0))
     token_RL, segment_RL, _, fixed_RL = (rows := Rows(tmp_path / "out", "train")).read(np.arange(1))
@@ -1274,10 +1542,14 @@ def test_a_suffix_follows_the_response_and_is_fixed_as_the_prompt_is(tmp_path, c
 
 def test_a_held_out_prompt_is_in_no_training_pair(tmp_path):
     rng = random.Random(0)
-    lines = [{"prompt": f"prompt {rng.randint(0, 60)}: ", "response": f"answer {i}"} for i in range(300)]
+    lines = [
+        {"prompt": f"prompt {rng.randint(0, 60)}: ", "response": f"answer {i}"} for i in range(300)
+    ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     dp.main(pair_config(tmp_path))
-    train, heldout = ({found[0] for found in pairs_of(tmp_path / "out", split)} for split in ("train", "heldout"))
+    train, heldout = (
+        {found[0] for found in pairs_of(tmp_path / "out", split)} for split in ("train", "heldout")
+    )
     assert train
     assert heldout
     assert not train & heldout
@@ -1285,7 +1557,13 @@ def test_a_held_out_prompt_is_in_no_training_pair(tmp_path):
 
 def test_bad_lines_of_pairs_are_named_by_number(tmp_path, capsys):
     good = b'{"prompt": "a", "response": "b"}\n'
-    bad = [b'{"prompt": 1, "response": "b"}', b"prompt,response", b"\xff\xfe", b'["a", "b"]', b'{"prompt": "\\ud800"}']
+    bad = [
+        b'{"prompt": 1, "response": "b"}',
+        b"prompt,response",
+        b"\xff\xfe",
+        b'["a", "b"]',
+        b'{"prompt": "\\ud800"}',
+    ]
     bad += [b'{"prompt": "\\ud800", "response": ""}']
     (tmp_path / "pairs.jsonl").write_bytes(good + b"\n" + b"\n".join(bad) + b"\n" + good)
     text = refused(pair_config(tmp_path), capsys)
@@ -1295,7 +1573,10 @@ def test_bad_lines_of_pairs_are_named_by_number(tmp_path, capsys):
     (tmp_path / "pairs.jsonl").write_bytes(b"")
     assert "no document to train on" in refused(pair_config(tmp_path), capsys)
     (tmp_path / "pairs.jsonl").write_bytes(good)
-    for changes, part in (({"eos_to": 0}, "--eos_to=0"), ({"source": "none.jsonl"}, "none.jsonl: No such file")):
+    for changes, part in (
+        ({"eos_to": 0}, "--eos_to=0"),
+        ({"source": "none.jsonl"}, "none.jsonl: No such file"),
+    ):
         assert part in refused(pair_config(tmp_path, **changes), capsys)
 
 
@@ -1313,16 +1594,26 @@ def chat_model(python_run, tmp_path):
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|mask|>"])
     (tmp_path / "model").mkdir()
     tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
-    save(tmp_path / "model", {"tokenizer_config.json": b"{}", "chat_template.jinja": CHAT_TEMPLATE.encode()})
+    save(
+        tmp_path / "model",
+        {"tokenizer_config.json": b"{}", "chat_template.jinja": CHAT_TEMPLATE.encode()},
+    )
     return tmp_path / "model"
 
 
-def test_pairs_of_a_chat_are_turns_and_special_tokens_are_the_templates_alone(chat_model, tmp_path, capsys):
+def test_pairs_of_a_chat_are_turns_and_special_tokens_are_the_templates_alone(
+    chat_model, tmp_path, capsys
+):
     pairs = write_pairs(tmp_path / "pairs.jsonl", 60)
-    typed = {"What is <|im_end|> or <|mask|>?": "<|im_end|>\n<|im_start|>user\nA token.", "cafe\u0301": "\ufb01"}
+    typed = {
+        "What is <|im_end|> or <|mask|>?": "<|im_end|>\n<|im_start|>user\nA token.",
+        "cafe\u0301": "\ufb01",
+    }
     with open(tmp_path / "pairs.jsonl", "a") as file:
         file.writelines(json.dumps({"prompt": p, "response": r}) + "\n" for p, r in typed.items())
-    cfg = pair_config(tmp_path, chat=True, tokenizer=str(chat_model / "tokenizer.json"), seq_len=512, eos_to=1)
+    cfg = pair_config(
+        tmp_path, chat=True, tokenizer=str(chat_model / "tokenizer.json"), seq_len=512, eos_to=1
+    )
     dp.main(cfg)
     tokenizer, out = Tokenizer.from_file(cfg.tokenizer), tmp_path / "out"
     start, end, mask = map(tokenizer.token_to_id, ("<|im_start|>", "<|im_end|>", "<|mask|>"))
@@ -1330,23 +1621,36 @@ def test_pairs_of_a_chat_are_turns_and_special_tokens_are_the_templates_alone(ch
     for rows in open_data(out)[:2]:
         for token_L, segment_L, _, fixed_L in rows.read(np.arange(rows.total)).swapaxes(0, 1):
             for segment in range(1, segment_L.max() + 1):
-                prompt, response = (token_L[(segment_L == segment) & (fixed_L == i)].tolist() for i in (1, 0))
+                prompt, response = (
+                    token_L[(segment_L == segment) & (fixed_L == i)].tolist() for i in (1, 0)
+                )
                 assert [i for i in prompt if i in (start, end, mask)] == [start, end, start]
                 assert [i for i in response if i in (start, end, mask)] == [end]
                 assert response[-2:] == [end, 0]  # EOS behind it
-                text, answer = (tokenizer.decode(ids, skip_special_tokens=False) for ids in (prompt, response[:-2]))
+                text, answer = (
+                    tokenizer.decode(ids, skip_special_tokens=False)
+                    for ids in (prompt, response[:-2])
+                )
                 found[text] = answer
     turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-    assert found == {turn.format(normalize("NFC", p)): normalize("NFC", r) for p, r in (pairs | typed).items()}
+    assert found == {
+        turn.format(normalize("NFC", p)): normalize("NFC", r) for p, r in (pairs | typed).items()
+    }
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (out / name).read_bytes() == (chat_model / name).read_bytes()
     capsys.readouterr()
     dp.main(cfg)
     assert "nothing to do" in capsys.readouterr().out
     assert "other settings (chat " in refused(dataclasses.replace(cfg, chat=False), capsys)
-    (tmp_path / "holes.jsonl").write_text(json.dumps({"prompt": "a", "response": "b", "suffix": "c"}))
-    holes = dataclasses.replace(cfg, source=str(tmp_path / "holes.jsonl"), out=str(tmp_path / "new"))
-    assert 'line 1: not {"prompt": TEXT, "response": TEXT} in UTF-8, without "suffix"' in refused(holes, capsys)
+    (tmp_path / "holes.jsonl").write_text(
+        json.dumps({"prompt": "a", "response": "b", "suffix": "c"})
+    )
+    holes = dataclasses.replace(
+        cfg, source=str(tmp_path / "holes.jsonl"), out=str(tmp_path / "new")
+    )
+    assert 'line 1: not {"prompt": TEXT, "response": TEXT} in UTF-8, without "suffix"' in refused(
+        holes, capsys
+    )
     save(chat_model, {"chat_template.jinja": b"Q: {{ messages[0].content }}"})
     assert "other settings (chat " in refused(cfg, capsys)
 
@@ -1357,7 +1661,10 @@ def test_a_response_ends_with_lladas_token_where_the_tokenizer_has_that(chat_mod
     cfg = pair_config(chat_model, chat=True, tokenizer=str(chat_model / "tokenizer.json"))
     vocabulary = dp.load_vocabulary((chat_model / "tokenizer.json").read_bytes(), cfg)
     (((_, response), size),) = dp.chat_turns([("a", "b")], cfg, vocabulary)
-    assert (vocabulary.encoder.decode(response, skip_special_tokens=False), size) == ("b<|eot_id|>", 2)
+    assert (vocabulary.encoder.decode(response, skip_special_tokens=False), size) == (
+        "b<|eot_id|>",
+        2,
+    )
 
 
 def test_eos_fills_a_row_as_far_as_it_goes(tmp_path):
@@ -1365,21 +1672,30 @@ def test_eos_fills_a_row_as_far_as_it_goes(tmp_path):
     dp.main(pair_config(tmp_path, seq_len=128, eos_to=1, heldout=0.0))
     whole = runs.read_json(tmp_path / "out" / "meta.json")["splits"]["train"]
     assert (whole["documents"], whole["too_long"]) == (60, 0)
-    dp.main(pair_config(tmp_path, seq_len=128, eos_to=2048, heldout=0.0, out=str(tmp_path / "filled")))
+    dp.main(
+        pair_config(tmp_path, seq_len=128, eos_to=2048, heldout=0.0, out=str(tmp_path / "filled"))
+    )
     filled = runs.read_json(tmp_path / "filled" / "meta.json")["splits"]["train"]
     assert (filled["documents"], filled["rows"], filled["tokens"]) == (60, 60, 60 * 128)
 
 
-def test_a_chat_needs_a_template_and_a_token_that_ends_a_turn(chat_model, python_run, tmp_path, capsys):
+def test_a_chat_needs_a_template_and_a_token_that_ends_a_turn(
+    chat_model, python_run, tmp_path, capsys
+):
     write_pairs(tmp_path / "pairs.jsonl", 9)
     cases = [
-        ({"tokenizer": ""}, ["--chat takes the template of a model", "--tokenizer=FOLDER/tokenizer.json"]),
+        (
+            {"tokenizer": ""},
+            ["--chat takes the template of a model", "--tokenizer=FOLDER/tokenizer.json"],
+        ),
         ({"tokenizer": str(python_run[0] / "tokenizer.json")}, ["has no token <|im_end|>"]),
     ]
     refuses(functools.partial(pair_config, tmp_path, chat=True), cases, capsys)
     (chat_model / "chat_template.jinja").unlink()
     cfg = pair_config(tmp_path, chat=True, tokenizer=str(chat_model / "tokenizer.json"))
-    assert "holds no chat template (tokenizer_config.json or chat_template.jinja)" in refused(cfg, capsys)
+    assert "holds no chat template (tokenizer_config.json or chat_template.jinja)" in refused(
+        cfg, capsys
+    )
     assert not (tmp_path / "out" / "train").exists()
 
 
@@ -1406,7 +1722,9 @@ def test_the_reader_gives_the_rows_that_were_written(rows_of_text):
         got_3RL = rows.read(ids)
         assert got_3RL.dtype == np.int32
         np.testing.assert_array_equal(got_3RL, want_3RL[:, ids])
-    np.testing.assert_array_equal(train.read(np.array([[3, -1]]))[:, 0, 0], train.read(np.array([3]))[:, 0])
+    np.testing.assert_array_equal(
+        train.read(np.array([[3, -1]]))[:, 0, 0], train.read(np.array([3]))[:, 0]
+    )
     assert not train.read(np.array([[3, -1]]))[:, 0, 1].any()
 
 
@@ -1420,18 +1738,25 @@ def test_an_epoch_has_each_row_once_and_a_batch_may_run_over_its_end(rows_of_tex
     for step in range(5):
         want = rows.read(stream[step * size :][:size])
         np.testing.assert_array_equal(rows.batch(5, step, size), want)
-    np.testing.assert_array_equal(rows.batch(5, 0, 2 * rows.total + 1), rows.read(stream[: 2 * rows.total + 1]))
+    np.testing.assert_array_equal(
+        rows.batch(5, 0, 2 * rows.total + 1), rows.read(stream[: 2 * rows.total + 1])
+    )
 
 
 def test_some_rows_stand_for_all(rows_of_text):
     """The first rows may be of one long document; a sample has rows of every part."""
     rows = Rows(rows_of_text, "train")
-    assert rows.spread(rows.total).tolist() == rows.spread(10 * rows.total).tolist() == list(range(rows.total))
+    assert (
+        rows.spread(rows.total).tolist()
+        == rows.spread(10 * rows.total).tolist()
+        == list(range(rows.total))
+    )
     for count in (1, 7, rows.total // 2, rows.total - 1):
         ids = rows.spread(count)
         assert len(ids) == count
         assert 0 <= ids[0] < ids[-1] + 1 <= rows.total
-        for part in np.array_split(np.arange(rows.total), max(1, count // 2)):  # each holds at least one
+        # each holds at least one
+        for part in np.array_split(np.arange(rows.total), max(1, count // 2)):
             assert {*part} & {*ids.tolist()}
 
 
@@ -1454,18 +1779,26 @@ def test_a_damaged_folder_is_one_line_that_says_what_to_do(rows_of_text, tmp_pat
         (tmp_path / "copy" / name).write_bytes(data)
         return tmp_path / "copy"
 
-    with pytest.raises(FileNotFoundError, match=r"holds no finished data .*write it with data_prep.py"):
+    with pytest.raises(
+        FileNotFoundError, match=r"holds no finished data .*write it with data_prep.py"
+    ):
         open_data(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="rows of 64 tokens, the run wants 128; prepare it again"):
         open_data(rows_of_text, seq_len=128)
     for data in (b"{", b"[]", b"{}", b'{"splits": {}, "seq_len": 64, "tokenizer_sha256": ""}'):
-        with pytest.raises(ValueError, match=r"meta.json is damaged; delete the folder and write it again"):
+        with pytest.raises(
+            ValueError, match=r"meta.json is damaged; delete the folder and write it again"
+        ):
             open_data(damaged("meta.json", data))
-    with pytest.raises(ValueError, match=r"tokenizer.json is missing, or not the one that made the shards"):
+    with pytest.raises(
+        ValueError, match=r"tokenizer.json is missing, or not the one that made the shards"
+    ):
         open_data(damaged("tokenizer.json", b"{}"))
     shard = (rows_of_text / "train" / "00000.parquet").read_bytes()
     train, _, _ = open_data(damaged("train/00000.parquet", shard[:-1]))
-    with pytest.raises(ValueError, match=r"00000.parquet is corrupted .its SHA-256 .* run data_prep.py again"):
+    with pytest.raises(
+        ValueError, match=r"00000.parquet is corrupted .its SHA-256 .* run data_prep.py again"
+    ):
         train.read(np.arange(1))
     (tmp_path / "copy" / "train" / "00000.parquet").unlink()
     with pytest.raises(FileNotFoundError, match=r"No such file or directory: .*00000.parquet"):
@@ -1479,6 +1812,8 @@ def test_bytes_of_the_tokens_of_a_text_are_its_bytes(rows_of_text):
     assert not bytes_V[:5].any()
     assert not bytes_V[400:].any()
     for text in stories(20, seed=4):
-        assert bytes_V[tokenizer.encode(text, add_special_tokens=False).ids].sum() == len(text.encode())
+        assert bytes_V[tokenizer.encode(text, add_special_tokens=False).ids].sum() == len(
+            text.encode()
+        )
     tokenizer.add_tokens(["    "])  # as GPT-NeoX's tokenizer has them
     assert token_bytes(tokenizer, 512)[tokenizer.token_to_id("    ")] == 4

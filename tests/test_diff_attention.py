@@ -1,6 +1,8 @@
-"""Differential attention: einsums against golden values and NumPy, the kernels in interpret mode against them.
+"""Differential attention: einsums against golden values and NumPy, the kernels in interpret mode
+against them.
 
-Interpret mode fills scratch memory with NaN, so it also shows that nothing is read that was not written.
+Interpret mode fills scratch memory with NaN, so it also shows that nothing is read that was not
+written.
 """
 
 import functools
@@ -16,7 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diff_attention import attention, attention_gpu, attention_tpu, lambda_init, lambda_value, plain_tpu
+from diff_attention import (
+    attention,
+    attention_gpu,
+    attention_tpu,
+    lambda_init,
+    lambda_value,
+    plain_tpu,
+)
 
 pytestmark = pytest.mark.usefixtures("exact_matmuls")
 
@@ -26,7 +35,9 @@ LAMBDAS = ("lq1", "lk1", "lq2", "lk2")
 def close(got, want, rel):
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape
-    assert np.abs(got - want).max() <= rel * np.abs(want).max(), np.abs(got - want).max() / np.abs(want).max()
+    assert np.abs(got - want).max() <= rel * np.abs(want).max(), (
+        np.abs(got - want).max() / np.abs(want).max()
+    )
 
 
 def random(B, P, J, L, K, I=2):
@@ -48,24 +59,36 @@ def brute_force(q_BIPLK, k_BIJMK, v_BJME, lam, index_BL, start_BL, floor, cap):
     for b, p, l in np.ndindex(B, P, L):
         seen, maps = slice(start_BL[b, l], index_BL[b, l] + 1), []
         for i in range(I):
-            s_M = np.float64(k_BIJMK[b, i, p // G, seen]) @ np.float64(q_BIPLK[b, i, p, l]) / np.sqrt(K)
+            s_M = (
+                np.float64(k_BIJMK[b, i, p // G, seen])
+                @ np.float64(q_BIPLK[b, i, p, l])
+                / np.sqrt(K)
+            )
             e_M = np.exp(cap * np.tanh(s_M / cap) if cap else s_M)
             maps.append(e_M / e_M.sum())
         a_M = maps[0] if I == 1 else maps[0] - lam * maps[1]
-        o_BPLE[b, p, l] = (np.maximum(a_M, 0) if floor and I == 2 else a_M) @ np.float64(v_BJME[b, p // G, seen])
+        o_BPLE[b, p, l] = (np.maximum(a_M, 0) if floor and I == 2 else a_M) @ np.float64(
+            v_BJME[b, p // G, seen]
+        )
     return o_BPLE
 
 
-run = jax.jit(attention, static_argnames=("floor", "cap", "block"))  # op by op would compile every op
+# op by op would compile every op
+run = jax.jit(attention, static_argnames=("floor", "cap", "block"))
 
 
 @pytest.mark.parametrize("I", [1, 2])
 @pytest.mark.parametrize(("L", "block"), [(1, 8), (8, 8), (9, 8), (23, 8), (23, 256)])
 def test_attention_equals_brute_force_at_every_block_border(L, block, I):
     q, k, v, _ = random(2, 4, 2, L, 4, I=I)
-    start_BL, index_BL = starts([[min(3, L), L - min(3, L)], [L]]), np.broadcast_to(np.arange(L), (2, L))
+    start_BL, index_BL = (
+        starts([[min(3, L), L - min(3, L)], [L]]),
+        np.broadcast_to(np.arange(L), (2, L)),
+    )
     for floor, cap, index, start in ((True, 0.0, None, start_BL), (False, 1.5, index_BL, None)):
-        want = brute_force(q, k, v, 0.6, index_BL, np.zeros((2, L), int) if start is None else start, floor, cap)
+        want = brute_force(
+            q, k, v, 0.6, index_BL, np.zeros((2, L), int) if start is None else start, floor, cap
+        )
         close(run(q, k, v, 0.6, index, start, floor=floor, cap=cap, block=block), want, 1e-6)
 
 
@@ -73,12 +96,17 @@ def test_decoding_through_a_cache_and_left_pads_give_the_whole_rows_answers():
     B, L, pads = 2, 12, 4
     q, k, v, _ = random(B, 3, 1, L, 8)
     whole = run(q, k, v, 0.7, None, None)
-    cache_k, cache_v = (np.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, 5), (0, 0)], constant_values=9.0) for x in (k, v))
+    cache_k, cache_v = (
+        np.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, 5), (0, 0)], constant_values=9.0) for x in (k, v)
+    )
     for low, high in ((0, 7), (7, 8), (8, 12)):
         index_BL = np.broadcast_to(np.arange(low, high), (B, high - low))
         part = run(q[:, :, :, low:high], cache_k, cache_v, 0.7, index_BL, None)
         np.testing.assert_allclose(part, whole[:, :, low:high], atol=1e-6)
-    padded = [np.pad(x, [(0, 0)] * (x.ndim - 2) + [(pads, 0), (0, 0)], constant_values=9.0) for x in (q, k, v)]
+    padded = [
+        np.pad(x, [(0, 0)] * (x.ndim - 2) + [(pads, 0), (0, 0)], constant_values=9.0)
+        for x in (q, k, v)
+    ]
     shifted = run(*padded, 0.7, None, np.full((B, L + pads), pads))
     assert np.isfinite(shifted).all()  # pads see no key at all
     np.testing.assert_allclose(shifted[:, :, pads:], whole, atol=1e-6)
@@ -120,7 +148,9 @@ def by_kernel(q, k, v, lam, index_BL, start_BL, floor, cap):
 
 @functools.partial(jax.jit, static_argnames=("core", "block", "floor", "cap", "clamp"))
 def golden_layer(t, index_BL, start_BL, init, eps, core, block, floor, cap, clamp):
-    """(lambda, heads, normed heads), the gradients of sum(normed heads * cot), and the map; compiled once a shape."""
+    """(lambda, heads, normed heads), the gradients of sum(normed heads * cot), and the map;
+    compiled once a shape.
+    """
     settings = {"index_BL": index_BL, "start_BL": start_BL, "floor": floor, "cap": cap}
 
     def loss(p):
@@ -130,13 +160,18 @@ def golden_layer(t, index_BL, start_BL, init, eps, core, block, floor, cap, clam
         out_BLPE = o_BLPE / rms * p["subln"] * (1 - init)
         return jnp.sum(out_BLPE * t["cot"]), (lam, o_BLPE, out_BLPE)
 
-    inputs = {"lam": 0.0} | {name: t[name] for name in ("q", "k", "v", "subln", *LAMBDAS)}  # "lam" for its gradient
+    # "lam" for its gradient
+    inputs = {"lam": 0.0} | {name: t[name] for name in ("q", "k", "v", "subln", *LAMBDAS)}
     (_, results), grads = jax.value_and_grad(loss, has_aux=True)(inputs)
     if not block:
         return results, grads, None
     B, M, N, _ = t["k"].shape  # with the identity as V, the result is the map
     eye_BJMM = jnp.broadcast_to(jnp.eye(M), (B, N // 2, M, M))
-    return results, grads, core(split(t["q"]), split(t["k"]), eye_BJMM, results[0], block=block, **settings)
+    return (
+        results,
+        grads,
+        core(split(t["q"]), split(t["k"]), eye_BJMM, results[0], block=block, **settings),
+    )
 
 
 @pytest.mark.golden
@@ -145,17 +180,23 @@ def test_golden_differential_attention_and_all_its_gradients(golden_dir, core):
     cases = json.loads((golden_dir("pythoncoder") / "diff_attention.json").read_text())["cases"]
     arrays = np.load(golden_dir("pythoncoder") / "diff_attention.npz")
     for case in cases:
-        t = {key.split("/")[1]: x for key, x in arrays.items() if key.startswith(case["name"] + "/")}
+        t = {
+            key.split("/")[1]: x for key, x in arrays.items() if key.startswith(case["name"] + "/")
+        }
         B, L, M = *t["q"].shape[:2], t["k"].shape[1]
         if core is by_kernel and (L != M or case["cap"]):
             continue  # not the kernel's task
         index_BL, start_BL = np.broadcast_to(np.arange(M - L, M), (B, L)), None
         if "seg_q" in t:
             start_BL = np.argmax(t["seg_q"][:, :, None] == t["seg_k"][:, None, :], -1)
-        inputs = {name: x for name, x in t.items() if name in ("q", "k", "v", "subln", "cot", *LAMBDAS)}
+        inputs = {
+            name: x for name, x in t.items() if name in ("q", "k", "v", "subln", "cot", *LAMBDAS)
+        }
         static = {name: case[name] for name in ("floor", "cap", "clamp")} | {"core": core}
         static["block"] = 64 if core is attention and "map" in t else 0
-        results = golden_layer(inputs, index_BL, start_BL, lambda_init(case["layer"]), case["eps"], **static)
+        results = golden_layer(
+            inputs, index_BL, start_BL, lambda_init(case["layer"]), case["eps"], **static
+        )
         (lam, o_BLPE, out_BLPE), grads, map_BPLM = results
         assert float(lam) == pytest.approx(case["lam"], abs=2e-7)
         close(o_BLPE, t["o"], 2e-5)
@@ -171,8 +212,14 @@ def test_golden_v2_is_a_difference_of_plain_heads(golden_dir):
     cases = json.loads((golden_dir("pythoncoder") / "diff_v2.json").read_text())["cases"]
     arrays = np.load(golden_dir("pythoncoder") / "diff_v2.npz")
     for case in cases:
-        q, k, v, logit_BLP, want = (arrays[f"{case['index']}/{n}"] for n in ("q", "k", "v", "lambda_logit", "out"))
-        q_BIPLK, k_BIJLK, v_BJLE = q.swapaxes(1, 2)[:, None], k.swapaxes(1, 2)[:, None], v.swapaxes(1, 2)
+        q, k, v, logit_BLP, want = (
+            arrays[f"{case['index']}/{n}"] for n in ("q", "k", "v", "lambda_logit", "out")
+        )
+        q_BIPLK, k_BIJLK, v_BJLE = (
+            q.swapaxes(1, 2)[:, None],
+            k.swapaxes(1, 2)[:, None],
+            v.swapaxes(1, 2),
+        )
         o_BPLE = run(q_BIPLK, k_BIJLK, v_BJLE, None, None, None)
         gate_BPL1 = jax.nn.sigmoid(logit_BLP).swapaxes(1, 2)[..., None]
         close((o_BPLE[:, 0::2] - gate_BPL1 * o_BPLE[:, 1::2]).swapaxes(1, 2), want, 2e-5)
@@ -182,16 +229,34 @@ def test_golden_v2_is_a_difference_of_plain_heads(golden_dir):
 def test_golden_lambda_init_of_ints_arrays_and_tracers(golden_dir):
     values = json.loads((golden_dir("pythoncoder") / "lambda_init.json").read_text())["values"]
     layers = np.arange(len(values))
-    for got in ([lambda_init(int(n)) for n in layers], lambda_init(layers), jax.jit(jax.vmap(lambda_init))(layers)):
+    for got in (
+        [lambda_init(int(n)) for n in layers],
+        lambda_init(layers),
+        jax.jit(jax.vmap(lambda_init))(layers),
+    ):
         np.testing.assert_allclose(np.asarray(got), values, rtol=0, atol=1e-7)
 
 
 KERNEL_CASES = {
     # documents of each row, block_q, block_k, heads P, groups J, floor
     "one document": ([[384]], 128, 128, 3, 1, True),
-    "borders before, at and after block borders": ([[127, 129, 128], [129, 127, 128]], 128, 128, 2, 2, True),
+    "borders before, at and after block borders": (
+        [[127, 129, 128], [129, 127, 128]],
+        128,
+        128,
+        2,
+        2,
+        True,
+    ),
     "blocks of queries longer than of keys": ([[100, 156], [255, 1]], 256, 128, 1, 1, True),
-    "blocks of keys longer than of queries, no floor": ([[60, 100, 96], [128, 128]], 128, 256, 3, 1, False),
+    "blocks of keys longer than of queries, no floor": (
+        [[60, 100, 96], [128, 128]],
+        128,
+        256,
+        3,
+        1,
+        False,
+    ),
     "single tokens": ([[1] * 256, [1, 126, 1, 1, 1, 126]], 128, 128, 2, 1, True),
     "blocks that do not divide the length, no floor": ([[200, 184]], 256, 512, 1, 1, False),
 }
@@ -206,7 +271,8 @@ KERNEL_DEFAULT = {"borders before, at and after block borders"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=() if x in KERNEL_DEFAULT else pytest.mark.slow) for x in KERNEL_CASES]
+    "name",
+    [pytest.param(x, marks=() if x in KERNEL_DEFAULT else pytest.mark.slow) for x in KERNEL_CASES],
 )
 def test_kernel_equals_einsums_forward_and_in_every_gradient(name):
     documents, block_q, block_k, P, J, floor = KERNEL_CASES[name]
@@ -216,12 +282,15 @@ def test_kernel_equals_einsums_forward_and_in_every_gradient(name):
     def both(q, k, v, do, start_BL):
         blocks = {"block_q": block_q, "block_k": block_k}
         einsums = functools.partial(attention, index_BL=None, start_BL=start_BL, floor=floor)
-        kernel = functools.partial(attention_tpu, start_BL=start_BL, floor=floor, interpret=True, **blocks)
+        kernel = functools.partial(
+            attention_tpu, start_BL=start_BL, floor=floor, interpret=True, **blocks
+        )
         return [with_gradients(core, q, k, v, jnp.float32(0.6), do) for core in (einsums, kernel)]
 
     want, got = both(*inputs, start_BL)
     for key in want:
-        close(got[key], want[key], 1e-4 if key == "dlam" else 1e-5)  # dlam is a sum with cancellation
+        # dlam is a sum with cancellation
+        close(got[key], want[key], 1e-4 if key == "dlam" else 1e-5)
 
 
 @pytest.mark.slow
@@ -231,8 +300,13 @@ def test_the_library_s_kernel_for_one_map_equals_einsums_forward_and_in_every_gr
 
     @jax.jit
     def both(*inputs):
-        cores = functools.partial(attention, index_BL=None), functools.partial(plain_tpu, interpret=True)
-        return [with_gradients(functools.partial(core, start_BL=start_BL), *inputs) for core in cores]
+        cores = (
+            functools.partial(attention, index_BL=None),
+            functools.partial(plain_tpu, interpret=True),
+        )
+        return [
+            with_gradients(functools.partial(core, start_BL=start_BL), *inputs) for core in cores
+        ]
 
     want, got = both(q, k, v, jnp.float32(0), do)
     for key in ("o", "dq", "dk", "dv"):
@@ -259,9 +333,15 @@ def test_kernel_in_bfloat16_errs_at_most_twice_as_much_as_einsums(by):
         return with_gradients(functools.partial(core, start_BL=start_BL, interpret=True), *inputs)
 
     inputs = q, k, v, jnp.float32(0.6), do
-    exact, plain, fused = einsums(*inputs, dtype="float32"), einsums(*inputs, dtype="bfloat16"), kernel(*inputs)
+    exact, plain, fused = (
+        einsums(*inputs, dtype="float32"),
+        einsums(*inputs, dtype="bfloat16"),
+        kernel(*inputs),
+    )
     for key, want in exact.items():
-        error_plain, error_fused = (np.linalg.norm(np.float32(x[key]) - want) for x in (plain, fused))
+        error_plain, error_fused = (
+            np.linalg.norm(np.float32(x[key]) - want) for x in (plain, fused)
+        )
         assert error_fused <= 2 * error_plain + 1e-3 * np.linalg.norm(want), key
 
 
@@ -269,7 +349,9 @@ def test_kernel_in_bfloat16_errs_at_most_twice_as_much_as_einsums(by):
 def test_kernel_skips_blocks_of_earlier_documents(by):
     q, k, v, _ = random(1, 1, 1, 256, 16)
     k[..., :128, :] = v[..., :128, :] = np.nan
-    kernel = functools.partial(attention_tpu, block_q=128, block_k=128) if by == "tpu" else attention_gpu
+    kernel = (
+        functools.partial(attention_tpu, block_q=128, block_k=128) if by == "tpu" else attention_gpu
+    )
     o_BPLE = kernel(q, k, v, 0.6, starts([[128, 128]]), interpret=True)
     assert np.isnan(o_BPLE[:, :, :128]).all()
     assert np.isfinite(o_BPLE[:, :, 128:]).all()
@@ -283,9 +365,13 @@ def test_a_change_reaches_later_positions_of_its_document_and_nothing_else(by):
         x[..., changed, :] += 1
     core = functools.partial(attention, index_BL=None, start_BL=start_BL)
     if by == "tpu":
-        core = functools.partial(attention_tpu, start_BL=start_BL, block_q=128, block_k=128, interpret=True)
+        core = functools.partial(
+            attention_tpu, start_BL=start_BL, block_q=128, block_k=128, interpret=True
+        )
     if by == "gpu":
-        core = functools.partial(attention_gpu, start_BL=start_BL, tiles=gpu_tiles(32, 32), interpret=True)
+        core = functools.partial(
+            attention_gpu, start_BL=start_BL, tiles=gpu_tiles(32, 32), interpret=True
+        )
     core = jax.jit(core)
     differs_L = np.any(core(*moved, 0.6) != core(*random(1, 1, 1, L, 16)[:3], 0.6), (0, 1, 3))
     assert not differs_L[:changed].any()
@@ -299,7 +385,15 @@ def gpu_tiles(block_q, block_k):
 
 GPU_CASES = {
     # documents of each row, block_q, block_k, heads P, groups J, maps I, floor
-    "borders before, at and after block borders": ([[15, 17, 16], [17, 15, 16]], 16, 16, 2, 2, 2, True),
+    "borders before, at and after block borders": (
+        [[15, 17, 16], [17, 15, 16]],
+        16,
+        16,
+        2,
+        2,
+        2,
+        True,
+    ),
     "a length of no whole blocks, a group of three": ([[40, 1], [1, 40]], 16, 16, 3, 1, 2, True),
     "blocks of queries longer than of keys, no floor": ([[9, 1, 30]], 32, 16, 2, 1, 2, False),
     "blocks of keys longer than of queries": ([[5, 44], [49]], 16, 32, 1, 1, 2, True),
@@ -332,7 +426,9 @@ def test_gpu_kernels_equal_einsums_forward_and_in_every_gradient(name):
 
 def test_sizes_that_do_not_fit_are_refused():
     q, k, v, _ = random(1, 2, 1, 130, 8)
-    with pytest.raises(ValueError, match="rows of 130 tokens, blocks 512, 512: a TPU takes multiples of 128"):
+    with pytest.raises(
+        ValueError, match="rows of 130 tokens, blocks 512, 512: a TPU takes multiples of 128"
+    ):
         attention_tpu(q, k, v, 0.5, None)
     with pytest.raises(AssertionError, match="1 maps: the kernel is for two"):
         attention_tpu(q[:, :1], k[:, :1], v, 0.5, None)
@@ -369,12 +465,22 @@ print("compiled")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="pip install -r requirements-tpu.txt")
-@pytest.mark.parametrize(("L", "dtype"), [(2048, "bfloat16"), (8192, "bfloat16"), (2048, "float32")])
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="pip install -r requirements-tpu.txt"
+)
+@pytest.mark.parametrize(
+    ("L", "dtype"), [(2048, "bfloat16"), (8192, "bfloat16"), (2048, "float32")]
+)
 def test_both_kernels_compile_for_a_v6e_chip(L, dtype):
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    env |= {"JAX_PLATFORMS": "cpu", "TPU_ACCELERATOR_TYPE": "v6e-1", "TPU_WORKER_HOSTNAMES": "localhost"}
+    env |= {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_ACCELERATOR_TYPE": "v6e-1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+    }
     env |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     command, root = [sys.executable, "-c", COMPILE, str(L), dtype], Path(__file__).parent.parent
-    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, env=env, cwd=root, capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.stdout.endswith("compiled\n"), done.stderr[-3000:]

@@ -1,4 +1,6 @@
-"""From a folder of the Hub to a fine-tuned one that transformers loads, by README's commands alone."""
+"""From a folder of the Hub to a fine-tuned one that transformers loads, by README's commands
+alone.
+"""
 
 import json
 import os
@@ -30,7 +32,8 @@ from transformers import PretrainedConfig
 class DreamConfig(PretrainedConfig):
     model_type = "Dream"
 """
-# Dream's is Qwen2's of transformers 4, in Python: it reads vocab.json and merges.txt, and knows of no tokenizer.json.
+# Dream's is Qwen2's of transformers 4, in Python: it reads vocab.json and merges.txt, and knows of
+# no tokenizer.json.
 TOKENIZATION = """
 import json
 
@@ -86,27 +89,60 @@ def write_hub(folder):
     )
     words.model.save(str(folder))  # vocab.json, merges.txt
     ids = {token: words.get_vocab_size() + i for i, token in enumerate(ADDED)}
-    names = {"mask_id": "<|mask|>", "pad_id": "<|endoftext|>", "bos_id": "<|endoftext|>", "eos_id": "<|endoftext|>"}
-    sizes = {"vocab": 512, "width": 32, "layers": 2, "heads": 8, "kv_heads": 4, "head_size": 8, "ffn": 64}
-    cfg = md.DreamConfig(**sizes, positions=512, **{name: ids[token] for name, token in names.items()})
+    names = {
+        "mask_id": "<|mask|>",
+        "pad_id": "<|endoftext|>",
+        "bos_id": "<|endoftext|>",
+        "eos_id": "<|endoftext|>",
+    }
+    sizes = {
+        "vocab": 512,
+        "width": 32,
+        "layers": 2,
+        "heads": 8,
+        "kv_heads": 4,
+        "head_size": 8,
+        "ffn": 64,
+    }
+    cfg = md.DreamConfig(
+        **sizes, positions=512, **{name: ids[token] for name, token in names.items()}
+    )
 
     rng, shards = np.random.default_rng(0), 3
     tensors = {
-        convert_weights.hf_name(name): (0.2 * rng.standard_normal(leaf.shape)).astype(ml_dtypes.bfloat16)
+        convert_weights.hf_name(name): (0.2 * rng.standard_normal(leaf.shape)).astype(
+            ml_dtypes.bfloat16
+        )
         for name, leaf in checkpoints.flatten(md.param_shapes(cfg)).items()
     }
-    parts = {f"model-{i + 1:05}-of-{shards:05}.safetensors": sorted(tensors)[i::shards] for i in range(shards)}
+    parts = {
+        f"model-{i + 1:05}-of-{shards:05}.safetensors": sorted(tensors)[i::shards]
+        for i in range(shards)
+    }
     for file, part in parts.items():
-        safetensors.numpy.save_file({name: tensors[name] for name in part}, folder / file, {"format": "pt"})
+        safetensors.numpy.save_file(
+            {name: tensors[name] for name in part}, folder / file, {"format": "pt"}
+        )
     index = {"metadata": {"total_size": sum(x.nbytes for x in tensors.values())}}
     index["weight_map"] = {name: file for file, part in parts.items() for name in part}
 
-    decoder = {str(i): {"content": token, "special": True, "normalized": False} for token, i in ids.items()}
-    tokenizer = {"tokenizer_class": "DreamTokenizer", "chat_template": CHAT, "added_tokens_decoder": decoder}
+    decoder = {
+        str(i): {"content": token, "special": True, "normalized": False} for token, i in ids.items()
+    }
+    tokenizer = {
+        "tokenizer_class": "DreamTokenizer",
+        "chat_template": CHAT,
+        "added_tokens_decoder": decoder,
+    }
     tokenizer |= {"auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]}}
-    tokenizer |= {"pad_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "mask_token": "<|mask|>"}
+    tokenizer |= {
+        "pad_token": "<|endoftext|>",
+        "eos_token": "<|endoftext|>",
+        "mask_token": "<|mask|>",
+    }
     files = {
-        "config.json": md.config_to_hf(cfg) | {"use_mrope": False, "transformers_version": "4.46.2"},
+        "config.json": md.config_to_hf(cfg)
+        | {"use_mrope": False, "transformers_version": "4.46.2"},
         "model.safetensors.index.json": index,
         "added_tokens.json": ids,
         "tokenizer_config.json": tokenizer,
@@ -135,14 +171,28 @@ def test_from_the_hub_to_a_fine_tuned_model_that_transformers_loads(tmp_path):
         common = "--model=dream", f"--ckpt={ckpt}", "--max_new=32", "--compile_cache=cache"
         return do(["generate.py", *common, *flags], devices)
 
-    do(["convert_weights.py", "--source=DiffuCoder-7B-Instruct", "--out=out/diffucoder", "--verify"])
+    do(
+        [
+            "convert_weights.py",
+            "--source=DiffuCoder-7B-Instruct",
+            "--out=out/diffucoder",
+            "--verify",
+        ]
+    )
 
-    # Chat, whose steps are shown; then prompts and a text with holes, in one batch on eight devices.
+    # Chat, whose steps are shown; then prompts and a text with holes, in one batch on eight
+    # devices.
     shown = generate("--chat=on", "--prompt=Sort a list of words by length.", "--show_steps")
     assert "chat template" in shown.stderr
     assert shown.stdout.count("step ") > 3
-    prompts = {"prompt": "def add(a, b):"}, {"prompt": "def [MASK:4](a, b): return[MASK:4] b"}, {"prompt": "# sort"}
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    prompts = (
+        {"prompt": "def add(a, b):"},
+        {"prompt": "def [MASK:4](a, b): return[MASK:4] b"},
+        {"prompt": "# sort"},
+    )
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps(prompt) + "\n" for prompt in prompts)
+    )
     batch = generate("--file=prompts.jsonl", "--json", "--chat=off", "--batch_size=4", devices=8)
     assert "8 x cpu; mesh data 2, fsdp 1, tensor 4" in batch.stderr
     texts = [json.loads(line)["text"] for line in batch.stdout.splitlines()]
@@ -155,18 +205,37 @@ def test_from_the_hub_to_a_fine_tuned_model_that_transformers_loads(tmp_path):
         assert f"{bits[2:]} and " in generate(*fast, bits, devices=devices).stderr
 
     # Fine-tuning on chats: the loss of the answers falls.
-    pairs = [{"prompt": f"add {a} and {b}", "response": str(a + b)} for a in range(12) for b in range(12)]
+    pairs = [
+        {"prompt": f"add {a} and {b}", "response": str(a + b)} for a in range(12) for b in range(12)
+    ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     tokenizer = "--tokenizer=out/diffucoder/tokenizer.json"
     settings = tokenizer, "--out=data/chat", "--heldout=0.2", "--seq_len=64"
     do(["data_prep.py", "pairs", "pairs.jsonl", "--chat", *settings])
-    train = "--init=out/diffucoder", "--data=data/chat", "--lora_rank=16", "--out=out/chat", "--compile_cache=cache"
-    tuned = do(["train_dream.py", *train, "--epochs=3", "--batch_size=4", "--lr=0.02", "--prompt=add 1 and 2"])
+    train = (
+        "--init=out/diffucoder",
+        "--data=data/chat",
+        "--lora_rank=16",
+        "--out=out/chat",
+        "--compile_cache=cache",
+    )
+    tuned = do(
+        [
+            "train_dream.py",
+            *train,
+            "--epochs=3",
+            "--batch_size=4",
+            "--lr=0.02",
+            "--prompt=add 1 and 2",
+        ]
+    )
     assert "LoRA of rank 16" in tuned.stdout
     assert "--ckpt=out/chat/merged" in tuned.stdout.splitlines()[-1]
 
     def nats(ckpt):
-        said = do(["train_dream.py", f"--eval_only={ckpt}", "--data=data/chat", "--compile_cache=cache"]).stdout
+        said = do(
+            ["train_dream.py", f"--eval_only={ckpt}", "--data=data/chat", "--compile_cache=cache"]
+        ).stdout
         return float(said.split("heldout_nats ")[1].split()[0])
 
     assert nats("out/chat/merged") < nats("out/diffucoder") - 0.1
@@ -192,19 +261,27 @@ def test_from_a_qwen2_to_a_model_of_blocks_and_back(tmp_path):
 
     # A Qwen2 of the Hub: no MASK, no code, no padding id.
     def change(name, drop, **new):
-        content = {key: value for key, value in json.loads((folder / name).read_text()).items() if key not in drop}
+        content = {
+            key: value
+            for key, value in json.loads((folder / name).read_text()).items()
+            if key not in drop
+        }
         (folder / name).write_text(json.dumps(content | new))
 
     change("config.json", ("mask_token_id", "pad_token_id", "auto_map"), model_type="qwen2")
     change("added_tokens.json", ("<|mask|>", "<|beginoftext|>", "<|dlm_pad|>"))
     change(
-        "tokenizer_config.json", ("auto_map", "mask_token", "added_tokens_decoder"), tokenizer_class="Qwen2Tokenizer"
+        "tokenizer_config.json",
+        ("auto_map", "mask_token", "added_tokens_decoder"),
+        tokenizer_class="Qwen2Tokenizer",
     )
     for path in folder.glob("*.py"):
         path.unlink()
     (tmp_path / "src").mkdir()
     for i in range(12):
-        text = "".join(f"def add_{i}_{k}(a, b):\n    return a + {k} * b - {i}\n\n\n" for k in range(20))
+        text = "".join(
+            f"def add_{i}_{k}(a, b):\n    return a + {k} * b - {i}\n\n\n" for k in range(20)
+        )
         (tmp_path / "src" / f"{i}.py").write_text(text)
 
     def do(script, *flags):
@@ -212,16 +289,37 @@ def test_from_a_qwen2_to_a_model_of_blocks_and_back(tmp_path):
         assert result.returncode == 0, f"{script} {flags}\n{result.stderr}"
         return result.stdout + result.stderr
 
-    assert "MASK is" in do("convert_weights.py", f"--source={folder}", "--to=dream", "--out=out/start")
+    assert "MASK is" in do(
+        "convert_weights.py", f"--source={folder}", "--to=dream", "--out=out/start"
+    )
     rows = "--tokenizer=out/start/tokenizer.json", "--seq_len=64", "--heldout=0.2", "--benchmarks"
     do("data_prep.py", "python", "--roots", "src", "--out=data/qwen", *rows)
-    train = "--init=out/start", "--data=data/qwen", "--block_length=4", "--block_warmup=10", "--compile_cache=cache"
-    said = do("train_dream.py", *train, "--out=out/blocks", "--steps=60", "--batch_size=4", "--lr=0.01")
-    losses = [float(line.split()[4]) for line in said.splitlines() if line.startswith("step 10 | loss ")]
-    scores = [json.loads(line) for line in (tmp_path / "out/blocks/log.jsonl").read_text().splitlines()]
+    train = (
+        "--init=out/start",
+        "--data=data/qwen",
+        "--block_length=4",
+        "--block_warmup=10",
+        "--compile_cache=cache",
+    )
+    said = do(
+        "train_dream.py", *train, "--out=out/blocks", "--steps=60", "--batch_size=4", "--lr=0.01"
+    )
+    losses = [
+        float(line.split()[4]) for line in said.splitlines() if line.startswith("step 10 | loss ")
+    ]
+    scores = [
+        json.loads(line) for line in (tmp_path / "out/blocks/log.jsonl").read_text().splitlines()
+    ]
     held = [row["heldout_nats"] for row in scores if "heldout_nats" in row]
     assert held[-1] < losses[0] - 1  # nats per token
-    write = "--model=dream", "--max_new=12", "--threshold=0.9", "--prompt=def add", "--compile_cache=cache", "--json"
+    write = (
+        "--model=dream",
+        "--max_new=12",
+        "--threshold=0.9",
+        "--prompt=def add",
+        "--compile_cache=cache",
+        "--json",
+    )
     assert re.search('"completion": "[^"]', do("generate.py", "--ckpt=out/blocks", *write))
     do("convert_weights.py", "--source=out/blocks", "--out=out/hub", "--verify")
     keys = json.loads((tmp_path / "out/hub/config.json").read_text())

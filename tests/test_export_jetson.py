@@ -1,4 +1,6 @@
-"""The exporter: every artefact is read back and compared, for all shapes of model, and says what the machine lacks."""
+"""The exporter: every artefact is read back and compared, for all shapes of model, and says what
+the machine lacks.
+"""
 
 import dataclasses
 import json
@@ -51,8 +53,14 @@ def test_int8_halves_the_file_and_its_graphs_are_of_the_same_weights(tmp_path):
     small = export(tmp_path / "run", tmp_path / "small", onnx=False, int8=True)["files"]
     large = export(tmp_path / "run", tmp_path / "large", onnx=False, torchscript=False)["files"]
     assert small["model.safetensors"]["bytes"] < 0.6 * large["model.safetensors"]["bytes"]
-    assert 0.001 < small["model.safetensors"]["max_error"] / small["model.safetensors"]["largest_logit"] < 0.05
-    read = inference_jetson.read_model(tmp_path / "small", inference_jetson.read_bundle(tmp_path / "small"))
+    assert (
+        0.001
+        < small["model.safetensors"]["max_error"] / small["model.safetensors"]["largest_logit"]
+        < 0.05
+    )
+    read = inference_jetson.read_model(
+        tmp_path / "small", inference_jetson.read_bundle(tmp_path / "small")
+    )
     for name, weight in model.state_dict().items():
         error, largest = (read.state_dict()[name] - weight).abs(), weight.abs()
         if weight.ndim == 2:  # half a step of 1 / 127 of the row's largest
@@ -79,7 +87,11 @@ def test_onnx_is_the_model(tmp_path, changes):
         pytest.importorskip(package)
     model = checkpoint(tmp_path / "run", **changes)
     about = export(tmp_path / "run", tmp_path / "out")
-    assert 0 < about["files"]["model.onnx"]["max_error"] < 0.005 * about["files"]["model.onnx"]["largest_logit"]
+    assert (
+        0
+        < about["files"]["model.onnx"]["max_error"]
+        < 0.005 * about["files"]["model.onnx"]["largest_logit"]
+    )
     same(model, inference_jetson.run_onnx((tmp_path / "out/model.onnx").read_bytes()))
 
 
@@ -87,7 +99,10 @@ def test_time_reaches_the_graph(tmp_path):
     checkpoint(tmp_path / "run")
     model = mdlm.load(tmp_path / "run")
     torch.nn.init.normal_(model.time[2].weight, 0, 0.5)
-    exported, (token, noise, see) = export_jetson.Exported(model), export_jetson.canvases(SMALL, [(2, 20)])[0]
+    exported, (token, noise, see) = (
+        export_jetson.Exported(model),
+        export_jetson.canvases(SMALL, [(2, 20)])[0],
+    )
     with torch.no_grad():
         for n in (noise, noise / 3):
             torch.testing.assert_close(exported(token, n, see), model(token, n, see))
@@ -124,7 +139,11 @@ def stops(match, **settings):
 
 def test_bad_input_is_named_and_nothing_is_lost(tmp_path, monkeypatch):
     model = checkpoint(tmp_path / "run")
-    stops("holds no config.json; copy it again, or train a model", ckpt=tmp_path / "none", out=tmp_path / "out")
+    stops(
+        "holds no config.json; copy it again, or train a model",
+        ckpt=tmp_path / "none",
+        out=tmp_path / "out",
+    )
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.tex").write_text("all")
     stops("holds other things", ckpt=tmp_path / "run", out=tmp_path / "mine")
@@ -133,7 +152,9 @@ def test_bad_input_is_named_and_nothing_is_lost(tmp_path, monkeypatch):
     with torch.no_grad():
         model.blocks[1].fc1.weight[3, 4] = 1e5
     mdlm.save(model, tmp_path / "large", b"{}")
-    stops("65,504 or not finite: blocks.1.fc1.weight", ckpt=tmp_path / "large", out=tmp_path / "out")
+    stops(
+        "65,504 or not finite: blocks.1.fc1.weight", ckpt=tmp_path / "large", out=tmp_path / "out"
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -141,7 +162,8 @@ def test_a_full_disk_is_named_and_leaves_the_bundle_that_was_there(tmp_path):
     checkpoint(tmp_path / "run")
     about = export(tmp_path / "run", tmp_path / "out", onnx=False, torchscript=False)
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, most))  # a write beyond it fails, as on a full disk
+    # a write beyond it fails, as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, most))
     try:
         stops(f"File too large: '{tmp_path / 'out'}'", ckpt=tmp_path / "run", out=tmp_path / "out")
     finally:
@@ -152,7 +174,9 @@ def test_a_full_disk_is_named_and_leaves_the_bundle_that_was_there(tmp_path):
 
 def test_without_onnx_one_line_says_so(tmp_path, monkeypatch, capsys):
     checkpoint(tmp_path / "run")
-    monkeypatch.setattr(export_jetson, "lacks", lambda *packages: [p for p in packages if p == "onnx"])
+    monkeypatch.setattr(
+        export_jetson, "lacks", lambda *packages: [p for p in packages if p == "onnx"]
+    )
     about = export(tmp_path / "run", tmp_path / "out", torchscript=False)
     assert "model.onnx" not in about["files"]
     assert "model.onnx: not written, for want of: pip install onnx\n" in capsys.readouterr().out
@@ -172,14 +196,19 @@ def test_a_graph_that_fails_costs_its_file_alone(tmp_path, monkeypatch, capsys):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {*about["files"], "bundle.json"}
     said = capsys.readouterr().out
     for name in ("model_jetson.pt", "model.onnx"):
-        assert f"{name}: not written by torch {torch.__version__}: Constraints violated (batch)\n" in said
+        assert (
+            f"{name}: not written by torch {torch.__version__}: Constraints violated (batch)\n"
+            in said
+        )
 
 
 def test_what_an_exporter_prints_goes_nowhere(tmp_path, monkeypatch, capsys):
     """PyTorch 2.5 writes to sys.stdout itself, which redirect_stdout(None) does not stand."""
     asked = []
     monkeypatch.setattr(
-        torch.onnx, "export", lambda *_, **settings: asked.append(settings) or sys.stdout.write("noise")
+        torch.onnx,
+        "export",
+        lambda *_, **settings: asked.append(settings) or sys.stdout.write("noise"),
     )
     monkeypatch.setattr(export_jetson, "lacks", lambda *packages: packages)
     exported = export_jetson.Exported(mdlm.MDLM(SMALL))
@@ -198,16 +227,27 @@ def test_an_engine_is_added_to_a_bundle_from_elsewhere(tmp_path, monkeypatch, ca
     about["files"]["model.onnx"] = export_jetson.about_file(b"graph", {})
     (tmp_path / "out/model.onnx").write_bytes(b"graph")
     (tmp_path / "out/bundle.json").write_text(json.dumps(about))
-    stops("41 tokens do not fit the model's 40 positions", bundle=tmp_path / "out", tensorrt=True, length=41)
+    stops(
+        "41 tokens do not fit the model's 40 positions",
+        bundle=tmp_path / "out",
+        tensorrt=True,
+        length=41,
+    )
     by_hand = "--shapes=token:1x20,noise:1,see:1x20 --saveEngine"
-    stops(f"no Python module tensorrt .*{by_hand}", bundle=tmp_path / "out", tensorrt=True, length=20)
+    stops(
+        f"no Python module tensorrt .*{by_hand}", bundle=tmp_path / "out", tensorrt=True, length=20
+    )
     # what TensorRT would do, on a machine that has it
     built = {"version": "10.3", "gpu": "Orin", "length": 20}
     monkeypatch.setattr(export_jetson, "lacks", lambda *packages: [])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
-    monkeypatch.setattr(export_jetson, "build_engine", lambda onnx, length: (b"plan of " + onnx, built))
-    monkeypatch.setattr(inference_jetson, "run_tensorrt", lambda plan, about: torch.no_grad()(model))
+    monkeypatch.setattr(
+        export_jetson, "build_engine", lambda onnx, length: (b"plan of " + onnx, built)
+    )
+    monkeypatch.setattr(
+        inference_jetson, "run_tensorrt", lambda plan, about: torch.no_grad()(model)
+    )
     export_jetson.main(export_jetson.Config(bundle=str(tmp_path / "out"), tensorrt=True, length=20))
     about = inference_jetson.read_bundle(tmp_path / "out")
     assert about["tensorrt"] == built
@@ -219,7 +259,9 @@ def test_numpy_is_that_of_jetpacks_wheels():
     lines = (ROOT / "requirements-jetson.txt").read_text().splitlines()
     asked = [Requirement(line) for line in lines if line.startswith("numpy")]
     for python, numpy in (("3.10", "1.26.4"), ("3.12", "2.3.0")):
-        held = [r for r in asked if r.marker is None or r.marker.evaluate({"python_version": python})]
+        held = [
+            r for r in asked if r.marker is None or r.marker.evaluate({"python_version": python})
+        ]
         assert [r.specifier.contains(numpy) for r in held] == [True]
         assert held[0].specifier.contains("2.3.0") == (python == "3.12")
 
@@ -228,8 +270,14 @@ def test_numpy_is_that_of_jetpacks_wheels():
 def test_from_training_to_text(tmp_path):
     """The README's path: train, export, write."""
     rng = np.random.default_rng(0)
-    words = [words.split() for words in ("The A One", "small red old", "dog cat bird", "sees finds", "food. water.")]
-    stories = [" ".join(rng.choice(w) for _ in range(rng.integers(1, 5)) for w in words) for _ in range(300)]
+    words = [
+        words.split()
+        for words in ("The A One", "small red old", "dog cat bird", "sees finds", "food. water.")
+    ]
+    stories = [
+        " ".join(rng.choice(w) for _ in range(rng.integers(1, 5)) for w in words)
+        for _ in range(300)
+    ]
     (tmp_path / "stories.txt").write_text("\n<|endoftext|>\n".join(stories))
     for command in (
         "data_prep.py text stories.txt --out=rows --vocab_size=300 --seq_len=64 --heldout=0.1 --workers=1",
@@ -244,7 +292,8 @@ def test_from_training_to_text(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", ["2.4.1", "2.5.1", "2.8.0"])  # JetPack 6's Python; each installs 5 GB
+# JetPack 6's Python; each installs 5 GB
+@pytest.mark.parametrize("version", ["2.4.1", "2.5.1", "2.8.0"])
 def test_older_pytorch_on_python_310(version, tmp_path):
     """The shipped weights through README's commands, and the tests of what runs on a Jetson."""
     found = shutil.which("python3.10")
@@ -253,9 +302,17 @@ def test_older_pytorch_on_python_310(version, tmp_path):
     environment, python = tmp_path / "venv", tmp_path / "venv" / "bin" / "python"
     try:
         subprocess.run([found, "-m", "venv", environment], check=True)
-        packages = [f"torch=={version}", "-r", ROOT / "requirements-jetson.txt", "pytest", "packaging"]
+        packages = [
+            f"torch=={version}",
+            "-r",
+            ROOT / "requirements-jetson.txt",
+            "pytest",
+            "packaging",
+        ]
         packages += ["onnx", "onnxruntime", "onnxscript"]
-        installed = subprocess.run([python, "-m", "pip", "install", "-q", *packages], capture_output=True, text=True)
+        installed = subprocess.run(
+            [python, "-m", "pip", "install", "-q", *packages], capture_output=True, text=True
+        )
         if installed.returncode:
             pytest.skip(f"PyTorch {version} cannot be installed: {installed.stderr[-200:]}")
         bundle = f"--bundle={tmp_path / 'jetson'}"

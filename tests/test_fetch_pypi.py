@@ -1,4 +1,6 @@
-"""fetch_pypi.py on packages built here, behind a simple index on 127.0.0.1: licences, killed runs, hostile archives."""
+"""fetch_pypi.py on packages built here, behind a simple index on 127.0.0.1: licences, killed runs,
+hostile archives.
+"""
 
 import functools
 import hashlib
@@ -30,7 +32,9 @@ CLASSIFIED = "Classifier: License :: OSI Approved :: {}\n"
 def archive(name, version, files, metadata=MIT):
     """(file name, bytes) of a source distribution."""
     top, data = f"{name}-{version}", io.BytesIO()
-    entries = {"PKG-INFO": f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\n{metadata}\nText.\n"} | files
+    entries = {
+        "PKG-INFO": f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\n{metadata}\nText.\n"
+    } | files
     with tarfile.open(fileobj=data, mode="w:gz") as file:
         for path, text in reversed(entries.items()):  # PKG-INFO last, as some tools have it
             info = tarfile.TarInfo(path[1:] if path.startswith("!") else f"{top}/{path}")
@@ -43,7 +47,9 @@ def archive(name, version, files, metadata=MIT):
 
 
 def write_index(folder, projects):
-    """A simple index of PEP 503 in a folder; {project: [(file name, bytes, further attributes of its anchor)]}."""
+    """A simple index of PEP 503 in a folder; {project: [(file name, bytes, further attributes of
+    its anchor)]}.
+    """
     (folder / "files").mkdir(parents=True)
     for project, files in projects.items():
         (folder / "simple" / project).mkdir(parents=True)
@@ -51,8 +57,12 @@ def write_index(folder, projects):
         for name, data, *more in files:
             (folder / "files" / name).write_bytes(data)
             digest = hashlib.sha256(data).hexdigest()
-            anchors.append(f'<a href="../../files/{name}#sha256={digest}" {" ".join(more)}>{name}</a><br>')
-        (folder / "simple" / project / "index.html").write_text(f"<html><body>{''.join(anchors)}</body></html>")
+            anchors.append(
+                f'<a href="../../files/{name}#sha256={digest}" {" ".join(more)}>{name}</a><br>'
+            )
+        (folder / "simple" / project / "index.html").write_text(
+            f"<html><body>{''.join(anchors)}</body></html>"
+        )
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -69,8 +79,16 @@ def index(tmp_path_factory):
     """(URL of an index, its folder, the .py files that it should give)."""
     a, b, c, d = (module(i) for i in range(4))
     folder = tmp_path_factory.mktemp("index")
-    noise = {"src/a/tests/data/case.py": module(10), "a/_vendor/six.py": module(11), "data.txt": "no Python"}
-    first = {"setup.py": "import sys\nsys.exit('this must never run')\n", "a.py": a, "tests/test_a.py": b}
+    noise = {
+        "src/a/tests/data/case.py": module(10),
+        "a/_vendor/six.py": module(11),
+        "data.txt": "no Python",
+    }
+    first = {
+        "setup.py": "import sys\nsys.exit('this must never run')\n",
+        "a.py": a,
+        "tests/test_a.py": b,
+    }
     projects = {
         "alpha": [
             archive("alpha", "1.0", {"a.py": module(20)}),
@@ -81,7 +99,14 @@ def index(tmp_path_factory):
         ],
         "bee-two": [archive("bee_two", "1", {"b.py": c})],
         "classic": [archive("classic", "1", {"c.py": d}, CLASSIFIED.format("BSD License"))],
-        "viral": [archive("viral", "1", {"v.py": module(30)}, CLASSIFIED.format("GNU General Public License (GPL)"))],
+        "viral": [
+            archive(
+                "viral",
+                "1",
+                {"v.py": module(30)},
+                CLASSIFIED.format("GNU General Public License (GPL)"),
+            )
+        ],
         "silent": [archive("silent", "1", {"s.py": module(31)}, "")],
         "wheel": [("wheel-1-py3-none-any.whl", b"PK")],
         "broken": [("broken-1.tar.gz", archive("broken", "1", {"b.py": module(32)})[1][:200])],
@@ -92,7 +117,9 @@ def index(tmp_path_factory):
         "bomb": [archive("bomb", "1", {"b.py": "#" * 5_000_000})],
     }
     write_index(folder, projects)
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=folder))
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=folder)
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     kept = {f"alpha-1.10/{name}": text for name, text in first.items()}
     kept |= {"bee-two-1/b.py": c, "classic-1/c.py": d}
@@ -105,10 +132,14 @@ EVERYTHING = "Alpha,bee.two,classic,viral,silent,wheel,broken,nowhere,up,root,tw
 
 
 def config(tmp_path, index, packages=EVERYTHING, **changes):
-    return fetch_pypi.Config(packages=packages, out=str(tmp_path / "src"), index=index[0], **changes)
+    return fetch_pypi.Config(
+        packages=packages, out=str(tmp_path / "src"), index=index[0], **changes
+    )
 
 
-def test_packages_are_kept_by_licence_and_a_manifest_says_what_became_of_each(tmp_path, index, monkeypatch, capsys):
+def test_packages_are_kept_by_licence_and_a_manifest_says_what_became_of_each(
+    tmp_path, index, monkeypatch, capsys
+):
     monkeypatch.setattr(fetch_pypi, "UNPACKED_BYTES", 4_000_000)
     cfg = config(tmp_path, index)
     fetch_pypi.main(cfg)
@@ -120,7 +151,11 @@ def test_packages_are_kept_by_licence_and_a_manifest_says_what_became_of_each(tm
         for name, entry in manifest.items()
         if "files" in entry
     }
-    assert kept == {"Alpha": ("1.10", 3, "MIT"), "bee.two": ("1", 1, "MIT"), "classic": ("1", 1, "BSD License")}
+    assert kept == {
+        "Alpha": ("1.10", 3, "MIT"),
+        "bee.two": ("1", 1, "MIT"),
+        "classic": ("1", 1, "BSD License"),
+    }
     damaged = "damaged or unsafe"
     assert {name: entry["left_out"] for name, entry in manifest.items() if "left_out" in entry} == {
         "viral": "no permissive licence", "silent": "no permissive licence", "wheel": "no source distribution",
@@ -136,14 +171,21 @@ def test_packages_are_kept_by_licence_and_a_manifest_says_what_became_of_each(tm
         fetch_pypi.main(cfg)
     # data_prep.py takes the folder, and keeps the problems of benchmarks out of it.
     monkeypatch.setattr("corpus.BENCHMARKS", ())
-    data_prep.main(data_prep.Python(roots=(cfg.out,), out=str(tmp_path / "rows"), vocab_size=300, workers=1))
-    assert json.loads((tmp_path / "rows" / "meta.json").read_text())["splits"]["train"]["documents"] == 5
+    data_prep.main(
+        data_prep.Python(roots=(cfg.out,), out=str(tmp_path / "rows"), vocab_size=300, workers=1)
+    )
+    assert (
+        json.loads((tmp_path / "rows" / "meta.json").read_text())["splits"]["train"]["documents"]
+        == 5
+    )
 
 
 def test_a_killed_run_goes_on_and_what_is_there_is_not_fetched_again(tmp_path, index):
     packages = "Alpha,bee.two,classic"
     flags = [packages, f"--index={index[0]}", f"--out={tmp_path / 'src'}"]
-    process = subprocess.Popen([sys.executable, str(ROOT / "fetch_pypi.py"), *flags], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "fetch_pypi.py"), *flags], stdout=subprocess.DEVNULL
+    )
     while not (tmp_path / "src" / "manifest.json").exists():
         assert process.poll() is None
         time.sleep(0.0005)
@@ -161,7 +203,9 @@ def test_another_hash_and_a_dead_index_are_one_line_and_leave_nothing(tmp_path, 
     good = page.read_text()
     page.write_text(good.replace("sha256=", "sha256=0"))
     try:
-        with pytest.raises(OSError, match=r"classic cannot be fetched \(.*\); see to that .* goes on from here"):
+        with pytest.raises(
+            OSError, match=r"classic cannot be fetched \(.*\); see to that .* goes on from here"
+        ):
             fetch_pypi.main(config(tmp_path, index, "classic"))
     finally:
         page.write_text(good)
@@ -177,7 +221,10 @@ def test_what_packages_may_be_named_by(tmp_path):
     path.write_text(
         "-r more.txt\n# text\nNumPy>=2 # why\nfoo.bar[x]==1.0 \\\n    --hash=sha256:00\n\nwin; sys_platform=='x'\n"
     )
-    found = {requirement.name: str(requirement.specifier) for requirement in fetch_pypi.requirements(str(path))}
+    found = {
+        requirement.name: str(requirement.specifier)
+        for requirement in fetch_pypi.requirements(str(path))
+    }
     assert found == {"NumPy": ">=2", "foo.bar": "==1.0"}
     assert [requirement.name for requirement in fetch_pypi.requirements("a_b, c")] == ["a_b", "c"]
     top = [requirement.name for requirement in fetch_pypi.requirements("top:300")]
@@ -204,6 +251,6 @@ def test_the_licence_of_a_package_is_what_its_metadata_agree_on():
     assert licence(f"License: Dual\n{osi} :: BSD License\n{osi} :: Apache Software License\n")[1]
     assert not licence(f"License: MIT\n{osi} :: GNU Lesser General Public License v3 (LGPLv3)\n")[1]
     assert not licence("License: see the file\n")[1]
-    assert licence("License: Copyright 2020 X\n        .\n        Permission is hereby granted, free of charge, to\n")[
-        1
-    ]
+    assert licence(
+        "License: Copyright 2020 X\n        .\n        Permission is hereby granted, free of charge, to\n"
+    )[1]

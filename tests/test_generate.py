@@ -1,4 +1,6 @@
-"""Text generation from a checkpoint: stop strings, streaming, fill-in-the-middle, batches, and bad input."""
+"""Text generation from a checkpoint: stop strings, streaming, fill-in-the-middle, batches, and bad
+input.
+"""
 
 import ast
 import dataclasses
@@ -34,7 +36,9 @@ import sample_dream
 
 pytestmark = pytest.mark.usefixtures("no_compile_cache")
 SLOW = pytest.mark.slow
-CFG = pc.Config(vocab=384, width=32, layers=2, heads=4, kv_heads=4, head_size=8, ffn=48, positions=64)
+CFG = pc.Config(
+    vocab=384, width=32, layers=2, heads=4, kv_heads=4, head_size=8, ffn=48, positions=64
+)
 
 
 @pytest.mark.golden
@@ -54,7 +58,10 @@ def test_streaming_holds_back_half_a_character_and_the_start_of_a_stop_string():
 def new_tokenizer(special, text):
     """A byte-level BPE with few merges."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(False),
+        decoders.ByteLevel(),
+    )
     settings = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=[*special], **settings)
     tokenizer.train_from_iterator([text] * 5, trainer)
@@ -63,7 +70,9 @@ def new_tokenizer(special, text):
 
 def new_params(family, cfg, size):
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda x: jnp.asarray(rng.normal(0, size, x.shape), jnp.float32), family.param_shapes(cfg))
+    return jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(0, size, x.shape), jnp.float32), family.param_shapes(cfg)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +94,13 @@ def says_pythoncoder(capsys, folder, **settings):
 
 
 def test_the_command_line_streams_a_prompt_and_its_continuation(run_folder, capsys, monkeypatch):
-    flags = f"--ckpt={run_folder}", "--prompt=def f(x):\\n", "--max_new=20", "--devices=1", "--temperature=0"
+    flags = (
+        f"--ckpt={run_folder}",
+        "--prompt=def f(x):\\n",
+        "--max_new=20",
+        "--devices=1",
+        "--temperature=0",
+    )
     monkeypatch.setattr("sys.argv", ["generate.py", *flags, "--top_p=1"])
     runs.command(generate.main, generate.Config, generate.__doc__)
     greedy, err = capsys.readouterr()
@@ -98,7 +113,9 @@ def test_the_command_line_streams_a_prompt_and_its_continuation(run_folder, caps
     stop = greedy[len("def f(x):\n") :].strip()[3:5]
     cut, _ = says_pythoncoder(capsys, run_folder, stop=(stop,), **settings)
     assert cut.rstrip("\n") == greedy[: greedy.index(stop, 10)]
-    raw = generate.resolve(generate.Config(ckpt=str(run_folder), prompt="print('a\\n')", stop=("",), raw=True))
+    raw = generate.resolve(
+        generate.Config(ckpt=str(run_folder), prompt="print('a\\n')", stop=("",), raw=True)
+    )
     assert raw.stop == ()
     assert raw.prompt == "print('a\\n')"  # Python's own backslash
 
@@ -106,17 +123,26 @@ def test_the_command_line_streams_a_prompt_and_its_continuation(run_folder, caps
 def test_json_lines_in_and_out_with_several_samples_and_a_suffix(run_folder, tmp_path, capsys):
     requests = [{"prompt": "def f(x):"}, {"prompt": "import os, sys, json", "suffix": "\nprint(x)"}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(r) + "\n" for r in requests))
-    settings = {"file": str(tmp_path / "in.jsonl"), "n": 2, "json": True, "temperature": 0.8, "max_new": 8}
+    settings = {
+        "file": str(tmp_path / "in.jsonl"),
+        "n": 2,
+        "json": True,
+        "temperature": 0.8,
+        "max_new": 8,
+    }
     out, _ = says_pythoncoder(capsys, run_folder, **settings)
     rows = [json.loads(line) for line in out.splitlines()]
-    prompts = ["def f(x):\n", requests[1]["prompt"]]  # a line break behind a colon, as --prompt has it
+    # a line break behind a colon, as --prompt has it
+    prompts = ["def f(x):\n", requests[1]["prompt"]]
     assert [row["prompt"] for row in rows] == [prompt for prompt in prompts for _ in range(2)]
     assert all(1 <= row["tokens"] <= 8 for row in rows)
     out, _ = says_pythoncoder(capsys, run_folder, **settings, raw=True)
     assert json.loads(out.splitlines()[0])["prompt"] == "def f(x):"
 
 
-def test_an_interactive_session_reads_prompts_until_the_end_of_input(run_folder, capsys, monkeypatch):
+def test_an_interactive_session_reads_prompts_until_the_end_of_input(
+    run_folder, capsys, monkeypatch
+):
     monkeypatch.setattr("sys.stdin", io.StringIO("def f(x):\n    y = 1\n\nimport os\n\n"))
     out, _ = says_pythoncoder(capsys, run_folder, max_new=20, temperature=0.0)
     assert "def f(x):\n    y = 1\n" in out
@@ -128,7 +154,8 @@ def test_fill_in_the_middle_puts_prefix_and_suffix_before_the_middle(run_folder)
     ids = canvas.encode(tokenizer, "def ", "(x)")
     assert [i for i in ids if i < 4] == [1, 3, 2]  # prefix, suffix, middle
     assert tokenizer.decode(ids) == "def (x)"
-    assert 0 not in canvas.encode(tokenizer, "<|endoftext|>", "")  # a special token's name in a prompt is text
+    # a special token's name in a prompt is text
+    assert 0 not in canvas.encode(tokenizer, "<|endoftext|>", "")
 
 
 def test_a_text_ends_with_the_token_that_ended_the_documents_of_the_data(run_folder, tmp_path):
@@ -136,7 +163,9 @@ def test_a_text_ends_with_the_token_that_ended_the_documents_of_the_data(run_fol
     assert canvas.end_of_text(tmp_path, tokenizer) == tokenizer.token_to_id("<|endoftext|>")
     path = shutil.copytree(run_folder, tmp_path / "run") / "generation_config.json"
     path.write_text('{"eos_token_id": 7}')
-    cfg = generate.resolve(generate.Config(ckpt=str(tmp_path / "run"), prompt="x", compile_cache=""))
+    cfg = generate.resolve(
+        generate.Config(ckpt=str(tmp_path / "run"), prompt="x", compile_cache="")
+    )
     assert generate.PythonCoder(cfg, 1).rule.eos == 7
     path.write_text("7")
     with pytest.raises(ValueError, match=r"generation_config.json is damaged"):
@@ -151,14 +180,33 @@ def refused(part, config=None, **settings):
 
 
 def test_a_file_of_prompts_is_checked_while_it_is_read(tmp_path):
-    lines = '{"prompt": \n', '{"prompt": null}', '{"prompt": "x", "suffix": 3}', '["x"]', '{"prompt": ["x"]}'
+    lines = (
+        '{"prompt": \n',
+        '{"prompt": null}',
+        '{"prompt": "x", "suffix": 3}',
+        '["x"]',
+        '{"prompt": ["x"]}',
+    )
     for line in (*lines, '{"prompt": "\\ud800"}'):  # half of a surrogate pair
         (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n' + line)
-        refused("in.jsonl, line 2 is not", file=str(tmp_path / "in.jsonl"), ckpt=str(tmp_path / "none"))
+        refused(
+            "in.jsonl, line 2 is not", file=str(tmp_path / "in.jsonl"), ckpt=str(tmp_path / "none")
+        )
     refused("--suffix follows --prompt", suffix="x", file=str(tmp_path / "in.jsonl"))
     refused("between the lines of --json", prompt="x", json=True, show_steps=True)
-    refused("--temperature=0 generates the same text 3 times", prompt="x", n=3, temperature=0.0, ckpt=str(tmp_path))
-    given = {"prompt": "x", "html": str(tmp_path / "x.html"), "ckpt": str(tmp_path), "model": "dream"}
+    refused(
+        "--temperature=0 generates the same text 3 times",
+        prompt="x",
+        n=3,
+        temperature=0.0,
+        ckpt=str(tmp_path),
+    )
+    given = {
+        "prompt": "x",
+        "html": str(tmp_path / "x.html"),
+        "ckpt": str(tmp_path),
+        "model": "dream",
+    }
     for flags in (generate.DreamFlags(valid="python"), generate.DreamFlags(repair=1)):
         refused("--html shows the steps of the sampler", dream=flags, **given)
 
@@ -173,13 +221,20 @@ def test_a_hole_takes_no_more_masks_than_there_is_room_for():
 def test_a_file_that_is_no_text_is_named(tmp_path):
     path = tmp_path / "in.jsonl"
     line = '{"prompt": "x"}\n'
-    for data in (line.encode("utf-16"), gzip.compress(line.encode()), bytes(range(256)), b"[" * 100_000):
+    for data in (
+        line.encode("utf-16"),
+        gzip.compress(line.encode()),
+        bytes(range(256)),
+        b"[" * 100_000,
+    ):
         path.write_bytes(data)
         refused(" is not a JSON object with the text", file=str(path), ckpt=str(tmp_path / "none"))
     path.write_bytes(b"\xef\xbb\xbf" + line.encode())  # a byte order mark
     assert canvas.read_requests(path.read_bytes(), path) == [("x", "")]
-    assert canvas.read_requests(f"\n{line}\n".encode(), path) == [("x", "")]  # as of files that were joined
-    assert canvas.read_requests(b'{"prompt": "x", "suffix": null}', path) == [("x", "")]  # as pandas writes it
+    # as of files that were joined
+    assert canvas.read_requests(f"\n{line}\n".encode(), path) == [("x", "")]
+    # as pandas writes it
+    assert canvas.read_requests(b'{"prompt": "x", "suffix": null}', path) == [("x", "")]
     refused("/dev/zero is no regular file", file="/dev/zero", ckpt=str(tmp_path / "none"))
 
 
@@ -205,9 +260,7 @@ COUNTER = '''class Counter:
         self.n += k
         return self.n
 '''
-ADD = (
-    'def add_1(x):\n    """Return x + 1.\n\n    >>> add_1([1][0])  # one\n    2\n    >>> add_1(2.5)\n    3.5\n    """\n'
-)
+ADD = 'def add_1(x):\n    """Return x + 1.\n\n    >>> add_1([1][0])  # one\n    2\n    >>> add_1(2.5)\n    3.5\n    """\n'
 
 
 def test_examples_of_docstrings_become_tests_of_the_sandbox():
@@ -225,17 +278,26 @@ def test_examples_of_docstrings_become_tests_of_the_sandbox():
     ]
     # what has keywords, or is no plain call, is not tested
     given = '>>> print(*f(3))\n1 2\n>>> print(f(1), end="!")\n1!\n>>> print(1) or f(2)\n1\n'
-    assert [test for *_, test in canvas.examples(given)] == ["assert ' '.join(map(str, [*f(3)])) == '1 2'"]
-    assert canvas.examples("Write it.\n>>> f(1)\n<Odd>\n") == [("f(1)", "<Odd>", "assert repr(f(1)) == '<Odd>'")]
-    assert canvas.examples(">>> f(1)\n{[1]}\n")[0][2] == "assert repr(f(1)) == '{[1]}'"  # no literal
+    assert [test for *_, test in canvas.examples(given)] == [
+        "assert ' '.join(map(str, [*f(3)])) == '1 2'"
+    ]
+    assert canvas.examples("Write it.\n>>> f(1)\n<Odd>\n") == [
+        ("f(1)", "<Odd>", "assert repr(f(1)) == '<Odd>'")
+    ]
+    # no literal
+    assert canvas.examples(">>> f(1)\n{[1]}\n")[0][2] == "assert repr(f(1)) == '{[1]}'"
     # statements that print are not tested
     given = ">>> f(3)\n3\n>>> for i in f(2):\n...     print(i)\n0\n>>> x = 2; x\n2\n>>> print(1); print(f(2))\n1\n2\n"
     assert [call for call, *_ in canvas.examples(given)] == ["f(3)"]
     given = ">>> y = f(1); print(y)\n1\n>>> f(y)\n1\n"  # but repeated
-    assert [test for *_, test in canvas.examples(given)] == ["if 1:\n y = f(1)\n print(y)\n assert f(y) == 1"]
+    assert [test for *_, test in canvas.examples(given)] == [
+        "if 1:\n y = f(1)\n print(y)\n assert f(y) == 1"
+    ]
     # an example that raises is not repeated before those behind it
     raises = '>>> c = Counter(3)\n>>> c.add("x")\nTraceback (most recent call last):\nTypeError\n>>> c.add(2)\n5\n'
-    assert [test for *_, test in canvas.examples(raises)] == ["if 1:\n c = Counter(3)\n assert c.add(2) == 5"]
+    assert [test for *_, test in canvas.examples(raises)] == [
+        "if 1:\n c = Counter(3)\n assert c.add(2) == 5"
+    ]
     for prompt, part in (
         ("def f(x):", "no >>> examples that can be run"),
         ("def f(x):\n    'no docstring'\n    y = 1  # >>> f", "no >>> examples that can be run"),
@@ -249,10 +311,16 @@ def test_examples_of_docstrings_become_tests_of_the_sandbox():
 
 def test_a_completion_ends_where_it_no_longer_defines_anything_or_does_not_parse():
     body = "    return g(x)\n\n\ndef g(\n    x,\n):\n    return x + 1\n"
-    for behind in ("print(add_1(input()))\n", "def h(x):\n    return (", '    """', "x = 3\n\n\ndef k():\n    pass\n"):
+    for behind in (
+        "print(add_1(input()))\n",
+        "def h(x):\n    return (",
+        '    """',
+        "x = 3\n\n\ndef k():\n    pass\n",
+    ):
         assert canvas.definitions(ADD, ADD + body + behind) == (ADD + body).rstrip()
     constant = "LIMIT = 3\n\n\n" + ADD
-    assert canvas.definitions(constant, constant + body) == (constant + body).rstrip()  # what was given stays
+    # what was given stays
+    assert canvas.definitions(constant, constant + body) == (constant + body).rstrip()
     assert canvas.definitions("def f(x", "def f(x") == "def f(x"
     deep = f"def f(x):\n    return x\ny = {'-' * 60_000}x\n"  # too deep for Python's parser
     assert canvas.definitions("def f(x):\n", deep) == "def f(x):\n    return x"
@@ -263,13 +331,23 @@ def test_a_completion_ends_where_it_no_longer_defines_anything_or_does_not_parse
 
 
 def test_the_first_completion_that_passes_in_the_sandbox_is_taken(capsys):
-    rows = [({"prompt": ADD}, ADD + f"    return {body}\nmore(") for body in ("x", "x + 1", "1 + x")]
+    rows = [
+        ({"prompt": ADD}, ADD + f"    return {body}\nmore(") for body in ("x", "x + 1", "1 + x")
+    ]
     ((row, text),) = canvas.checked(rows, 3, [canvas.examples(ADD)])
-    assert (row["passed"], row["examples"]) == (True, ["pass: add_1([1][0]) gives 2", "pass: add_1(2.5) gives 3.5"])
-    assert text.endswith("    return x + 1\n# pass: add_1([1][0]) gives 2\n# pass: add_1(2.5) gives 3.5")
+    assert (row["passed"], row["examples"]) == (
+        True,
+        ["pass: add_1([1][0]) gives 2", "pass: add_1(2.5) gives 3.5"],
+    )
+    assert text.endswith(
+        "    return x + 1\n# pass: add_1([1][0]) gives 2\n# pass: add_1(2.5) gives 3.5"
+    )
     assert capsys.readouterr().err == "completion 2 of 3 passes\n"
     row, text = next(canvas.checked(rows[:1], 1, [canvas.examples(ADD)]))
-    assert row["examples"] == ["fail: add_1([1][0]) gives 1, not 2", "fail: add_1(2.5) gives 2.5, not 3.5"]
+    assert row["examples"] == [
+        "fail: add_1([1][0]) gives 1, not 2",
+        "fail: add_1(2.5) gives 2.5, not 3.5",
+    ]
     assert not row["passed"]
     stars = 'def f(n):\n    """Stars.\n\n    >>> print(f(2))\n    *\n    **\n    """\n'
     behind = "    return TEXT\n\n\nTEXT = '*\\n**'\n"  # a suffix is no text of the model, and stays
@@ -283,7 +361,8 @@ def test_the_first_completion_that_passes_in_the_sandbox_is_taken(capsys):
     assert canvas.verdicts(wrong, canvas.examples(COUNTER))[1] == "fail: print(c.add(1)) is not 6"
 
 
-WHOLE = 'def f(x):\n """>>> f(1)\n 2\n """\n return x + 1\n'  # what random weights add is no Python, and is cut off
+# what random weights add is no Python, and is cut off
+WHOLE = 'def f(x):\n """>>> f(1)\n 2\n """\n return x + 1\n'
 
 
 def test_a_checked_completion_of_dream_is_printed_with_its_verdicts(coder, capsys):
@@ -292,11 +371,17 @@ def test_a_checked_completion_of_dream_is_printed_with_its_verdicts(coder, capsy
     assert "completion 1 of 2 passes" in said.err
 
 
-def test_each_prompt_of_a_file_is_checked_and_one_that_fails_ends_in_one_line(run_folder, tmp_path, capsys):
-    lines = [json.dumps({"prompt": text}) + "\n" for text in (WHOLE, WHOLE.replace("return", "yield"))]
+def test_each_prompt_of_a_file_is_checked_and_one_that_fails_ends_in_one_line(
+    run_folder, tmp_path, capsys
+):
+    lines = [
+        json.dumps({"prompt": text}) + "\n" for text in (WHOLE, WHOLE.replace("return", "yield"))
+    ]
     (tmp_path / "in.jsonl").write_text("".join(lines))
     with pytest.raises(ValueError, match=r"^no completion passes all examples of 1 of 2 prompts$"):
-        says_pythoncoder(capsys, run_folder, file=str(tmp_path / "in.jsonl"), check=True, json=True, max_new=4)
+        says_pythoncoder(
+            capsys, run_folder, file=str(tmp_path / "in.jsonl"), check=True, json=True, max_new=4
+        )
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["passed"] for row in rows] == [True, False]
     assert rows[0]["examples"] == ["pass: f(1) gives 2"]
@@ -307,7 +392,10 @@ def test_each_prompt_of_a_file_is_checked_and_one_that_fails_ends_in_one_line(ru
     [
         ("def f(n):", "def f(n):\n"),
         ("    async def f(n) -> int:", "    async def f(n) -> int:\n"),
-        ('class A:\n    def f(self):\n        """Go."""', 'class A:\n    def f(self):\n        """Go."""\n'),
+        (
+            'class A:\n    def f(self):\n        """Go."""',
+            'class A:\n    def f(self):\n        """Go."""\n',
+        ),
         ("class A:\n\tdef f(self):", "class A:\n\tdef f(self):\n"),
         ("def f(n):\n    '''", "def f(n):\n    '''"),  # the docstring begins here
         ("x = {1:", "x = {1:"),
@@ -320,11 +408,20 @@ def test_a_head_or_a_docstring_ends_its_line(given, prompt):
 
 @pytest.mark.parametrize(
     ("own", "given", "expected"),
-    [(None, None, 256), (64, None, 64), (2048, None, 256), (64, 100, 100), ("64", None, 256), (-1, None, 256)],
+    [
+        (None, None, 256),
+        (64, None, 64),
+        (2048, None, 256),
+        (64, 100, 100),
+        ("64", None, 256),
+        (-1, None, 256),
+    ],
 )
 def test_a_model_says_how_many_tokens_it_writes_by_default(tmp_path, own, given, expected):
     (tmp_path / "generation_config.json").write_text(json.dumps({"max_new_tokens": own}))
-    assert generate.resolve(generate.Config("dream", str(tmp_path), max_new=given)).max_new == expected
+    assert (
+        generate.resolve(generate.Config("dream", str(tmp_path), max_new=given)).max_new == expected
+    )
 
 
 # ---- the models that come with the project
@@ -333,8 +430,12 @@ def test_a_model_says_how_many_tokens_it_writes_by_default(tmp_path, own, given,
 @pytest.fixture
 def weights(run_folder, tmp_path, monkeypatch):
     """A folder weights/ with a model, and a working directory without runs."""
-    convert_weights.main(convert_weights.Config(str(run_folder), str(tmp_path / "export"), dtype="bfloat16"))
-    convert_weights.main(convert_weights.Config(str(tmp_path / "export"), str(tmp_path / "weights" / "pythoncoder")))
+    convert_weights.main(
+        convert_weights.Config(str(run_folder), str(tmp_path / "export"), dtype="bfloat16")
+    )
+    convert_weights.main(
+        convert_weights.Config(str(tmp_path / "export"), str(tmp_path / "weights" / "pythoncoder"))
+    )
     monkeypatch.setattr(inference, "WEIGHTS", tmp_path / "weights")
     monkeypatch.chdir(tmp_path)
     return tmp_path / "weights"
@@ -367,8 +468,16 @@ def test_damaged_weights_and_those_of_another_version_are_one_line(weights):
     refused("do not fit the model: layers.w_down has shape", prompt="x")
     runs.write(folder / "config.json", keys)
     tensors, tokenizer = safetensors.numpy.load_file(file), folder / "tokenizer.json"
-    for wrong, part in ((np.nan, "holds NaN, infinity or integers"), (np.inf, "holds NaN"), (None, "(int8) holds")):
-        changed = tensors["norm"].astype(np.int8) if wrong is None else np.full_like(tensors["norm"], wrong)
+    for wrong, part in (
+        (np.nan, "holds NaN, infinity or integers"),
+        (np.inf, "holds NaN"),
+        (None, "(int8) holds"),
+    ):
+        changed = (
+            tensors["norm"].astype(np.int8)
+            if wrong is None
+            else np.full_like(tensors["norm"], wrong)
+        )
         safetensors.numpy.save_file(tensors | {"norm": changed}, file)
         refused(part, prompt="x")
     safetensors.numpy.save_file(tensors, file)
@@ -397,7 +506,9 @@ def test_one_flipped_bit_in_the_models_of_weights_is_noticed(weights):
 
 
 def test_the_models_that_come_with_the_project_hold_checksums():
-    with safetensors.safe_open(inference.WEIGHTS / "pythoncoder" / "model.safetensors", "numpy") as file:
+    with safetensors.safe_open(
+        inference.WEIGHTS / "pythoncoder" / "model.safetensors", "numpy"
+    ) as file:
         assert json.loads(file.metadata()["sums"]).keys() == set(file.keys())
 
 
@@ -409,15 +520,26 @@ def test_a_model_can_be_in_a_bucket(run_folder, coder, bucket):
     env = os.environ | AS_A_USER | bucket
     for folder, family in ((run_folder, "pythoncoder"), (coder / "model", "dream")):
         copy_in_bucket(bucket, "put", f"{folder}/", f"bucket/{family}/")
-        flags = f"--model={family}", "--prompt=def f(x):", "--max_new=4", "--temperature=0", "--compile_cache="
+        flags = (
+            f"--model={family}",
+            "--prompt=def f(x):",
+            "--max_new=4",
+            "--temperature=0",
+            "--compile_cache=",
+        )
         local, remote = (
-            run("generate.py", f"--ckpt={at}", *flags, env=env) for at in (folder, f"gs://bucket/{family}")
+            run("generate.py", f"--ckpt={at}", *flags, env=env)
+            for at in (folder, f"gs://bucket/{family}")
         )
         assert remote.returncode == 0, remote.stderr
         assert remote.stdout == local.stdout
         assert f"gs://bucket/{family}" in remote.stderr
-        assert ("--chat=on asks it" in remote.stderr) == (family == "dream")  # its chat template was found
-    says(run("generate.py", "--ckpt=gs://bucket/none", "--prompt=x", env=env), "gs://bucket/none holds no checkpoint")
+        # its chat template was found
+        assert ("--chat=on asks it" in remote.stderr) == (family == "dream")
+    says(
+        run("generate.py", "--ckpt=gs://bucket/none", "--prompt=x", env=env),
+        "gs://bucket/none holds no checkpoint",
+    )
 
 
 # ---- the machine
@@ -444,7 +566,9 @@ def test_heads_are_split_up_to_the_key_value_heads_and_rows_over_the_rest():
         (pc.CONFIGS["1b"], 8, 4, (4, 1, 2)),
         (pc.CONFIGS["tiny"], 1, 4, (1, 1, 1)),
     ):
-        assert checkpoints.inference_mesh(model, jax.devices()[:devices], rows).devices.shape == shape
+        assert (
+            checkpoints.inference_mesh(model, jax.devices()[:devices], rows).devices.shape == shape
+        )
 
 
 @pytest.mark.slow
@@ -453,10 +577,16 @@ def test_heads_are_split_up_to_the_key_value_heads_and_rows_over_the_rest():
     [
         pytest.param({}, id="pythoncoder"),
         pytest.param({"batch_size": 4}, id="dream"),
-        pytest.param({"batch_size": 4, "block_length": 4, "cache": "dual", "int8": True}, id="int8", marks=SLOW),
+        pytest.param(
+            {"batch_size": 4, "block_length": 4, "cache": "dual", "int8": True},
+            id="int8",
+            marks=SLOW,
+        ),
     ],
 )
-def test_eight_devices_write_what_one_writes(run_folder, coder, capsys, monkeypatch, tmp_path, settings):
+def test_eight_devices_write_what_one_writes(
+    run_folder, coder, capsys, monkeypatch, tmp_path, settings
+):
     loaded, load = [], checkpoints.load
 
     def remember(*args, **kwargs):
@@ -464,33 +594,47 @@ def test_eight_devices_write_what_one_writes(run_folder, coder, capsys, monkeypa
         return loaded[-1], 0
 
     monkeypatch.setattr(checkpoints, "load", remember)
-    lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in ("def f(x):", "import os", "x", "def area")]
+    lines = [
+        json.dumps({"prompt": prompt}) + "\n"
+        for prompt in ("def f(x):", "import os", "x", "def area")
+    ]
     (tmp_path / "in.jsonl").write_text("".join(lines))
     write, folder = (dream_says, coder / "model") if settings else (says_pythoncoder, run_folder)
     settings |= {"file": str(tmp_path / "in.jsonl"), "json": True, "max_new": 4, "temperature": 0.0}
     one, many = (write(capsys, folder, devices=n, **settings) for n in (1, 0))
-    completions = [[json.loads(line)["completion"] for line in said.out.splitlines()] for said in (one, many)]
+    completions = [
+        [json.loads(line)["completion"] for line in said.out.splitlines()] for said in (one, many)
+    ]
     assert completions[0] == completions[1]
     assert "8 x cpu; mesh data 4, fsdp 1, tensor 2" in many.err
-    devices = [{len(x.sharding.device_set) for x in jax.tree.leaves(nnx.state(model))} for model in loaded]
+    devices = [
+        {len(x.sharding.device_set) for x in jax.tree.leaves(nnx.state(model))} for model in loaded
+    ]
     assert devices == [{1}, {8}]
 
 
 @pytest.mark.slow
 def test_steps_are_shown_on_eight_devices(coder, capsys):
-    out, _ = dream_says(capsys, coder / "model", devices=0, prompt="x", show_steps=True, batch_size=4)
+    out, _ = dream_says(
+        capsys, coder / "model", devices=0, prompt="x", show_steps=True, batch_size=4
+    )
     masks = [line.count("\u2591") for line in out.split("step ")[1:]]
     assert masks[0] == 7
     assert masks == sorted(masks, reverse=True)
 
 
-def test_a_checkpoint_is_stored_so_that_it_fits_or_refused_before_it_is_read(coder, run_folder, capsys, monkeypatch):
+def test_a_checkpoint_is_stored_so_that_it_fits_or_refused_before_it_is_read(
+    coder, run_folder, capsys, monkeypatch
+):
     cfg = md.config_from_hf(coder / "model")
     mesh = checkpoints.inference_mesh(cfg, jax.devices()[:1], 1)
     names = ("float32", 0), ("bfloat16", 0), ("bfloat16", 8), ("bfloat16", 4)
-    full, half, eight, four = (inference.bytes_needed(md, cfg, mesh, "float32", *name) for name in names)
+    full, half, eight, four = (
+        inference.bytes_needed(md, cfg, mesh, "float32", *name) for name in names
+    )
     count = md.count_params(cfg)["total"]
-    # the most is held when the head is converted: its stored form, and that of the norm, which comes behind it
+    # the most is held when the head is converted: its stored form, and that of the norm, which
+    # comes behind it
     assert (full - half, full) == (2 * (count - cfg.width), 4 * (count + cfg.vocab * cfg.width))
     free = lambda size: monkeypatch.setattr(checkpoints, "free_bytes", lambda _: size)  # noqa: E731
     free(half)
@@ -500,23 +644,32 @@ def test_a_checkpoint_is_stored_so_that_it_fits_or_refused_before_it_is_read(cod
     refused("--dtype=bfloat16 takes", dream_config(coder / "model", prompt="x", dtype="float32"))
     free(eight)
     monkeypatch.setattr(checkpoints, "load", None)
-    refused("are free; --int8 takes 7.21e-05 or --int4 takes", dream_config(coder / "model", prompt="x"))
+    refused(
+        "are free; --int8 takes 7.21e-05 or --int4 takes", dream_config(coder / "model", prompt="x")
+    )
     free(eight - 1)
     refused(f"are free; --int4 takes {four / 1e9:.3g}", dream_config(coder / "model", prompt="x"))
     refused("--int4 takes", dream_config(coder / "model", prompt="x", int8=True))
     free(four - 1)
     refused("more memory", dream_config(coder / "model", prompt="x"))
-    refused("--int8 or --int4, not both", dream_config(coder / "model", prompt="x", int8=True, int4=True))
+    refused(
+        "--int8 or --int4, not both",
+        dream_config(coder / "model", prompt="x", int8=True, int4=True),
+    )
     free(1)
     refused("more memory", ckpt=str(run_folder), prompt="x")
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [("float32", 0), ("bfloat16", 0), ("bfloat16", 8)])
-def test_no_more_bytes_are_held_while_a_model_is_read_and_joined_than_were_asked_for(dtype, bits, coder, monkeypatch):
-    cfg = dataclasses.replace(md.config_from_hf(coder / "model"), vocab=16, ffn=400)  # gate and up are most of it
+def test_no_more_bytes_are_held_while_a_model_is_read_and_joined_than_were_asked_for(
+    dtype, bits, coder, monkeypatch
+):
+    # gate and up are most of it
+    cfg = dataclasses.replace(md.config_from_hf(coder / "model"), vocab=16, ffn=400)
     folder = coder / f"wide-{dtype}-{bits}"
     checkpoints.save(md, folder, nnx.merge(md.graph_of(cfg, md.Run()), new_params(md, cfg, 0.5)))
-    held, before = [], jax.live_arrays()  # held here, or a new array could have the id of one that is gone
+    # held here, or a new array could have the id of one that is gone
+    held, before = [], jax.live_arrays()
     known = {*map(id, before)}
 
     def watched(function):
@@ -532,7 +685,11 @@ def test_no_more_bytes_are_held_while_a_model_is_read_and_joined_than_were_asked
     monkeypatch.setattr(jax, "block_until_ready", watched(jax.block_until_ready))  # in join()
     mesh = checkpoints.inference_mesh(cfg, jax.devices()[:1], 1)
     inference.load_for_inference(md, folder, dtype=dtype, bits=bits, devices=1)
-    assert max(held) <= inference.bytes_needed(md, cfg, mesh, "float32", dtype, bits) <= 1.5 * max(held)
+    assert (
+        max(held)
+        <= inference.bytes_needed(md, cfg, mesh, "float32", dtype, bits)
+        <= 1.5 * max(held)
+    )
 
 
 def test_out_of_memory_is_one_line_that_says_what_to_lower(coder, monkeypatch):
@@ -560,7 +717,11 @@ def test_bad_input_is_one_line(run_folder, tmp_path):
     refused("256 positions", prompt="x", max_new=5000, **here)
     refused("line 2", file=str(tmp_path / "broken.jsonl"), **here)
     refused("none.jsonl", file=str(tmp_path / "none.jsonl"), **here)
-    refused("--threshold, --int8 is for --model=dream", dream=generate.DreamFlags(threshold=0.5, int8=True), **here)
+    refused(
+        "--threshold, --int8 is for --model=dream",
+        dream=generate.DreamFlags(threshold=0.5, int8=True),
+        **here,
+    )
     blocks = generate.DreamFlags(steps=2, block_length=4)
     refused("--steps, --block_length is for --model=dream", prompt="x", dream=blocks, **here)
     refused("--n=0 is not in 1 .. ", dream_config("x", n=0, batch_size=0))
@@ -597,7 +758,13 @@ def test_a_canvas_has_masks_anywhere_and_leaves_the_space_to_the_masked_words(to
         return texts.canvas(prompt, suffix, 3, **settings).ids
 
     masks = [MASK] * 3
-    assert blank("Once [MASK:2] upon[MASK:1]") == [BOS, *ids("Once"), *masks[:2], *ids(" upon"), *masks[:1]]
+    assert blank("Once [MASK:2] upon[MASK:1]") == [
+        BOS,
+        *ids("Once"),
+        *masks[:2],
+        *ids(" upon"),
+        *masks[:1],
+    ]
     assert blank("Once") == [BOS, *ids("Once"), *masks]
     assert blank("Once", " dragon") == [BOS, *ids("Once"), *masks, *ids(" dragon")]
     assert blank("a[MASK:1]b", "c") == [BOS, *ids("a"), MASK, *ids("b"), *masks, *ids("c")]
@@ -606,14 +773,24 @@ def test_a_canvas_has_masks_anywhere_and_leaves_the_space_to_the_masked_words(to
     filled = texts.canvas("a[MASK:3]b", "", 3)
     full = [*filled.ids[:2], *ids("on")[:1], 2, *ids("on")[:1], *filled.ids[5:]]
     assert texts.text_of(filled, full)[1] == "a" + tokenizer.decode(ids("on")[:1]) + "b"
-    assert [token.step for token in texts.tokens(filled, full, [0, 0, 2, 1, 1, 0], [1.0] * 6)] == [0, 2, 0]
-    for prompt, part in (("x[MASK:99999999999999]", "do not fit the model's 64 positions"), ("x [MASK", "[MASK:12]")):
+    assert [token.step for token in texts.tokens(filled, full, [0, 0, 2, 1, 1, 0], [1.0] * 6)] == [
+        0,
+        2,
+        0,
+    ]
+    for prompt, part in (
+        ("x[MASK:99999999999999]", "do not fit the model's 64 positions"),
+        ("x [MASK", "[MASK:12]"),
+    ):
         with pytest.raises(ValueError, match=re.escape(part)):
             blank(prompt)
 
 
 def test_an_animation_writes_every_token_at_its_place_in_its_step():
-    tokens = [canvas.Token(text, step) for text, step in (("a", 0), ("b", 2), ("<\f", 1), ("\n", 0), ("c", 2))]
+    tokens = [
+        canvas.Token(text, step)
+        for text, step in (("a", 0), ("b", 2), ("<\f", 1), ("\n", 0), ("c", 2))
+    ]
     text = canvas.animation([tokens], step_s=1.0, rest_s=2.0)
     assert "white-space:pre" in text  # Chromium no longer reads xml:space
     tree = ElementTree.fromstring(text)
@@ -642,29 +819,45 @@ def coder(tmp_path_factory):
     new_tokenizer((*data_prep.SPECIAL.values(), "<|im_start|>", "<|im_end|>"), CODE).save(
         str(folder / "tokenizer.json")
     )
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": TEMPLATE, "eos_token": "<|im_end|>"})
+    )
     ids = {"mask_id": 3, "pad_id": 0, "bos_id": 1, "eos_id": 2}
-    cfg = md.DreamConfig(320, 32, layers=1, heads=4, kv_heads=2, head_size=8, ffn=40, positions=96, **ids)
+    cfg = md.DreamConfig(
+        320, 32, layers=1, heads=4, kv_heads=2, head_size=8, ffn=40, positions=96, **ids
+    )
     params = new_params(md, cfg, 0.5)
     extra = [folder / "tokenizer.json", folder / "tokenizer_config.json"]
     checkpoints.save(md, folder / "model", nnx.merge(md.graph_of(cfg, md.Run()), params), extra)
-    silent = params | {"norm": 0 * params["norm"]}  # all logits are equal: the likeliest token is PAD, an end
+    # all logits are equal: the likeliest token is PAD, an end
+    silent = params | {"norm": 0 * params["norm"]}
     checkpoints.save(md, folder / "silent", nnx.merge(md.graph_of(cfg, md.Run()), silent), extra)
     return folder
 
 
 def dream_config(folder, **settings):
     names = {field.name for field in dataclasses.fields(generate.DreamFlags)}
-    flags = generate.DreamFlags(**{name: value for name, value in settings.items() if name in names})
+    flags = generate.DreamFlags(
+        **{name: value for name, value in settings.items() if name in names}
+    )
     settings = {name: value for name, value in settings.items() if name not in names}
     # without top-p, which takes longest to compile
-    defaults = {"model": "dream", "ckpt": str(folder), "max_new": 8, "dream": flags, "devices": 1, "top_p": 1.0}
+    defaults = {
+        "model": "dream",
+        "ckpt": str(folder),
+        "max_new": 8,
+        "dream": flags,
+        "devices": 1,
+        "top_p": 1.0,
+    }
     return generate.Config(**defaults | settings)
 
 
 def recorded(page):
     """The texts inside a page of --html, as lists of Tokens."""
-    (record,) = re.findall(r'<script id="record" type="application/json">(.*)</script>', page.read_text())
+    (record,) = re.findall(
+        r'<script id="record" type="application/json">(.*)</script>', page.read_text()
+    )
     return [[canvas.Token(*token) for token in tokens] for tokens in json.loads(record)]
 
 
@@ -709,8 +902,12 @@ class Pieces(io.StringIO):
         return super().write(text)
 
 
-def test_a_dream_of_blocks_streams_whole_characters_to_the_text_that_it_prints_at_once(coder, capsys, monkeypatch):
-    """A model that writes the bytes of é and € in turn, of which a block of two tokens holds parts."""
+def test_a_dream_of_blocks_streams_whole_characters_to_the_text_that_it_prints_at_once(
+    coder, capsys, monkeypatch
+):
+    """A model that writes the bytes of é and € in turn, of which a block of two tokens holds
+    parts.
+    """
     cfg = dataclasses.replace(md.config_from_hf(coder / "model"), block_length=2)
     tokenizer = Tokenizer.from_file(str(coder / "tokenizer.json"))
     ((letters, _),) = pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str("é€")
@@ -719,9 +916,15 @@ def test_a_dream_of_blocks_streams_whole_characters_to_the_text_that_it_prints_a
     table = np.random.default_rng(0).normal(size=(cfg.vocab, cfg.width)).astype(np.float32)
     head = np.zeros_like(table)
     head[np.roll(ids, -1)] = table[ids]  # each byte is followed by the next one
-    params |= {"norm": jnp.ones(cfg.width), "embed_tokens": jnp.asarray(table), "lm_head": jnp.asarray(head)}
+    params |= {
+        "norm": jnp.ones(cfg.width),
+        "embed_tokens": jnp.asarray(table),
+        "lm_head": jnp.asarray(head),
+    }
     folder = coder / "bytes"
-    checkpoints.save(md, folder, nnx.merge(md.graph_of(cfg, md.Run()), params), [coder / "tokenizer.json"])
+    checkpoints.save(
+        md, folder, nnx.merge(md.graph_of(cfg, md.Run()), params), [coder / "tokenizer.json"]
+    )
     at_once = dream_says(capsys, folder, json=True, prompt="x€", temperature=0.0).out
     assert json.loads(at_once)["text"] == "x€é€é\ufffd"
     for settings, text, least in (
@@ -751,7 +954,9 @@ def test_a_dream_of_blocks_streams_whole_characters_to_the_text_that_it_prints_a
 def test_dream_continues_and_fills_in(coder, capsys, tmp_path, settings):
     prompts = {"prompt": "def area"}, {"prompt": "def [MASK:4]: return[MASK:4] 3"}
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    out, err = dream_says(capsys, coder / "model", file=str(tmp_path / "in.jsonl"), json=True, **settings)
+    out, err = dream_says(
+        capsys, coder / "model", file=str(tmp_path / "in.jsonl"), json=True, **settings
+    )
     rows = [json.loads(line) for line in out.splitlines()]
     assert rows[0]["text"] == "def area" + rows[0]["completion"]
     assert rows[1]["text"].startswith("def")
@@ -759,9 +964,13 @@ def test_dream_continues_and_fills_in(coder, capsys, tmp_path, settings):
     assert rows[1]["text"].endswith(" 3")
     for row in rows:
         assert 0 <= row["tokens"] <= 8
-        assert not any(name in row["text"] for name in (*data_prep.SPECIAL.values(), "\u2591", "[MASK"))
+        assert not any(
+            name in row["text"] for name in (*data_prep.SPECIAL.values(), "\u2591", "[MASK")
+        )
     pattern = r"(\d+) tokens in [\d.]+ s, ([\d.]+) tokens/s, (\d+) forward passes; compiling took ([\d.]+) s"
-    tokens, rate, forwards, compiling = map(float, re.search(pattern, err.splitlines()[-1]).groups())
+    tokens, rate, forwards, compiling = map(
+        float, re.search(pattern, err.splitlines()[-1]).groups()
+    )
     assert tokens == sum(row["tokens"] for row in rows)
     assert 1 <= forwards <= 32
     assert min(rate, compiling) > 0
@@ -769,15 +978,22 @@ def test_dream_continues_and_fills_in(coder, capsys, tmp_path, settings):
 
 def greedy(folder, ids, new):
     """Ids that Dream writes behind some, without generate.py, up to the first that ends a text."""
-    (model, _), tokenizer = checkpoints.load(md, folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    (model, _), tokenizer = (
+        checkpoints.load(md, folder),
+        Tokenizer.from_file(str(folder / "tokenizer.json")),
+    )
     ends = [0, 2, tokenizer.token_to_id("<|im_end|>")]
     rule = sample_dream.Sampling(vocab=tokenizer.get_vocab_size(), eos_ids=(2, 0, ends[2]))
     (row,), _ = sample_dream.generate(model, [ids + [3] * new], 0, rule)
     row = row[len(ids) :]
-    return tokenizer.decode(row[: min((i for i, token in enumerate(row) if token in ends), default=new)])
+    return tokenizer.decode(
+        row[: min((i for i, token in enumerate(row) if token in ends), default=new)]
+    )
 
 
-def test_dream_wraps_a_prompt_in_the_chat_template_when_asked_or_when_the_name_says_instruct(coder, capsys):
+def test_dream_wraps_a_prompt_in_the_chat_template_when_asked_or_when_the_name_says_instruct(
+    coder, capsys
+):
     tokenizer = Tokenizer.from_file(str(coder / "model" / "tokenizer.json"))
     ids = tokenizer.encode("<|im_start|>user\nreturn 3<|im_end|>\n<|im_start|>assistant\n").ids
     plain_ids = tokenizer.encode("return 3").ids
@@ -794,16 +1010,27 @@ def test_dream_wraps_a_prompt_in_the_chat_template_when_asked_or_when_the_name_s
     (coder / "Coder-Instruct").symlink_to(coder / "model")
     out, err = dream_says(capsys, coder / "Coder-Instruct", **settings)
     assert out == f"return 3{plain}\n"  # the folder's own name counts, not that of a link
-    config = json.loads((coder / "model" / "config.json").read_text()) | {"_name_or_path": "owner/Coder-Instruct"}
+    config = json.loads((coder / "model" / "config.json").read_text()) | {
+        "_name_or_path": "owner/Coder-Instruct"
+    }
     (coder / "model" / "config.json").write_text(json.dumps(config))
     assert dream_says(capsys, coder / "model", **settings)[0] == answer + "\n"
     assert dream_says(capsys, coder / "model", chat="off", **settings)[0] == f"return 3{plain}\n"
-    (coder / "model" / "config.json").write_text(json.dumps(config | {"source": "owner/Coder-Base"}))
-    assert dream_says(capsys, coder / "model", **settings)[0] == f"return 3{plain}\n"  # what was converted decides
+    (coder / "model" / "config.json").write_text(
+        json.dumps(config | {"source": "owner/Coder-Base"})
+    )
+    # what was converted decides
+    assert dream_says(capsys, coder / "model", **settings)[0] == f"return 3{plain}\n"
     del config["_name_or_path"]
-    (coder / "model" / "config.json").write_text(json.dumps(config | {"source": "owner/Coder-Instruct"}))
+    (coder / "model" / "config.json").write_text(
+        json.dumps(config | {"source": "owner/Coder-Instruct"})
+    )
     assert dream_says(capsys, coder / "model", **settings)[0] == answer + "\n"
-    row = json.loads(dream_says(capsys, coder / "model", prompt="x = ", suffix=" * 3", json=True, temperature=0.0)[0])
+    row = json.loads(
+        dream_says(
+            capsys, coder / "model", prompt="x = ", suffix=" * 3", json=True, temperature=0.0
+        )[0]
+    )
     assert row["text"] == f"x = {row['completion']} * 3"  # a gap is filled in plain text
     (coder / "model" / "config.json").write_text(json.dumps(config))
 
@@ -825,25 +1052,33 @@ def test_an_interactive_chat_keeps_what_was_said(coder, capsys, monkeypatch):
     out, err = dream_says(capsys, coder / "model", **settings)
     assert len(out.splitlines()) == 6
     assert "the oldest turns of the conversation do not fit any more" in err
-    assert err.count("do not fit the model's 96 positions") == 1  # too long by itself: nothing is forgotten for it
+    # too long by itself: nothing is forgotten for it
+    assert err.count("do not fit the model's 96 positions") == 1
 
 
 def test_a_plain_text_can_begin_with_dreams_first_token(coder, capsys, tmp_path):
     shutil.copytree(coder / "model", tmp_path / "model")
-    given = json.loads((coder / "model/config.json").read_text())["bos_token_id"]  # there is none of that name
+    # there is none of that name
+    given = json.loads((coder / "model/config.json").read_text())["bos_token_id"]
     tokenizer = Tokenizer.from_file(str(coder / "model" / "tokenizer.json"))
     ids = [given, *tokenizer.encode("return 3", add_special_tokens=False).ids]
     out, _ = dream_says(capsys, coder / "model", prompt="return 3", bos=True, temperature=0.0)
     assert out == f"return 3{greedy(coder / 'model', ids, 8)}\n"
     tokenizer.add_special_tokens(["<|beginoftext|>"])
     tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
-    ids = [tokenizer.token_to_id("<|beginoftext|>"), *tokenizer.encode("return 3", add_special_tokens=False).ids]
+    ids = [
+        tokenizer.token_to_id("<|beginoftext|>"),
+        *tokenizer.encode("return 3", add_special_tokens=False).ids,
+    ]
     out, _ = dream_says(capsys, tmp_path / "model", prompt="return 3", bos=True, temperature=0.0)
     assert out == f"return 3{greedy(tmp_path / 'model', ids, 8)}\n"
 
 
 def test_special_tokens_in_a_users_text_stay_text(coder, capsys):
-    tokenizer, wrap = Tokenizer.from_file(str(coder / "tokenizer.json")), canvas.chat_template(coder)
+    tokenizer, wrap = (
+        Tokenizer.from_file(str(coder / "tokenizer.json")),
+        canvas.chat_template(coder),
+    )
     im_end, mask = map(tokenizer.token_to_id, ("<|im_end|>", "<mask>"))
     for text in ("return 3", "\n\n caf\u00e9 ", ""):
         tokenizer.encode_special_tokens = False
@@ -854,18 +1089,31 @@ def test_special_tokens_in_a_users_text_stay_text(coder, capsys):
         assert (ids.count(im_end), ids.count(mask)) == (1, 0)  # the template's own
         assert tokenizer.decode(ids).startswith(f"user\n{text}\n")
     settings = {"json": True, "temperature": 0.0}
-    row = json.loads(dream_says(capsys, coder / "silent", prompt="a <mask> b", chat="on", **settings)[0])
+    row = json.loads(
+        dream_says(capsys, coder / "silent", prompt="a <mask> b", chat="on", **settings)[0]
+    )
     assert (row["text"], row["tokens"]) == ("", 0)
-    row = json.loads(dream_says(capsys, coder / "silent", prompt="a <mask>[MASK:3] b", **settings)[0])
+    row = json.loads(
+        dream_says(capsys, coder / "silent", prompt="a <mask>[MASK:3] b", **settings)[0]
+    )
     assert row["text"] == "a <mask> b"
 
 
-def test_dream_answers_a_file_of_prompts_in_batches_as_it_answers_each(coder, capsys, monkeypatch, tmp_path):
-    requests = [{"prompt": CODE}, {"prompt": "def"}, {"prompt": "return ", "suffix": " * 3"}, {"prompt": "x [MASK:3]"}]
+def test_dream_answers_a_file_of_prompts_in_batches_as_it_answers_each(
+    coder, capsys, monkeypatch, tmp_path
+):
+    requests = [
+        {"prompt": CODE},
+        {"prompt": "def"},
+        {"prompt": "return ", "suffix": " * 3"},
+        {"prompt": "x [MASK:3]"},
+    ]
     lines = "".join(json.dumps(r) + "\n" for r in requests)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
     settings = {"temperature": 0.0, "json": True}
-    together = dream_says(capsys, coder / "model", file="-", batch_size=3, **settings)[0].splitlines()
+    together = dream_says(capsys, coder / "model", file="-", batch_size=3, **settings)[
+        0
+    ].splitlines()
     (tmp_path / "in.jsonl").write_text(lines)
     settings |= {"file": str(tmp_path / "in.jsonl"), "batch_size": 1}
     alone = dream_says(capsys, coder / "model", **settings)[0].splitlines()
@@ -904,16 +1152,24 @@ def test_dream_cuts_what_follows_an_end_token_and_keeps_what_was_given(coder, ca
         ({"prompt": "def[MASK:4](x): return[MASK:3] 3"}, "def(x): return 3"),
         ({"prompt": "def", "suffix": " 3"}, "def 3"),
     ):
-        row = json.loads(dream_says(capsys, coder / "silent", json=True, temperature=0.0, **settings)[0])
+        row = json.loads(
+            dream_says(capsys, coder / "silent", json=True, temperature=0.0, **settings)[0]
+        )
         assert (row["text"], row["tokens"]) == (text, 0)
     out = dream_says(capsys, coder / "model", prompt="def", temperature=0.0)[0].rstrip("\n")
-    cut = dream_says(capsys, coder / "model", prompt="def", temperature=0.0, stop=(out[6:8],))[0].rstrip("\n")
+    cut = dream_says(capsys, coder / "model", prompt="def", temperature=0.0, stop=(out[6:8],))[
+        0
+    ].rstrip("\n")
     assert cut == "def" + out[3 : out.index(out[6:8], 3)]
 
 
 @SLOW
 def test_a_hole_of_any_length_stays_python(coder, capsys, tmp_path):
-    settings = {"prompt": "def area(r):\n    x = [MASK]\n    return x\n", "temperature": 0.9, "max_new": 4}
+    settings = {
+        "prompt": "def area(r):\n    x = [MASK]\n    return x\n",
+        "temperature": 0.9,
+        "max_new": 4,
+    }
     out, err = dream_says(capsys, coder / "model", valid="python", **settings)
     assert ast.parse(out)
     assert out.startswith("def area(r):\n    x =")
@@ -924,12 +1180,17 @@ def test_a_hole_of_any_length_stays_python(coder, capsys, tmp_path):
     out, _ = dream_says(capsys, coder / "model", **settings)
     with pytest.raises((SyntaxError, ValueError)):
         ast.parse(out)
-    out, _ = dream_says(capsys, coder / "model", prompt="def area(r):\n    x", valid="python", temperature=0.9)
+    out, _ = dream_says(
+        capsys, coder / "model", prompt="def area(r):\n    x", valid="python", temperature=0.9
+    )
     assert infill.can_go_on(out.rstrip("\n"))
-    # A checkpoint that says with which id its masks grow counts by itself, and what it counted is filled.
+    # A checkpoint that says with which id its masks grow counts by itself, and what it counted is
+    # filled.
     grows = shutil.copytree(coder / "model", tmp_path / "grows")
     config = runs.read_json(grows / "config.json")
-    (grows / "config.json").write_text(json.dumps(config | {"expand_token_id": config["vocab_size"] - 1}))
+    (grows / "config.json").write_text(
+        json.dumps(config | {"expand_token_id": config["vocab_size"] - 1})
+    )
     row = json.loads(dream_says(capsys, grows, json=True, **settings)[0])
     assert 1 <= row["tokens"] <= infill.LENGTHS[-1]
     assert "<|" not in row["text"]
@@ -955,7 +1216,10 @@ def test_dream_refuses_what_does_not_fit_in_one_line(coder, tmp_path):
         ({"prompt": "x [MASK] y [MASK:2] z"}, "say [MASK:12]"),
         ({"prompt": "x [MASK", "suffix": "y"}, "[MASK:12]"),
         ({"valid": "python", "chat": "on"}, "without a chat template"),
-        ({"block_length": 3, "cache": "dual", "fast_dllm": True}, "block_length 3 does not divide the 8 tokens"),
+        (
+            {"block_length": 3, "cache": "dual", "fast_dllm": True},
+            "block_length 3 does not divide the 8 tokens",
+        ),
         ({"block_length": 4, "steps": 3}, "do not divide over 2 blocks"),
         ({"cache": "dual"}, "set block_length"),
         ({"threshold": 1.5}, "--threshold=1.5 is not in 0 .. 1"),
@@ -973,7 +1237,12 @@ def test_dream_refuses_what_does_not_fit_in_one_line(coder, tmp_path):
     for folder, settings, change, part in (
         (tmp_path / "odd", {}, None, "holds no checkpoint"),
         (bare, {"chat": "on"}, None, "holds no chat template"),
-        (bare, {}, lambda: (bare / "tokenizer.json").write_text("{}"), "tokenizer.json cannot be read"),
+        (
+            bare,
+            {},
+            lambda: (bare / "tokenizer.json").write_text("{}"),
+            "tokenizer.json cannot be read",
+        ),
         (bare, {}, lambda: (bare / "tokenizer.json").unlink(), "bare/tokenizer.json"),
     ):
         if change:
@@ -1006,9 +1275,14 @@ def plain(text):
 
 
 @SLOW
-def test_pythoncoders_drafts_and_probabilities_are_shown_in_colours_and_on_a_page(run_folder, capsys, monkeypatch):
+def test_pythoncoders_drafts_and_probabilities_are_shown_in_colours_and_on_a_page(
+    run_folder, capsys, monkeypatch
+):
     # what is right for each token: one pass over the whole text
-    model, tokenizer = checkpoints.load(pc, run_folder)[0], Tokenizer.from_file(str(run_folder / "tokenizer.json"))
+    model, tokenizer = (
+        checkpoints.load(pc, run_folder)[0],
+        Tokenizer.from_file(str(run_folder / "tokenizer.json")),
+    )
     prompt = tokenizer.encode("def f(x):\n").ids
     rule = pc.Sampling(vocab=tokenizer.get_vocab_size(), eos=0)
     (new,), stats = pc.generate(model, [prompt], 12, rule, jax.random.key(0))
@@ -1019,7 +1293,9 @@ def test_pythoncoders_drafts_and_probabilities_are_shown_in_colours_and_on_a_pag
     page = run_folder / "steps.html"
     settings = {"prompt": "def f(x):\n", "max_new": 12, "devices": 1, "show_steps": True}
     settings |= {"temperature": 0.0, "pythoncoder": generate.PythonCoderFlags(no_repeat_ngram=0)}
-    shown = in_a_terminal(monkeypatch, generate.Config(ckpt=str(run_folder), html=str(page), **settings))
+    shown = in_a_terminal(
+        monkeypatch, generate.Config(ckpt=str(run_folder), html=str(page), **settings)
+    )
     streamed, by_probability = shown.split("---- by probability\n")
     piped, _ = says_pythoncoder(capsys, run_folder, **settings)
     assert "\x1b" not in piped
@@ -1030,7 +1306,8 @@ def test_pythoncoders_drafts_and_probabilities_are_shown_in_colours_and_on_a_pag
     assert [token.probability for token in tokens] == pytest.approx(want, abs=1e-4)
     assert all(len(token.likely) == 5 for token in tokens)
     accepted = [token.note for token in tokens].count("draft accepted")
-    assert stats["accepted"] - accepted in (0, 1)  # behind the last there may be no room for another token
+    # behind the last there may be no room for another token
+    assert stats["accepted"] - accepted in (0, 1)
     passes = [token.step for token in tokens]
     assert passes == sorted(passes)
     assert passes[-1] == stats["forwards"]
@@ -1047,12 +1324,20 @@ def test_drafts_are_told_by_the_tokens_of_each_pass():
     ]  # fmt: skip
     kinds = [(1, ""), (2, "accepted"), (2, ""), (3, "")]  # behind the end is no room
     assert canvas.drafts_of([1, 3, 4, 4], [1, 2, 3, 9], rule, 6) == kinds
-    assert canvas.drafts_of([1, 2], [1, 2], pc.Sampling(eos=9, speculate=False), 6) == [(1, ""), (2, "")]
+    assert canvas.drafts_of([1, 2], [1, 2], pc.Sampling(eos=9, speculate=False), 6) == [
+        (1, ""),
+        (2, ""),
+    ]
 
 
 @SLOW
-def test_dreams_tokens_are_coloured_by_the_probability_they_had(coder, tmp_path, capsys, monkeypatch):
-    page, settings = tmp_path / "steps.html", {"prompt": "def [MASK:4](x)", "temperature": 0.0, "html": ""}
+def test_dreams_tokens_are_coloured_by_the_probability_they_had(
+    coder, tmp_path, capsys, monkeypatch
+):
+    page, settings = (
+        tmp_path / "steps.html",
+        {"prompt": "def [MASK:4](x)", "temperature": 0.0, "html": ""},
+    )
     config = dream_config(coder / "model", **settings | {"show_steps": True, "html": str(page)})
     shown = in_a_terminal(monkeypatch, config)
     out, _ = dream_says(capsys, coder / "model", **settings)
@@ -1071,10 +1356,13 @@ def test_dreams_tokens_are_coloured_by_the_probability_they_had(coder, tmp_path,
     tokens = recorded(page)[0]
     steps = [token.step for token in tokens]
     first = [i for i, step in enumerate(steps) if step == min(filter(None, steps))]
-    for i in first:  # greedily the likeliest is written; its logits are those of the position before
+    # greedily the likeliest is written; its logits are those of the position before
+    for i in first:
         chance_V = np.exp(logits_LV[i - 1] - np.logaddexp.reduce(logits_LV[i - 1]))
         assert tokens[i].probability == pytest.approx(chance_V.max(), abs=1e-4)
-        assert [p for _, p in tokens[i].likely] == pytest.approx(np.sort(chance_V)[:-6:-1], abs=1e-4)
+        assert [p for _, p in tokens[i].likely] == pytest.approx(
+            np.sort(chance_V)[:-6:-1], abs=1e-4
+        )
 
 
 def test_a_character_of_several_tokens_belongs_to_the_last():

@@ -1,4 +1,6 @@
-"""Reference values of block diffusion (tests/golden/block/README.md): every case of what our scripts use."""
+"""Reference values of block diffusion (tests/golden/block/README.md): every case of what our
+scripts use.
+"""
 
 import dataclasses
 import functools
@@ -53,7 +55,9 @@ def positions(segment_BL):
 
 def tensors(path, name):
     """The tensors of a case."""
-    return {key[len(name) + 1 :]: x for key, x in load_file(path).items() if key.startswith(f"{name}.")}
+    return {
+        key[len(name) + 1 :]: x for key, x in load_file(path).items() if key.startswith(f"{name}.")
+    }
 
 
 # ---- who sees whom -------------------------------------------------------------------------------------------------
@@ -65,7 +69,10 @@ def test_every_mask_of_noised_and_clean_rows_and_of_sampling(block, golden_dir, 
     sees = jax.jit(diffusion.sees) if library == "jax" else diffusion.sees
     assert block["masks"]
     for case in block["masks"]:
-        name, arrays = case["name"], tensors(golden_dir("block") / "masks.safetensors", case["name"])
+        name, arrays = (
+            case["name"],
+            tensors(golden_dir("block") / "masks.safetensors", case["name"]),
+        )
         segment_L = arrays["segment_L"]
         block_L = positions(segment_L[None])[0] // case["block"]
         copies = np.repeat([True, False], len(segment_L))
@@ -73,7 +80,9 @@ def test_every_mask_of_noised_and_clean_rows_and_of_sampling(block, golden_dir, 
         for want, place in (("train", (*twice, copies)), ("sample", (segment_L, block_L))):
             place = diffusion.Place(*map(namespace.asarray, place))
             got, real = np.asarray(sees(place, place)), np.asarray(place.document) > 0
-            np.testing.assert_array_equal(got[real], arrays[want][real] == 1, err_msg=f"{name} {want}")
+            np.testing.assert_array_equal(
+                got[real], arrays[want][real] == 1, err_msg=f"{name} {want}"
+            )
 
 
 @pytest.mark.slow
@@ -95,7 +104,9 @@ def test_the_rows_of_a_causal_model_attend_as_nbdiff_s(block, golden_dir, params
         want, _ = hidden(model, *row, place=place)
         real = segment_BL[0] > 0
         np.testing.assert_allclose(got[0, real], want[0, :L][real], atol=2e-5, err_msg=case["name"])
-        np.testing.assert_allclose(np.roll(before, -1, 1)[0, real], want[0, L:][real], atol=2e-5, err_msg=case["name"])
+        np.testing.assert_allclose(
+            np.roll(before, -1, 1)[0, real], want[0, L:][real], atol=2e-5, err_msg=case["name"]
+        )
         checked += 1
     assert checked
 
@@ -107,9 +118,13 @@ nll = jax.jit(lambda model, *args: model.nll(*args))
 
 @jax.jit
 def noisy_nll(model, token_BL, mask_BL, segment_BL, position_BL, block):
-    """nll with the first token of a block predicted from the noised row, as in Fast-dLLM v2's training."""
+    """nll with the first token of a block predicted from the noised row, as in Fast-dLLM v2's
+    training.
+    """
     noised_BL = jnp.where(mask_BL, model.cfg.mask_id, token_BL)
-    unshifted = nnx.merge(md.graph_of(dataclasses.replace(model.cfg, shift=False), model.run), nnx.state(model))
+    unshifted = nnx.merge(
+        md.graph_of(dataclasses.replace(model.cfg, shift=False), model.run), nnx.state(model)
+    )
     hidden_BLD = unshifted.predicting(noised_BL, token_BL, segment_BL, position_BL, block)
     before_BLD = jnp.roll(hidden_BLD, 1, 1)
     hidden_BLD = jnp.where(md.first_of_document(segment_BL)[..., None], hidden_BLD, before_BLD)
@@ -136,7 +151,9 @@ def test_every_loss_token_for_token(block, golden_dir, params):
         where = segment_BL, positions(segment_BL), case["block"]
         got_BL = np.asarray((noisy_nll if noisy else nll)(model, token_BL, mask_BL, *where))
         np.testing.assert_allclose(got_BL, arrays["nll_BL"], atol=2e-4, rtol=0, err_msg=name)
-        assert (got_BL / np.maximum(t_BL, 1e-9))[mask_BL].sum() == pytest.approx(case["nelbo"], rel=2e-5), name
+        assert (got_BL / np.maximum(t_BL, 1e-9))[mask_BL].sum() == pytest.approx(
+            case["nelbo"], rel=2e-5
+        ), name
         assert counted_BL.sum() == case["counted"], name
         assert mask_BL.sum() == case["masked"], name
         assert got_BL[mask_BL].mean() == pytest.approx(case["cross_entropy"], rel=2e-5), name
@@ -156,22 +173,30 @@ def test_every_exact_bound_token_for_token(block, golden_dir, params):
         got_L = np.asarray(exact(model, token_BL, segment_BL, positions(segment_BL)))[0]
         np.testing.assert_allclose(got_L, arrays["exact_nll_L"], atol=2e-4, rtol=0, err_msg=name)
         starts = range(0, case["length"], case["block"])
-        np.testing.assert_allclose(np.add.reduceat(got_L, starts), case["block_nelbo"], rtol=2e-5, err_msg=name)
+        np.testing.assert_allclose(
+            np.add.reduceat(got_L, starts), case["block_nelbo"], rtol=2e-5, err_msg=name
+        )
         assert got_L.sum() == pytest.approx(case["nelbo"], rel=2e-5), name
 
 
 def test_autoregressive_nll_is_that_of_the_causal_model(block, golden_dir, params):
-    files = [tensors(golden_dir("block") / "loss.safetensors", case["name"]) for case in block["losses"]]
+    files = [
+        tensors(golden_dir("block") / "loss.safetensors", case["name"]) for case in block["losses"]
+    ]
     cases = [arrays for arrays in files if "ar_nll_BL" in arrays]
     assert cases
     for arrays in cases:
         segment_BL, mask_BL = arrays["segment_BL"], arrays["mask_BL"] == 1
         got_BL = np.asarray(
-            autoregressive(built(params), arrays["token_BL"], mask_BL, segment_BL, positions(segment_BL))
+            autoregressive(
+                built(params), arrays["token_BL"], mask_BL, segment_BL, positions(segment_BL)
+            )
         )
         np.testing.assert_allclose(got_BL, arrays["nll_BL"], atol=2e-4, rtol=0)
         later_BL = mask_BL & (positions(segment_BL) > 0)
-        np.testing.assert_allclose(got_BL[later_BL], arrays["ar_nll_BL"][later_BL], atol=2e-4, rtol=0)
+        np.testing.assert_allclose(
+            got_BL[later_BL], arrays["ar_nll_BL"][later_BL], atol=2e-4, rtol=0
+        )
 
 
 # ---- attention on its way from causal to both ways -----------------------------------------------------------------
@@ -185,13 +210,17 @@ def test_every_annealed_mask_and_the_logits_under_it(block, golden_dir, params):
         arrays = tensors(golden_dir("block") / "rules.safetensors", case["name"])
         want = arrays["see_LL"] == 1
         for namespace in (np, jnp, torch):
-            seen_LL = diffusion.annealed(namespace.asarray(arrays["u_LL"]), np.float32(case["ratio"]))
+            seen_LL = diffusion.annealed(
+                namespace.asarray(arrays["u_LL"]), np.float32(case["ratio"])
+            )
             np.testing.assert_array_equal(np.asarray(seen_LL), want, err_msg=case["name"])
         token_BL = arrays["token_L"][None]
         place = diffusion.Place(np.ones_like(token_BL), seen=want[None])
         want = arrays["logits_last4"]
         got = np.asarray(logits(model, token_BL, place=place))[0, -len(want) :]
-        np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max(), err_msg=case["name"])
+        np.testing.assert_allclose(
+            got, want, rtol=0, atol=2e-5 * np.abs(want).max(), err_msg=case["name"]
+        )
 
 
 # ---- mask rates ----------------------------------------------------------------------------------------------------
@@ -230,11 +259,15 @@ def test_every_entropy_bound(block, golden_dir, library):
     for case in block["entropy_bound"]:
         arrays = tensors(golden_dir("block") / "rules.safetensors", case["name"])
         masked = namespace.asarray(arrays["masked"] == 1)
-        entropy = -diffusion.confidence(diffusion.softmax(namespace.asarray(arrays["logits"])), "entropy")
+        entropy = -diffusion.confidence(
+            diffusion.softmax(namespace.asarray(arrays["logits"])), "entropy"
+        )
         np.testing.assert_allclose(entropy, arrays["entropy"], atol=1e-5)
         for i, bound in enumerate(case["bounds"]):
             got = np.asarray(diffusion.entropy_bound(entropy, masked, bound))
-            np.testing.assert_array_equal(got, arrays[f"entropy.{i}"] == 1, err_msg=f"{case['name']} {bound}")
+            np.testing.assert_array_equal(
+                got, arrays[f"entropy.{i}"] == 1, err_msg=f"{case['name']} {bound}"
+            )
 
 
 def rule_of(settings):
@@ -251,8 +284,8 @@ def rule_of(settings):
 class Published(sample_block.Sampler):
     """Our Sampler with what some published samplers do beside it.
 
-    first_argmax: the first step of a block fills its first position alone. sub_block: of the positions only those of
-    the first sub-block with a mask are open.
+    first_argmax: the first step of a block fills its first position alone. sub_block: of the
+    positions only those of the first sub-block with a mask are open.
     """
 
     first_argmax: bool = False
@@ -264,12 +297,16 @@ class Published(sample_block.Sampler):
         if self.sub_block:
             sub_N = slot_N // self.sub_block
             masked_BN &= sub_N == jnp.where(masked_BN, sub_N, len(slot_N)).min(-1, keepdims=True)
-        chosen_BN = super().choose(masked_BN, prob_BN, entropy_BN, given, masks_B, i - self.first_argmax)
+        chosen_BN = super().choose(
+            masked_BN, prob_BN, entropy_BN, given, masks_B, i - self.first_argmax
+        )
         return jnp.where(self.first_argmax & (i == 0), first_BN, chosen_BN)
 
 
 def prepare_behind_prompts(*args, prepare=sample_block.prepare):
-    """sample_block.prepare with each whole prompt as a block, and blocks of their length behind it."""
+    """sample_block.prepare with each whole prompt as a block, and blocks of their length behind
+    it.
+    """
     state, given, _ = prepare(*args)
     N, L = args[1].block_length, state.token_BL.shape[1]
     prompt_B = np.where(given.made_BL.any(-1), given.made_BL.argmax(-1), 0)
@@ -285,31 +322,41 @@ def sample(model, settings, prompts, widths):
         starts = [len(prompt) * (settings["border"] == "prompt") for prompt in prompts]
         lengths = [start - (start - n) // N * N for start, n in zip(starts, lengths, strict=True)]
     mask = model.cfg.mask_id
-    canvases = [prompt + [mask] * (n - len(prompt)) for prompt, n in zip(prompts, lengths, strict=True)]
+    canvases = [
+        prompt + [mask] * (n - len(prompt)) for prompt, n in zip(prompts, lengths, strict=True)
+    ]
     published = {"first_argmax": settings["first"] == "argmax", "sub_block": settings["sub_block"]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sample_block, "Sampler", functools.partial(Published, **published))
         if settings["border"] == "prompt":
             patch.setattr(sample_block, "prepare", prepare_behind_prompts)
         rows, stats = sample_block.generate(model, canvases, 0, rule, widths=widths, rows=3)
-    return [row[: len(prompt) + settings["max_new"]] for row, prompt in zip(rows, prompts, strict=True)], stats
+    return [
+        row[: len(prompt) + settings["max_new"]] for row, prompt in zip(rows, prompts, strict=True)
+    ], stats
 
 
 def test_every_text_token_for_token_with_the_steps_and_passes_of_the_oracle(block, params):
     cases = block["samples"]
     assert cases
     # In rows of one length most cases of a block length share their programs.
-    sizes = [len(prompt) + case["settings"]["max_new"] for case in cases for prompt in case["prompts"]]
+    sizes = [
+        len(prompt) + case["settings"]["max_new"] for case in cases for prompt in case["prompts"]
+    ]
     for case in cases:
         name, settings, prompts = case["name"], case["settings"], case["prompts"]
-        N, earlier = settings["block"], settings["first"] == "argmax"  # the oracle counts from behind that step
-        rows, stats = sample(built(params, shift=settings["shift"]), settings, prompts, (max(sizes) + N,))
+        # the oracle counts from behind that step
+        N, earlier = settings["block"], settings["first"] == "argmax"
+        rows, stats = sample(
+            built(params, shift=settings["shift"]), settings, prompts, (max(sizes) + N,)
+        )
         for b, prompt in enumerate(prompts):
             text = rows[b][len(prompt) :]
             if settings["eos_id"] in text:
                 text = text[: text.index(settings["eos_id"]) + 1]
             assert text == case["text"][b], (name, b)
-            # A row goes through its blocks side by side with the others: when a step was, counted from its block.
+            # A row goes through its blocks side by side with the others: when a step was, counted
+            # from its block.
             offset = 0 if settings["border"] == "absolute" else len(prompt)
             first = offset + (len(prompt) - offset) // N * N
             when, steps, passes = stats["when"][b], [], []
@@ -340,13 +387,22 @@ def test_a_converted_qwen2_has_a_row_for_mask_and_every_other_byte(block, conver
     assert (model.cfg.mask_id, model.cfg.vocab) == tuple(
         block["conversion"][k] for k in ("mask_token_id", "vocab_size")
     )
-    rows = {key[4:]: row for key, row in load_file(source / "expected.safetensors").items() if key.startswith("row.")}
-    tensors, got = load_file(source / "model.safetensors"), checkpoints.flatten(nnx.to_pure_dict(nnx.state(model)))
+    rows = {
+        key[4:]: row
+        for key, row in load_file(source / "expected.safetensors").items()
+        if key.startswith("row.")
+    }
+    tensors, got = (
+        load_file(source / "model.safetensors"),
+        checkpoints.flatten(nnx.to_pure_dict(nnx.state(model))),
+    )
     assert {convert_weights.hf_name(name) for name in got} == tensors.keys()
     for name, array in got.items():
         name, array = convert_weights.hf_name(name), np.asarray(array)
         if name in rows:
-            np.testing.assert_allclose(array[model.cfg.mask_id], rows.pop(name), rtol=0, atol=1e-6, err_msg=name)
+            np.testing.assert_allclose(
+                array[model.cfg.mask_id], rows.pop(name), rtol=0, atol=1e-6, err_msg=name
+            )
             array = np.delete(array, model.cfg.mask_id, 0)
         np.testing.assert_array_equal(array, tensors[name], err_msg=name)
     assert not rows

@@ -1,4 +1,6 @@
-"""Reference values of Dream's sampler: filters, confidences and transfer schedules, in three array libraries."""
+"""Reference values of Dream's sampler: filters, confidences and transfer schedules, in three array
+libraries.
+"""
 
 import contextlib
 import json
@@ -34,21 +36,36 @@ def eagerly(library):
 
 def test_filters_and_confidences(settings, golden_dir, library):
     arrays, cases = load_file(golden_dir("dream") / "filters.safetensors"), settings["filters"]
-    fullest = max(cases, key=lambda case: sum(bool(case[name]) for name in ("temperature", "top_p", "top_k")))
+    fullest = max(
+        cases, key=lambda case: sum(bool(case[name]) for name in ("temperature", "top_p", "top_k"))
+    )
     for case in cases:
-        name, t, p, k = case["name"], case["temperature"] or 0, case["top_p"] or 1, case["top_k"] or 0
+        name, t, p, k = (
+            case["name"],
+            case["temperature"] or 0,
+            case["top_p"] or 1,
+            case["top_k"] or 0,
+        )
 
         def quantities(logits, t=t, k=k, p=p):
             logits = diffusion.filter_logits(logits, t, k, p, rule="dream")
             prob = diffusion.softmax(logits)
-            confidences = (diffusion.confidence(prob, kind) for kind in ("margin", "entropy", "max_prob"))
+            confidences = (
+                diffusion.confidence(prob, kind) for kind in ("margin", "entropy", "max_prob")
+            )
             return prob, *confidences, diffusion.sample_tokens(logits, None, 0)
 
-        # Top-p takes long to compile: the case with the most filters is, the others run as they are.
+        # Top-p takes long to compile: the case with the most filters is, the others run as they
+        # are.
         with contextlib.nullcontext() if case is fullest else eagerly(library):
             *got, greedy = library(quantities, arrays["logits"])
-        wanted = ("probs", "margin", "neg_entropy", "max_prob") if t == 0 else ("probs", "margin", "neg_entropy")
-        for what, values in zip(wanted, got, strict=False):  # the file has the largest only at temperature 0
+        wanted = (
+            ("probs", "margin", "neg_entropy", "max_prob")
+            if t == 0
+            else ("probs", "margin", "neg_entropy")
+        )
+        # the file has the largest only at temperature 0
+        for what, values in zip(wanted, got, strict=False):
             library.close(values, arrays[f"{name}.{what}"], atol=5e-6)
         if t == 0:
             np.testing.assert_array_equal(greedy, arrays[f"{name}.x0"])

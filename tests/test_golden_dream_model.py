@@ -1,4 +1,5 @@
-"""Reference values of the Dream model and its generation (tests/golden/dream/README.md), every case of every file.
+"""Reference values of the Dream model and its generation (tests/golden/dream/README.md), every case
+of every file.
 
 Filters and schedules are in test_golden_dream.py.
 """
@@ -37,7 +38,11 @@ def cases(arrays, ending):
 def inputs(arrays, case):
     """Ids, positions and key mask of a case; None for what it leaves out."""
     see = arrays.get(f"{case}.attention_mask")
-    return arrays[f"{case}.input_ids"], arrays[f"{case}.position_ids"], None if see is None else jnp.asarray(see) == 1
+    return (
+        arrays[f"{case}.input_ids"],
+        arrays[f"{case}.position_ids"],
+        None if see is None else jnp.asarray(see) == 1,
+    )
 
 
 def relative(got, want, see_BL=None):
@@ -60,7 +65,9 @@ def test_logits_of_every_forward_case(model, forward):
         token_BL, position_BL, see_BL = inputs(forward, name)
         want = forward[f"{name}.logits"]
         got = apply(model, token_BL, position_BL, see_BL)[:, -want.shape[1] :]
-        assert relative(got, want, None if see_BL is None else see_BL[:, -want.shape[1] :]) <= 2e-5, name
+        assert (
+            relative(got, want, None if see_BL is None else see_BL[:, -want.shape[1] :]) <= 2e-5
+        ), name
 
 
 def test_logits_are_made_only_where_they_are_asked_for(model, forward):
@@ -70,7 +77,9 @@ def test_logits_are_made_only_where_they_are_asked_for(model, forward):
         token_BL, position_BL, see_BL = inputs(forward, name)
         B, L = token_BL.shape
         shown = forward[f"{name}.logits"].shape[1]  # the last ones
-        keep_BC = L - 1 - np.stack([np.random.default_rng(b).permutation(shown)[:5] for b in range(B)])
+        keep_BC = (
+            L - 1 - np.stack([np.random.default_rng(b).permutation(shown)[:5] for b in range(B)])
+        )
         want = np.take_along_axis(forward[f"{name}.logits"], keep_BC[..., None] - L + shown, 1)
         hidden_BLD, _ = hidden(model, token_BL, position_BL, see_BL)
         got = model.logits(jnp.take_along_axis(hidden_BLD, keep_BC[..., None], 1))
@@ -78,7 +87,8 @@ def test_logits_are_made_only_where_they_are_asked_for(model, forward):
 
 
 def test_hidden_states_after_every_layer(model, forward):
-    apply_layer = jax.jit(lambda layer, *inputs: layer(*inputs, model.run)[0])  # one program for all layers
+    # one program for all layers
+    apply_layer = jax.jit(lambda layer, *inputs: layer(*inputs, model.run)[0])
     cases = {name.split(".hidden.")[0] for name in forward if ".hidden." in name}
     assert cases
     for case in cases:
@@ -147,13 +157,18 @@ def settings_of(case):
     else:
         fields |= {"threshold": given["threshold"], "filtered": True}
     if case["sampler"] == "block":
-        fields |= {"block_length": given["block_length"], "cache": "dual" if given["dual_cache"] else "prefix"}
+        fields |= {
+            "block_length": given["block_length"],
+            "cache": "dual" if given["dual_cache"] else "prefix",
+        }
         fields["fast_dllm"] = True
     return sd.Sampling(**fields, ban_ids=tuple(case.get("ban_ids", ())), history=True)
 
 
 def canvas_of(case, mask_id, multiple, rows):
-    """Canvas and key mask, padded on the left to a multiple of a length, rows repeated: few shapes, few programs."""
+    """Canvas and key mask, padded on the left to a multiple of a length, rows repeated: few shapes,
+    few programs.
+    """
     prompt_BL = np.array(case["prompt_ids"], np.int32)
     new = case["settings"]["max_new_tokens"]
     token_BL = np.pad(prompt_BL, ((0, 0), (0, new)), constant_values=mask_id)
@@ -166,7 +181,9 @@ def canvas_of(case, mask_id, multiple, rows):
 
 
 def uniforms(case, masked_BL):
-    """The golden's draws, given for masked positions in row-major order, as an array over the canvas [S, B, L]."""
+    """The golden's draws, given for masked positions in row-major order, as an array over the
+    canvas [S, B, L].
+    """
     steps, eps = case["settings"]["steps"], case["settings"]["eps"]
     B, again = len(case["prompt_ids"]), np.arange(len(masked_BL)) % len(case["prompt_ids"])
     t, masked_BL = np.linspace(1, eps, steps + 1), masked_BL[:B].copy()
@@ -190,10 +207,13 @@ class Drawn(sd.Sampler):
 
 
 def check_case(model, case, mask_id, multiple=1, rows=1):
-    """Run a case on a canvas padded to a multiple and compare everything that the golden file says of it."""
+    """Run a case on a canvas padded to a multiple and compare everything that the golden file says
+    of it.
+    """
     name, (token_BL, see_BL) = case["name"], canvas_of(case, mask_id, multiple, rows)
     pad = token_BL.shape[1] - len(case["sequences"][0])
-    if "pin" in case:  # the reference writes these ids before the first step and after every step: they are given
+    # the reference writes these ids before the first step and after every step: they are given
+    if "pin" in case:
         token_BL[:, np.array(case["pin"]["positions"]) + pad] = case["pin"]["ids"]
     with pytest.MonkeyPatch.context() as patch:
         if "draws" in case:
@@ -205,7 +225,8 @@ def check_case(model, case, mask_id, multiple=1, rows=1):
     for b, row_L in enumerate(got_BL):  # rows that are repeated are filled alike
         np.testing.assert_array_equal(row_L[pad:], case["sequences"][b % B], err_msg=name)
 
-    # The canvas before the first step and after each: what was written by then, the other masks as they were.
+    # The canvas before the first step and after each: what was written by then, the other masks as
+    # they were.
     got_BL, token_BL, see_BL, when_BL = (x[:B] for x in (got_BL, token_BL, see_BL, stats["when"]))
     steps = case["settings"]["steps"] if case["sampler"] == "diffusion" else stats["steps"]
     assert when_BL.max() <= steps, name
@@ -252,7 +273,9 @@ def test_every_generation_case_token_for_token(model, golden_dir, kind):
 
 @pytest.mark.slow
 def test_a_case_of_each_kind_unpadded_in_small_chunks(golden_dir):
-    """Logits made 3 positions at a time, attention in blocks of 4 queries, no padding but the case's own."""
+    """Logits made 3 positions at a time, attention in blocks of 4 queries, no padding but the
+    case's own.
+    """
     golden = json.loads((golden_dir("dream") / "generate.json").read_text())
     model, seen = from_hf(golden_dir("dream"), run=md.Run(head_positions=3, block=4)), set()
     for case in golden["cases"]:

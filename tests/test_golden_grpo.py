@@ -1,4 +1,6 @@
-"""Reference values of Coupled-GRPO: masks, scores, loss, advantages, optimizer, a whole small run, data and rewards."""
+"""Reference values of Coupled-GRPO: masks, scores, loss, advantages, optimizer, a whole small run,
+data and rewards.
+"""
 
 import functools
 import hashlib
@@ -27,7 +29,9 @@ def close(got, want, what="", tolerance=1e-5):
 
 
 def both_masks(completion, u, ratio):
-    """The masks with both inequalities strict, as in the reference, and the exact complement of the first."""
+    """The masks with both inequalities strict, as in the reference, and the exact complement of the
+    first.
+    """
     one, two = diffusion.coupled_masks(completion, u, ratio)
     return one, two & (u != ratio), two
 
@@ -35,7 +39,15 @@ def both_masks(completion, u, ratio):
 def test_coupled_masks(golden_dir, library):
     for case in cases_of(golden_dir("grpo") / "forward_process.npz").values():
         batch, prompt, mask_id, u, ratio, tile = (
-            case[name] for name in ("batch", "prompt_index", "mask_id", "random_matrix", "mask_ratio", "accumulate")
+            case[name]
+            for name in (
+                "batch",
+                "prompt_index",
+                "mask_id",
+                "random_matrix",
+                "mask_ratio",
+                "accumulate",
+            )
         )
         completion = np.broadcast_to(~prompt, batch.shape)
         u = np.tile(u, (int(tile), 1)) if len(u) != len(batch) else u
@@ -44,7 +56,9 @@ def test_coupled_masks(golden_dir, library):
         np.testing.assert_array_equal(one, case["completion_mask"] & completion)
         np.testing.assert_array_equal(np.where(one, mask_id, batch), case["noisy1"])
         np.testing.assert_array_equal(np.where(two, mask_id, batch), case["noisy2"])
-        np.testing.assert_array_equal(np.where(complement, mask_id, batch), case["noisy2_exact_complement"])
+        np.testing.assert_array_equal(
+            np.where(complement, mask_id, batch), case["noisy2_exact_complement"]
+        )
 
 
 def test_the_three_versions_of_a_canvas(golden_dir):
@@ -54,7 +68,9 @@ def test_the_three_versions_of_a_canvas(golden_dir):
         )
         u = np.tile(u, (len(batch) // len(u), 1))
         completion = jnp.asarray(np.broadcast_to(~prompt, batch.shape))
-        views, mask = grpo.coupled_views(jnp.asarray(batch), completion, jnp.asarray(u), ratio, int(mask_id))
+        views, mask = grpo.coupled_views(
+            jnp.asarray(batch), completion, jnp.asarray(u), ratio, int(mask_id)
+        )
         want = np.stack([case[key] for key in ("noisy0", "noisy1", "noisy2_exact_complement")], 1)
         np.testing.assert_array_equal(views, want, err_msg=name)
         np.testing.assert_array_equal(mask, case["completion_mask"] & completion, err_msg=name)
@@ -69,7 +85,9 @@ def test_scores_of_logits(golden_dir):
     for name, case in cases_of(golden_dir("grpo") / "selective_log_softmax.npz").items():
         n, (C, V) = int(case["num_iterations"]), case["logits"].shape[1:]
         logits = case["logits"].reshape(n, 3, -1, C, V)
-        index, mask, want, want64 = (case[key].reshape(n, -1, C) for key in ("index", "mask", "out", "out64"))
+        index, mask, want, want64 = (
+            case[key].reshape(n, -1, C) for key in ("index", "mask", "out", "out64")
+        )
         weights = case["weights"].reshape(n, 3)
         for i in range(n):
             hidden = jnp.asarray(logits[i].swapaxes(0, 1))  # the head is the identity
@@ -86,7 +104,9 @@ def loss_arguments(case):
 
 @functools.partial(jax.jit, static_argnames=("beta", "single"))
 def loss_in_three_forms(score, old, ref, advantage, counted, low, high, beta, single):
-    """grpo_loss with its gradient, clipped at 20 and not at all, and the loss of each token alone."""
+    """grpo_loss with its gradient, clipped at 20 and not at all, and the loss of each token
+    alone.
+    """
 
     def loss(score, counted, limit):
         form = grpo.Loss(beta=beta, low=low, high=high, limit=limit)
@@ -95,7 +115,11 @@ def loss_in_three_forms(score, old, ref, advantage, counted, low, high, beta, si
     gradient = jax.value_and_grad(loss, has_aux=True)
     one_hot = jnp.eye(score.size, dtype=bool).reshape(-1, *score.shape)
     per_token = jax.lax.map(lambda counted: loss(score, counted, math.inf)[0], one_hot)
-    return gradient(score, counted, 20.0), gradient(score, counted, math.inf), per_token.reshape(score.shape)
+    return (
+        gradient(score, counted, 20.0),
+        gradient(score, counted, math.inf),
+        per_token.reshape(score.shape),
+    )
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # what is inf in float32
@@ -110,7 +134,10 @@ def test_loss_gradient_and_metrics(golden_dir):
     for name, case in cases.items():
         (old, *arrays), (low, high, beta) = loss_arguments(case)
         here = tuple(slice(size) for size in case["per_token_logps"].shape)
-        case = {key: np.float32(value) if value.dtype == np.float64 else value for key, value in case.items()}
+        case = {
+            key: np.float32(value) if value.dtype == np.float64 else value
+            for key, value in case.items()
+        }
         score, counted = case["per_token_logps"], case["completion_mask"]
         inputs = [np.float32(x) for x in (score, score if old is None else old, *arrays)]
         inputs = [to_one_shape(x) for x in (*inputs, counted)]
@@ -119,13 +146,15 @@ def test_loss_gradient_and_metrics(golden_dir):
         close(per_token[here], case["per_token_loss64"], name)
         results = [parity, clipped]
         logarithms = [x[here] - score for x in inputs[1:3]][: 2 if case["beta"] else 1]
-        if any((np.abs(x)[counted == 1] > 20).any() for x in logarithms):  # what the clipped logarithm is for
+        # what the clipped logarithm is for
+        if any((np.abs(x)[counted == 1] > 20).any() for x in logarithms):
             results = [parity]
             assert np.isfinite(clipped[0][0]), name
             assert np.isfinite(clipped[1]).all(), name
         for (value, metrics), grad in results:
             close(value, case["loss64"], name)
-            close(value, case["loss64"] if np.isnan(case["loss"]) else case["loss"], name)  # nan: outside the mask
+            # nan: outside the mask
+            close(value, case["loss64"] if np.isnan(case["loss"]) else case["loss"], name)
             close(grad, np.where(counted == 1, case["grad"], 0.0), name)
             for key in ("kl", "clip_low", "clip_high"):
                 close(metrics[key], case[key], f"{name} {key}")
@@ -144,7 +173,9 @@ def test_gradient_of_the_logits(golden_dir):
             form = grpo.Loss(beta=beta, low=low, high=high)
             return grpo.grpo_loss(score, *arrays, case["completion_mask"], form)[0], score
 
-        (value, score), grad = jax.jit(jax.value_and_grad(loss, has_aux=True))(jnp.asarray(case["logits"]))
+        (value, score), grad = jax.jit(jax.value_and_grad(loss, has_aux=True))(
+            jnp.asarray(case["logits"])
+        )
         close(score, case["per_token_logps"], name)
         close(value, case["loss"], name)
         close(grad, case["dlogits"], name)
@@ -165,7 +196,11 @@ def missing_as_zero(rewards):
 
 def test_advantages(golden_dir):
     for name, case in cases_of(golden_dir("grpo") / "advantages.npz").items():
-        inputs = missing_as_zero(case["rewards_per_func"]), case["reward_weights"], int(case["num_generations"])
+        inputs = (
+            missing_as_zero(case["rewards_per_func"]),
+            case["reward_weights"],
+            int(case["num_generations"]),
+        )
         plain = grpo.group_advantages(*inputs)
         close(plain.reward_B, case["rewards"], name)
         close(plain.advantage_B, case["advantages"], name)
@@ -177,7 +212,9 @@ def test_advantages(golden_dir):
 
 @functools.cache
 def round_plan(accumulate, iterations):
-    """[(micro-batch, iteration, whether an update follows)] of the micro-steps of a round of Trainer.learn."""
+    """[(micro-batch, iteration, whether an update follows)] of the micro-steps of a round of
+    Trainer.learn.
+    """
     plan, B = [], 2 * accumulate
 
     def gradients(trained, base, total, inputs):
@@ -189,13 +226,17 @@ def round_plan(accumulate, iterations):
         plan[-1] = (*plan[-1][:2], True)
         return trained, opt, 1.0
 
-    trainer = types.SimpleNamespace(gradients=gradients, update=update, trained={}, base={}, opt=None, updates=0)
+    trainer = types.SimpleNamespace(
+        gradients=gradients, update=update, trained={}, base={}, opt=None, updates=0
+    )
     trainer.cfg = coupled_grpo.Config(micro_batch=2, iterations=iterations, beta=0.0)
     trainer.mesh = types.SimpleNamespace(size=1)
     trainer.to_devices = lambda batch, row_R, scored: {"micro": row_R[0] // 2} | scored
     advantages = grpo.group_advantages(np.arange(float(B)), [1.0], B)
     batch = types.SimpleNamespace(counted_BC=np.ones((B, 3), bool))
-    coupled_grpo.Trainer.learn(trainer, batch, [{"iteration": i} for i in range(iterations)], advantages)
+    coupled_grpo.Trainer.learn(
+        trainer, batch, [{"iteration": i} for i in range(iterations)], advantages
+    )
     assert trainer.updates == iterations
     return plan
 
@@ -223,7 +264,9 @@ def test_learning_rate(golden_dir):
     for case in json.loads((golden_dir("grpo") / "schedule.json").read_text())["lr"]:
         steps, want = case["total_steps"], np.array(case["lr_at_step"])
         assert math.ceil(steps * case["warmup_ratio"]) == case["warmup_steps"]
-        rate = grpo.learning_rate(case["learning_rate"], steps, case["warmup_steps"], case["min_lr_rate"])
+        rate = grpo.learning_rate(
+            case["learning_rate"], steps, case["warmup_steps"], case["min_lr_rate"]
+        )
         got = rate(np.arange(len(want)))
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7 * case["learning_rate"])
 
@@ -232,8 +275,12 @@ def test_optimizer(golden_dir):
     for name, case in cases_of(golden_dir("grpo") / "optimizer.npz").items():
         names = sorted(key.removesuffix("_init") for key in case if key.endswith("_init"))
         params = {key: jnp.asarray(case[f"{key}_init"]) for key in names}
-        rate = grpo.learning_rate(float(case["learning_rate"]), int(case["total_steps"]), int(case["warmup_steps"]))
-        optimizer = grpo.make_optimizer(rate, float(case["weight_decay"]), float(case["max_grad_norm"]))
+        rate = grpo.learning_rate(
+            float(case["learning_rate"]), int(case["total_steps"]), int(case["warmup_steps"])
+        )
+        optimizer = grpo.make_optimizer(
+            rate, float(case["weight_decay"]), float(case["max_grad_norm"])
+        )
         state, update = optimizer.init(params), jax.jit(optimizer.update)
         for step, lr in enumerate(case["lr"]):
             np.testing.assert_allclose(rate(step), lr, rtol=1e-5, atol=1e-12)
@@ -262,7 +309,9 @@ class Mixer:
 
 @functools.cache
 def programs(mask_id, epsilon, beta):
-    """(scores, gradients) of a Mixer: the mean gradient of some micro-batches, their losses, the first's gradient."""
+    """(scores, gradients) of a Mixer: the mean gradient of some micro-batches, their losses, the
+    first's gradient.
+    """
 
     @jax.jit
     def scores(params, tokens, u, ratio):
@@ -297,9 +346,17 @@ def check_run(everything, name, run, variant):
     want = everything[f"{name}.{variant}"]
     A, n, micro, group, rounds = (
         int(run[key])
-        for key in ("gradient_accumulation_steps", "num_iterations", "micro_batch", "num_generations", "rounds")
+        for key in (
+            "gradient_accumulation_steps",
+            "num_iterations",
+            "micro_batch",
+            "num_generations",
+            "rounds",
+        )
     )
-    mask_id, epsilon, beta, rate = (run[key].item() for key in ("mask_id", "epsilon", "beta", "learning_rate"))
+    mask_id, epsilon, beta, rate = (
+        run[key].item() for key in ("mask_id", "epsilon", "beta", "learning_rate")
+    )
     params = {key: jnp.asarray(run[key]) for key in names}
     ref = {key: jnp.asarray(run[f"ref_{key}"]) for key in names}
     plan = (reference_plan if variant == "reference_index" else round_plan)(A, n)
@@ -312,12 +369,15 @@ def check_run(everything, name, run, variant):
         C = data["completion_ids"].shape[1]
         counted = grpo.completion_mask(data["completion_ids"], int(run["eos_id"]))
         np.testing.assert_array_equal(counted, data["completion_mask"] == 1)
-        advantages = grpo.group_advantages(missing_as_zero(data["rewards_per_func"]), run["reward_weights"], group)
+        advantages = grpo.group_advantages(
+            missing_as_zero(data["rewards_per_func"]), run["reward_weights"], group
+        )
         close(advantages.advantage_B, data["advantages"], name)
         u = jnp.asarray(np.tile(data["random_matrix"][:, :, -C:], (1, A, 1)))  # [n, A micro, C]
         ratio = data["mask_ratio"].astype(np.float32)
         old, known = (
-            jnp.stack([scores(model, tokens, u[i], ratio[i]) for i in range(n)], 1) for model in (params, ref)
+            jnp.stack([scores(model, tokens, u[i], ratio[i]) for i in range(n)], 1)
+            for model in (params, ref)
         )
         close(old, cached["old_per_token_logps"], f"{name} round {r}")
         close(known, cached["ref_per_token_logps"], f"{name} round {r}")
@@ -334,7 +394,8 @@ def check_run(everything, name, run, variant):
                 "counted_BC": jnp.asarray(counted)[rows],
                 "old_BC": old[rows, at[:, None]],
                 "ref_BC": known[rows, at[:, None]],
-                # in the first pass nothing was learnt since old, so the score itself must do as well
+                # in the first pass nothing was learnt since old, so the score itself must do as
+                # well
                 "first": jnp.full(A, first == 0),
                 "see_BL": jnp.ones(tokens[rows].shape, bool),
             }
@@ -348,11 +409,19 @@ def check_run(everything, name, run, variant):
             params = jax.tree.map(lambda p, g: p - rate * g, params, grads)
             updates += 1
             for key in names:
-                close(params[key], want[f"step{updates}_{key}"], f"{name} {key} after update {updates}")
+                close(
+                    params[key],
+                    want[f"step{updates}_{key}"],
+                    f"{name} {key} after update {updates}",
+                )
             if updates % int(run["ref_model_sync_steps"]) == 0:
                 ref = grpo.sync_reference(ref, params, float(run["ref_model_mixup_alpha"]))
                 for key in names:
-                    close(ref[key], want[f"ref_after{updates}_{key}"], f"{name} reference after {updates}")
+                    close(
+                        ref[key],
+                        want[f"ref_after{updates}_{key}"],
+                        f"{name} reference after {updates}",
+                    )
     assert taken == len(want["losses"])
 
 
@@ -361,17 +430,29 @@ def read_lines(path):
 
 
 def prepared(rows, difficulty):
-    """The tasks of a difficulty before anything is cleaned, and the ids of the rows they come from."""
+    """The tasks of a difficulty before anything is cleaned, and the ids of the rows they come
+    from.
+    """
     kept = rl_tasks.choose(np.array([rl_tasks.pass_rates(row) for row in rows]), difficulty)
     chosen = [row for row, keep in zip(rows, kept, strict=True) if keep]
-    return [task for row in chosen for task in rl_tasks.with_twin(row)], [row["id"] for row in chosen]
+    return [task for row in chosen for task in rl_tasks.with_twin(row)], [
+        row["id"] for row in chosen
+    ]
 
 
 def test_acecode(golden_dir):
     folder = golden_dir("grpo")
-    rows, want = read_lines(folder / "acecode_sample.jsonl"), json.loads((folder / "acecode_expected.json").read_text())
+    rows, want = (
+        read_lines(folder / "acecode_sample.jsonl"),
+        json.loads((folder / "acecode_expected.json").read_text()),
+    )
     assert list(rl_tasks.COUNTED) == want["counted_models"]
-    close([rl_tasks.pass_rates(row) for row in rows], np.stack([want["mean_acc"], want["std_acc"]], 1), "", 1e-12)
+    close(
+        [rl_tasks.pass_rates(row) for row in rows],
+        np.stack([want["mean_acc"], want["std_acc"]], 1),
+        "",
+        1e-12,
+    )
     for difficulty, ids in want["kept_ids"].items():
         tasks, kept = prepared(rows, difficulty)
         assert kept == ids, difficulty
@@ -393,7 +474,8 @@ def test_acecode_from_the_command(golden_dir, tmp_path, difficulty):
     settings = {"roots": (str(sample),), "out": str(tmp_path / "out"), "heldout": 0.0}
     rl_tasks.main(rl_tasks.Config(**settings, difficulty=difficulty))
     want = read_lines(golden_dir("grpo") / f"acecode_expected_{difficulty}.jsonl")
-    assert read_lines(tmp_path / "out" / "train.jsonl") == want  # nothing in the sample needs cleaning
+    # nothing in the sample needs cleaning
+    assert read_lines(tmp_path / "out" / "train.jsonl") == want
 
 
 @pytest.mark.parametrize("mode", ["parity", "hardened"])
@@ -401,12 +483,21 @@ def test_rewards(golden_dir, mode):
     cases = json.loads((golden_dir("grpo") / "rewards.json").read_text(encoding="utf-8"))
     assert cases
     for name in ("code_format", "code"):
-        want, other = name + ("" if mode == "parity" else "_hardened"), [(case, None) for case in cases]
+        want, other = (
+            name + ("" if mode == "parity" else "_hardened"),
+            [(case, None) for case in cases],
+        )
         for timeout_s in (0.5, 10):  # the second for those that a busy machine held up
             chosen = [case for case, _ in other]
             completions = [case["completion"] for case in chosen]
-            rewards = sandbox.REWARDS[name](completions, chosen, parity=mode == "parity", timeout_s=timeout_s)
-            other = [(case, reward) for case, reward in zip(chosen, rewards, strict=True) if reward != case[want]]
+            rewards = sandbox.REWARDS[name](
+                completions, chosen, parity=mode == "parity", timeout_s=timeout_s
+            )
+            other = [
+                (case, reward)
+                for case, reward in zip(chosen, rewards, strict=True)
+                if reward != case[want]
+            ]
             if not other:
                 break
         assert not other, [(case["name"], name, reward) for case, reward in other]

@@ -1,4 +1,6 @@
-"""Reference values of LLaDA (tests/golden/llada/README.md): every case of what our scripts compute."""
+"""Reference values of LLaDA (tests/golden/llada/README.md): every case of what our scripts
+compute.
+"""
 
 import json
 
@@ -54,7 +56,13 @@ def close(got, want, name="", see_BL=None):
 def test_the_config_is_read_as_the_code_reads_it(model, folder):
     keys = json.loads((folder / "config.json").read_text())
     cfg = model.cfg
-    assert (cfg.family, cfg.shift, cfg.bias, cfg.qk_norm, cfg.causal) == ("llada", False, False, False, False)
+    assert (cfg.family, cfg.shift, cfg.bias, cfg.qk_norm, cfg.causal) == (
+        "llada",
+        False,
+        False,
+        False,
+        False,
+    )
     assert cfg.kv_heads == (keys["n_kv_heads"] or keys["n_heads"])
     assert cfg.vocab == (keys["embedding_size"] or keys["vocab_size"])
     assert cfg.bos_id == json.loads((folder / "generation_config.json").read_text())["bos_token_id"]
@@ -77,7 +85,9 @@ def test_hidden_states_after_every_layer(model, forward):
     assert cases
     for case in cases:
         token_BL = forward[f"{case}.input_ids"]
-        rope = md.rope_of(model.cfg, jnp.broadcast_to(jnp.arange(token_BL.shape[1]), token_BL.shape))
+        rope = md.rope_of(
+            model.cfg, jnp.broadcast_to(jnp.arange(token_BL.shape[1]), token_BL.shape)
+        )
         x_BLD = model.lookup(token_BL)
         for i in range(model.cfg.layers):
             close(x_BLD, forward[f"{case}.hidden.{i}"], f"{case} {i}")
@@ -91,7 +101,8 @@ def test_rope_frequencies_of_this_model_and_of_8b(model, forward):
     assert names
     for name in names:
         size, theta = sizes[name]
-        # Theirs are from float64, PyTorch's and ours from float32, where i / K is exact for powers of two alone.
+        # Theirs are from float64, PyTorch's and ours from float32, where i / K is exact for powers
+        # of two alone.
         rtol = 2e-7 if size & (size - 1) == 0 else 5e-7
         np.testing.assert_allclose(md.rope_frequencies(size, theta), forward[name], rtol=rtol)
 
@@ -127,9 +138,14 @@ def rule_of(case, golden, cfg):
     if case.get("cache"):
         rule |= {"cache": case["cache"], "fast_dllm": True}
     rule["guidance"] = given.get("cfg_scale") or 0.0
-    late = {"confidence": given.get("confidence_eos_eot_inf"), "logits": given.get("logits_eos_inf")}
+    late = {
+        "confidence": given.get("confidence_eos_eot_inf"),
+        "logits": given.get("logits_eos_inf"),
+    }
     if any(late.values()):
-        rule["late_eos"] = "both" if all(late.values()) else "confidence" if late["confidence"] else "logits"
+        rule["late_eos"] = (
+            "both" if all(late.values()) else "confidence" if late["confidence"] else "logits"
+        )
         rule["eos_ids"] = cfg.eos_id, golden["eot_token_id"]
     return sd.Sampling("maskgit_plus", **rule)
 
@@ -137,7 +153,9 @@ def rule_of(case, golden, cfg):
 @pytest.fixture(autouse=True)
 def no_id_ends_a_text(monkeypatch):
     settle = sd.settle
-    monkeypatch.setattr(sd, "settle", lambda state, given, mask_id, eos_ids: settle(state, given, mask_id, ()))
+    monkeypatch.setattr(
+        sd, "settle", lambda state, given, mask_id, eos_ids: settle(state, given, mask_id, ())
+    )
 
 
 def fill(model, case, golden):
@@ -156,7 +174,9 @@ def is_ours(case):
 
 
 def test_a_text_with_guidance(model, golden):
-    cases = [case for case in golden["cases"] if is_ours(case) and case["settings"].get("cfg_scale")]
+    cases = [
+        case for case in golden["cases"] if is_ours(case) and case["settings"].get("cfg_scale")
+    ]
     case = next(case for case in cases if not case.get("edge"))
     np.testing.assert_array_equal(fill(model, case, golden)[0], case["sequences"])
 
@@ -176,7 +196,8 @@ def test_every_text_token_for_token_with_its_steps_and_passes(model, golden):
         np.testing.assert_array_equal(got_BL, case["sequences"], err_msg=name)
         if case["sampler"] == "llada":
             np.testing.assert_array_equal(rank(stats["when"]), rank(case["step"]), err_msg=name)
-            assert stats["forwards"] == min(case["num_forwards"], stats["when"].max()), name  # without idle passes
+            # without idle passes
+            assert stats["forwards"] == min(case["num_forwards"], stats["when"].max()), name
         else:
             assert stats["forwards"] == case["num_forwards"], name
             assert stats["windows"] == case["query_lengths"], name
@@ -189,13 +210,17 @@ def test_a_row_of_a_batch_is_what_it_is_alone(model, golden):
     for case in cases:
         new, ones_BL = case["settings"]["gen_length"], np.ones_like(case["prompt_ids"])
         mask_BL = np.array(case["attention_mask"] or ones_BL) == 1
-        for prompt_L, mask_L, want_L in zip(case["prompt_ids"], mask_BL, case["sequences"], strict=True):
+        for prompt_L, mask_L, want_L in zip(
+            case["prompt_ids"], mask_BL, case["sequences"], strict=True
+        ):
             prompt_L = np.array(prompt_L)[mask_L].tolist()
             (row,), _ = sd.generate(model, [prompt_L], new, rule_of(case, golden, model.cfg))
             assert row == prompt_L + want_L[-new:], case["name"]
 
 
-def test_masks_in_a_prompt_and_predicted_masks_are_filled_where_the_published_loop_leaves_some(model, golden):
+def test_masks_in_a_prompt_and_predicted_masks_are_filled_where_the_published_loop_leaves_some(
+    model, golden
+):
     edges = [case for case in golden["cases"] if case.get("edge")]
     assert edges
     for case in edges:
@@ -203,7 +228,9 @@ def test_masks_in_a_prompt_and_predicted_masks_are_filled_where_the_published_lo
         case["settings"] |= {"block_length": 0}
         got_BL, _ = fill(model, case, golden)
         assert not (got_BL == model.cfg.mask_id).any(), case["name"]
-        assert (published == model.cfg.mask_id).any() or case["edge"] == "prompt_has_mask", case["name"]
+        assert (published == model.cfg.mask_id).any() or case["edge"] == "prompt_has_mask", case[
+            "name"
+        ]
 
 
 def test_every_draw_with_fixed_noise(golden, folder):
@@ -217,7 +244,9 @@ def test_every_draw_with_fixed_noise(golden, folder):
         x0 = np.asarray(diffusion.sample_tokens(logits, u, case["temperature"]))
         np.testing.assert_array_equal(x0, rules[f"{name}.x0"], err_msg=name)
         got = np.take_along_axis(np.asarray(diffusion.softmax(logits)), x0[:, None], -1)[:, 0]
-        np.testing.assert_allclose(got, rules[f"{name}.confidence"], atol=5e-6, rtol=0, err_msg=name)
+        np.testing.assert_allclose(
+            got, rules[f"{name}.confidence"], atol=5e-6, rtol=0, err_msg=name
+        )
 
 
 # ---- losses --------------------------------------------------------------------------------------------------------
@@ -238,7 +267,9 @@ def test_every_loss_token_for_token(model, golden, folder):
         segment_BL = np.ones_like(token_BL)
         position_BL = np.broadcast_to(np.arange(L), (B, L))
         got_BL = np.asarray(nll(model, token_BL, mask_BL, segment_BL, position_BL))
-        np.testing.assert_allclose(got_BL, arrays[f"{name}.nll_no_mask_BL"], atol=2e-4, rtol=0, err_msg=name)
+        np.testing.assert_allclose(
+            got_BL, arrays[f"{name}.nll_no_mask_BL"], atol=2e-4, rtol=0, err_msg=name
+        )
         loss = (got_BL / p_B[:, None]).sum(1) / (L - prompt_B)
         assert loss.mean() == pytest.approx(case["loss_no_mask"], rel=2e-5), name
 
@@ -255,11 +286,19 @@ def test_the_likelihood_on_the_published_masks(model, golden, folder):
         for noised_BL, count_B in zip(noised_NBL, count_NB, strict=True):
             logits_BLV = np.asarray(logits_of(model, noised_BL), np.float64)
             if w := case["cfg_scale"]:
-                unguided = np.asarray(logits_of(model, np.where(index_L, model.cfg.mask_id, noised_BL)), np.float64)
+                unguided = np.asarray(
+                    logits_of(model, np.where(index_L, model.cfg.mask_id, noised_BL)), np.float64
+                )
                 logits_BLV = unguided + (w + 1) * (logits_BLV - unguided)
             logp_BLV = diffusion.log_softmax(logits_BLV)
-            logp_BL = np.take_along_axis(logp_BLV, np.array([prompt + answer])[..., None], -1)[..., 0]
-            total += ((noised_BL == model.cfg.mask_id) * logp_BL).sum(1) @ (len(answer) / count_B) / len(count_B)
+            logp_BL = np.take_along_axis(logp_BLV, np.array([prompt + answer])[..., None], -1)[
+                ..., 0
+            ]
+            total += (
+                ((noised_BL == model.cfg.mask_id) * logp_BL).sum(1)
+                @ (len(answer) / count_B)
+                / len(count_B)
+            )
         assert total / len(noised_NBL) == pytest.approx(case["log_likelihood"], rel=2e-5), name
 
 
@@ -273,7 +312,8 @@ def test_the_chat_template_renders_every_conversation(folder, tmp_path):
     keys = {name: chat[name] for name in ("chat_template", "bos_token", "eos_token", "pad_token")}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(keys))
     wrap = canvas.chat_template(tmp_path)
-    cases = [case for case in chat["cases"] if case["messages"][-1]["role"] == "user"]  # as generate.py asks
+    # as generate.py asks
+    cases = [case for case in chat["cases"] if case["messages"][-1]["role"] == "user"]
     assert cases
     for case in cases:
         turns = [turn["content"] for turn in case["messages"]]

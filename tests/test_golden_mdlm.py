@@ -1,4 +1,5 @@
-"""Reference values of masked diffusion: every case of every file, in NumPy, JAX under jit and compiled PyTorch.
+"""Reference values of masked diffusion: every case of every file, in NumPy, JAX under jit and
+compiled PyTorch.
 
 What a test compiles is one program for all of its cases, as compiling takes nearly all of the time.
 """
@@ -30,13 +31,17 @@ def pad_id(golden_dir):
 
 
 def schedules(arrays):
-    found = sorted({name.split(".")[0] for name in arrays.files if name.split(".")[0] in diffusion.SCHEDULES})
+    found = sorted(
+        {name.split(".")[0] for name in arrays.files if name.split(".")[0] in diffusion.SCHEDULES}
+    )
     assert found
     return found
 
 
 def subs_log_probs(logits_BLV, xt_BL, mask_id):
-    """log p(x0 | xt) by substitution: MASK has probability 0, what is not masked keeps its token for sure."""
+    """log p(x0 | xt) by substitution: MASK has probability 0, what is not masked keeps its token
+    for sure.
+    """
     xp = diffusion._namespace(logits_BLV)
     kept_BLV = xp.where(diffusion._ids(logits_BLV) == xt_BL[..., None], 0.0, -math.inf)
     masked_BLV = diffusion.log_softmax(diffusion.ban(logits_BLV, [mask_id]))
@@ -44,7 +49,9 @@ def subs_log_probs(logits_BLV, xt_BL, mask_id):
 
 
 def posterior(logits_BLV, xt_BL, t_B, s_B, schedule, mask_id):
-    """q(x_s | x_t): a masked token stays MASK with keep_prob, else is drawn from p(x0 | xt). Ref: MDLM, eq. 6."""
+    """q(x_s | x_t): a masked token stays MASK with keep_prob, else is drawn from p(x0 | xt). Ref:
+    MDLM, eq. 6.
+    """
     xp = diffusion._namespace(logits_BLV)
     prob_BLV = xp.exp(subs_log_probs(logits_BLV, xt_BL, mask_id))
     keep_B11 = diffusion.keep_prob(t_B, s_B, schedule)[:, None, None]
@@ -65,7 +72,9 @@ def test_schedules(load, library):
 
     got = library(all_of_them, golden["t"], golden["t_positive"], golden["rate"])
     for s, values in zip(schedules(golden), got, strict=True):
-        for value, name in zip(values, ("mask_rate", "slope", "weight", "time_of_rate"), strict=True):
+        for value, name in zip(
+            values, ("mask_rate", "slope", "weight", "time_of_rate"), strict=True
+        ):
             library.close(value, golden[f"{s}.{name}"])
     assert library(lambda t: diffusion.mask_rate(t, "cosine"), np.ones(1)) == 1
 
@@ -73,7 +82,9 @@ def test_schedules(load, library):
 def test_antithetic_times(load, library):
     golden = load("times")
     names = [name for name in golden.files if name[0] == "u"]
-    got = library(lambda *u: tuple(map(diffusion.antithetic_times, u)), *(golden[name] for name in names))
+    got = library(
+        lambda *u: tuple(map(diffusion.antithetic_times, u)), *(golden[name] for name in names)
+    )
     for name, t in zip(names, got, strict=True):
         library.close(t, golden[f"t{name[1:]}"])
 
@@ -84,7 +95,8 @@ def test_q_sample(load, library, mask_id, pad_id):
 
     def all_of_them(x0, t, u, frozen):
         return tuple(
-            diffusion.q_sample(x0, t, u, s, mask_id, pad_id) + diffusion.q_sample(x0, t, u, s, mask_id, pad_id, frozen)
+            diffusion.q_sample(x0, t, u, s, mask_id, pad_id)
+            + diffusion.q_sample(x0, t, u, s, mask_id, pad_id, frozen)
             for s in schedules(golden)
         )
 
@@ -113,7 +125,12 @@ def test_losses(load, library, mask_id, pad_id):
              diffusion.nelbo_weight(t, s))
             for s in schedules(golden)
         )  # fmt: skip
-        return nll, nll.sum() / mask.sum(), diffusion.masked_accuracy(logits, x0, mask, mask_id), bounds
+        return (
+            nll,
+            nll.sum() / mask.sum(),
+            diffusion.masked_accuracy(logits, x0, mask, mask_id),
+            bounds,
+        )
 
     nll, masked_ce, accuracy, bounds = library(all_of_them, logits, x0, mask, t, x0 != pad_id)
     library.close(nll, golden["ce"])
@@ -146,7 +163,9 @@ def test_masking_exactly_m_tokens_estimates_the_likelihoods(load, library):
     chance = golden["mask_weight"] * held / counted.shape[1]  # of each mask
     for ce_sum, nll in zip(golden["ce_sum"], golden["nll"], strict=True):
         deviation = (chance @ (ce_sum * counted.shape[1] / held - nll) ** 2) ** 0.5
-        np.testing.assert_allclose((ce_sum[index] * weight).mean(), nll, rtol=0, atol=5 * deviation / draws**0.5)
+        np.testing.assert_allclose(
+            (ce_sum[index] * weight).mean(), nll, rtol=0, atol=5 * deviation / draws**0.5
+        )
 
 
 def test_reverse_process(load, library, mask_id):
@@ -159,9 +178,17 @@ def test_reverse_process(load, library, mask_id):
         keep = tuple(diffusion.keep_prob(t, before, s) for s in schedules(golden))
         after = tuple(posterior(logits, xt, post_t, post_s, s, mask_id) for s in schedules(golden))
         named = zip(grids, ends, strict=True)
-        return keep, after, tuple(diffusion.keep_prob(end[:-1], end[1:], name.split(".")[0]) for name, end in named)
+        return (
+            keep,
+            after,
+            tuple(
+                diffusion.keep_prob(end[:-1], end[1:], name.split(".")[0]) for name, end in named
+            ),
+        )
 
-    got = library(all_of_them, *(golden[name] for name in ("t", "s", "logits", "xt")), *times, *ends)
+    got = library(
+        all_of_them, *(golden[name] for name in ("t", "s", "logits", "xt")), *times, *ends
+    )
     for s, keep, after in zip(schedules(golden), *got[:2], strict=True):
         library.close(keep, golden[f"{s}.keep_prob"])
         library.close(after, golden[f"{s}.posterior"])
@@ -187,7 +214,10 @@ def test_confidence_and_unmasking_the_surest(load, library, mask_id):
     def all_of_them(logits, xt, k):
         kinds = [{"low_confidence": "max_prob"}.get(name, name) for name in names]
         scores = [diffusion.confidence(diffusion.softmax(logits), kind) for kind in kinds]
-        return tuple((score, diffusion.unmask_top(xt, logits.argmax(-1), score, k, mask_id)) for score in scores)
+        return tuple(
+            (score, diffusion.unmask_top(xt, logits.argmax(-1), score, k, mask_id))
+            for score in scores
+        )
 
     for name, (score, after) in zip(names, library(all_of_them, logits, xt, k), strict=True):
         masked = xt == mask_id
@@ -201,7 +231,9 @@ def test_filters(load, library):
     rules = [[float(part[1:]) for part in name.split("_")] for name in names]
 
     def all_of_them(logits):
-        return tuple(diffusion.softmax(diffusion.filter_logits(logits, t, int(k), p)) for t, k, p in rules)
+        return tuple(
+            diffusion.softmax(diffusion.filter_logits(logits, t, int(k), p)) for t, k, p in rules
+        )
 
     for name, got in zip(names, library(all_of_them, golden["logits"]), strict=True):
         library.close(got, golden[name])
@@ -215,8 +247,13 @@ def test_sampling_with_given_noise(load, library, mask_id):
     def all_of_them(xt, logits, u, u_keep, t, time):
         token = diffusion.sample_tokens(diffusion.ban(logits, [mask_id]), u)
         keeps = [diffusion.keep_prob(t, time, s) for s in schedules(golden)]
-        tokens = tuple(diffusion.sample_tokens(logits, u, float(name.removeprefix("token.t"))) for name in names)
-        return tokens, tuple(diffusion.ancestral_step(xt, token, u_keep, keep, mask_id) for keep in keeps)
+        tokens = tuple(
+            diffusion.sample_tokens(logits, u, float(name.removeprefix("token.t")))
+            for name in names
+        )
+        return tokens, tuple(
+            diffusion.ancestral_step(xt, token, u_keep, keep, mask_id) for keep in keeps
+        )
 
     inputs = (golden[name] for name in ("xt", "logits", "u_token", "u_keep"))
     tokens, after = library(all_of_them, *inputs, *times)

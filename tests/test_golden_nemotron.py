@@ -1,6 +1,8 @@
-"""Reference values of Nemotron-Labs-Diffusion and Stable-DiffCoder (tests/golden/nemotron/README.md).
+"""Reference values of Nemotron-Labs-Diffusion and Stable-DiffCoder
+(tests/golden/nemotron/README.md).
 
-Not covered, as no sampler of ours does it: the thinking budget. The passes of self-speculation: test_sample_draft.py.
+Not covered, as no sampler of ours does it: the thinking budget. The passes of self-speculation:
+test_sample_draft.py.
 """
 
 import json
@@ -54,7 +56,13 @@ hidden_of = jax.jit(lambda model, *args, **at: model.hidden(*args, **at))
 def test_the_config_is_read_as_the_code_reads_it(model, folder):
     keys = json.loads((folder / "config.json").read_text())
     cfg = model.cfg
-    assert (cfg.family, cfg.shift, cfg.bias, cfg.qk_norm, cfg.causal) == ("nemotron", False, False, False, True)
+    assert (cfg.family, cfg.shift, cfg.bias, cfg.qk_norm, cfg.causal) == (
+        "nemotron",
+        False,
+        False,
+        False,
+        True,
+    )
     assert (cfg.head_size, cfg.block_length) == (keys["head_dim"], keys["block_size"])
     assert cfg.theta == keys["rope_parameters"]["rope_theta"]
     assert cfg.mask_id == keys["mask_token_id"]
@@ -64,7 +72,11 @@ def test_logits_of_both_ways_to_attend(model, folder):
     arrays = load_file(folder / "forward.safetensors")
     for name in ("causal", "causal_long", "full", "full_long"):
         token_BL, want = arrays[f"{name}.input_ids"], arrays[f"{name}.logits"]
-        place = diffusion.Place(np.ones_like(token_BL), slots(token_BL)) if name.startswith("causal") else None
+        place = (
+            diffusion.Place(np.ones_like(token_BL), slots(token_BL))
+            if name.startswith("causal")
+            else None
+        )
         hidden_BLD, _ = hidden_of(model, token_BL, place=place)
         close(model.logits(hidden_BLD)[:, -want.shape[1] :], want, name)
         last = f"{name}.hidden.{model.cfg.layers}"
@@ -82,7 +94,9 @@ def test_logits_of_a_block_behind_a_cache(model, folder):
         ones, slot_BM = np.ones((B, P + N), np.int32), slots(np.zeros((B, P + N)))
         number_BM = np.where(slot_BM < P, 0, 1) if name == "block_two_way_context" else slot_BM
         keys = diffusion.Place(ones, number_BM)
-        cache = [(jnp.zeros((B, cfg.kv_heads, P + N, cfg.head_size)),) * 2 for _ in range(cfg.layers)]
+        cache = [
+            (jnp.zeros((B, cfg.kv_heads, P + N, cfg.head_size)),) * 2 for _ in range(cfg.layers)
+        ]
         place = diffusion.Place(ones[:, :P], number_BM[:, :P])
         _, cache = hidden_of(model, prefix_BP, None, None, cache, 0, place, keys)
         last_BN = number_BM[:, P:] if name == "verify" else number_BM[:, P:] * 0 + number_BM.max()
@@ -93,11 +107,15 @@ def test_logits_of_a_block_behind_a_cache(model, folder):
 
 def test_yarn_and_the_query_scale(model, folder):
     arrays, cfg = load_file(folder / "forward.safetensors"), model.cfg
-    np.testing.assert_allclose(md.rope_frequencies(cfg.head_size, cfg.theta, cfg.rope), arrays["inv_freq"], rtol=3e-7)
+    np.testing.assert_allclose(
+        md.rope_frequencies(cfg.head_size, cfg.theta, cfg.rope), arrays["inv_freq"], rtol=3e-7
+    )
     real = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 16384}
     for name, factor, theta in (("3b_8b", 16.0, 1e6), ("14b", 16.0, 1e9), ("3b_base", 0.25, 1e6)):
         rope = tuple((real | {"factor": factor}).items())
-        np.testing.assert_allclose(md.rope_frequencies(128, theta, rope), arrays[f"inv_freq_{name}"], rtol=3e-7)
+        np.testing.assert_allclose(
+            md.rope_frequencies(128, theta, rope), arrays[f"inv_freq_{name}"], rtol=3e-7
+        )
     position_L = arrays["query_scale.position"]
     *_, scale = md.rope_of(cfg, jnp.asarray(position_L)[None])
     np.testing.assert_allclose(np.ravel(scale), arrays["query_scale.scale"], rtol=1e-6)
@@ -110,7 +128,9 @@ def test_yarn_and_the_query_scale(model, folder):
 
 @pytest.mark.slow
 def test_every_loss_token_for_token(model, golden, folder):
-    """Ours leaves MASK out of the softmax, the published losses have it in: from our logits both are made."""
+    """Ours leaves MASK out of the softmax, the published losses have it in: from our logits both
+    are made.
+    """
     arrays = load_file(folder / "loss.safetensors")
     predicting = jax.jit(lambda model, *args: model.logits(model.predicting(*args)))
     nll = jax.jit(lambda model, *args: model.nll(*args))
@@ -121,39 +141,59 @@ def test_every_loss_token_for_token(model, golden, folder):
         token_BL, mask_BL = arrays[f"{name}.token_BL"], arrays[f"{name}.mask_BL"] == 1
         block = case.get("block")
         where = np.ones_like(token_BL), slots(token_BL), block
-        got_BLV = predicting(model, np.where(mask_BL, model.cfg.mask_id, token_BL), token_BL, *where)
+        got_BLV = predicting(
+            model, np.where(mask_BL, model.cfg.mask_id, token_BL), token_BL, *where
+        )
         logp_BLV = np.asarray(jax.nn.log_softmax(got_BLV))
-        got_BL = np.where(mask_BL, -np.take_along_axis(logp_BLV, token_BL[..., None], -1)[..., 0], 0)
+        got_BL = np.where(
+            mask_BL, -np.take_along_axis(logp_BLV, token_BL[..., None], -1)[..., 0], 0
+        )
         if f"{name}.nll_BL" in arrays:
-            np.testing.assert_allclose(got_BL, arrays[f"{name}.nll_BL"], atol=2e-4, rtol=0, err_msg=name)
+            np.testing.assert_allclose(
+                got_BL, arrays[f"{name}.nll_BL"], atol=2e-4, rtol=0, err_msg=name
+            )
         p_BL = np.broadcast_to(arrays[f"{name}.p_BL"].reshape(len(token_BL), -1), token_BL.shape)
         total = (got_BL / p_BL).sum()
-        assert total == pytest.approx(case.get("diffusion_sum", case["published_sum"]), rel=2e-5), name
-        without_BL = np.log1p(-np.exp(logp_BLV[..., model.cfg.mask_id]))  # MASK's share of the softmax
+        assert total == pytest.approx(case.get("diffusion_sum", case["published_sum"]), rel=2e-5), (
+            name
+        )
+        # MASK's share of the softmax
+        without_BL = np.log1p(-np.exp(logp_BLV[..., model.cfg.mask_id]))
         ours_BL = np.asarray(nll(model, token_BL, mask_BL, *where))
-        np.testing.assert_allclose(ours_BL, np.where(mask_BL, got_BL + without_BL, 0), atol=2e-4, rtol=0, err_msg=name)
+        np.testing.assert_allclose(
+            ours_BL, np.where(mask_BL, got_BL + without_BL, 0), atol=2e-4, rtol=0, err_msg=name
+        )
         if f"{name}.ar_nll_BL" in arrays:
             every_BL = np.ones(token_BL.shape, bool)
             got_BL = np.asarray(ar_nll(model, token_BL, every_BL, *where[:2]))[:, 1:]
             place = diffusion.Place(where[0], where[1])
             logits_BLV = model.logits(hidden_of(model, token_BL, place=place)[0])[:, :-1]
             with_BL = np.log1p(-np.asarray(jax.nn.softmax(logits_BLV))[..., model.cfg.mask_id])
-            np.testing.assert_allclose(got_BL - with_BL, arrays[f"{name}.ar_nll_BL"], atol=2e-4, rtol=0, err_msg=name)
+            np.testing.assert_allclose(
+                got_BL - with_BL, arrays[f"{name}.ar_nll_BL"], atol=2e-4, rtol=0, err_msg=name
+            )
             assert (got_BL - with_BL).sum() == pytest.approx(case["ar_sum"], rel=2e-5), name
 
 
 @pytest.mark.slow
 def test_both_losses_come_out_of_one_pass(model, golden, folder):
     arrays = load_file(folder / "loss.safetensors")
-    readings = jax.jit(lambda model, *args: [model.logits(x_BLD) for x_BLD in model.readings(*args)])
+    readings = jax.jit(
+        lambda model, *args: [model.logits(x_BLD) for x_BLD in model.readings(*args)]
+    )
     cases = [case for case in golden["losses"] if "ar_sum" in case]
     assert cases
     for case in cases:
         name = case["name"]
         token_BL, mask_BL = arrays[f"{name}.token_BL"], arrays[f"{name}.mask_BL"] == 1
         noised_BL = np.where(mask_BL, model.cfg.mask_id, token_BL)
-        both = readings(model, noised_BL, token_BL, np.ones_like(token_BL), slots(token_BL), case["block"])
-        nll, ar = (-np.take_along_axis(np.array(jax.nn.log_softmax(x)), token_BL[..., None], -1)[..., 0] for x in both)
+        both = readings(
+            model, noised_BL, token_BL, np.ones_like(token_BL), slots(token_BL), case["block"]
+        )
+        nll, ar = (
+            -np.take_along_axis(np.array(jax.nn.log_softmax(x)), token_BL[..., None], -1)[..., 0]
+            for x in both
+        )
         p_BL = np.broadcast_to(arrays[f"{name}.p_BL"].reshape(len(token_BL), -1), token_BL.shape)
         assert (nll / p_BL)[mask_BL].sum() == pytest.approx(case["diffusion_sum"], rel=2e-5), name
         assert ar[:, 1:].sum() == pytest.approx(case["ar_sum"], rel=2e-5), name
@@ -170,14 +210,22 @@ def texts(model, case, width, block, threshold=0.0, counting=True):
     with pytest.MonkeyPatch.context() as patch:
         if counting:
             patch.setattr(sample_block, "prepare", counting_mask(sample_block.prepare))
-        rows, stats = sample_block.generate(model, prompts, settings["max_new"], rule, widths=(width,))
+        rows, stats = sample_block.generate(
+            model, prompts, settings["max_new"], rule, widths=(width,)
+        )
     found = [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
-    return [text[: text.index(eos_ids[0]) + 1] if {*eos_ids} & {*text} else text for text in found], stats
+    return [
+        text[: text.index(eos_ids[0]) + 1] if {*eos_ids} & {*text} else text for text in found
+    ], stats
 
 
 def plain_cases(golden, mode):
     """The cases of a mode without a thinking budget, and the width that holds all of them."""
-    cases = [case for case in golden["cases"] if case["mode"] == mode and "max_thinking" not in case["settings"]]
+    cases = [
+        case
+        for case in golden["cases"]
+        if case["mode"] == mode and "max_thinking" not in case["settings"]
+    ]
     assert cases
     return cases, max(len(case["prompts"][0]) + case["settings"]["max_new"] for case in cases)
 
@@ -206,10 +254,14 @@ def test_every_text_of_the_diffusion_mode_token_for_token_with_its_passes(model,
             if not settings["causal_context"]:
                 patch.setattr(sample_block, "prepare", prepare_behind_prompts)
             two_way = model if settings["causal_context"] else built(params, causal=False)
-            got, stats = texts(two_way, case, width, settings["block_length"], settings["threshold"] or 0.0)
+            got, stats = texts(
+                two_way, case, width, settings["block_length"], settings["threshold"] or 0.0
+            )
         assert got == case["text"], name
-        if settings["causal_context"] and settings["eos_id"] is None:  # our first pass is theirs of the prompt, which
-            assert stats["forwards"] == case["nfe"], name  # nfe leaves out; their last one, a commit, is not needed
+        # our first pass is theirs of the prompt, which
+        if settings["causal_context"] and settings["eos_id"] is None:
+            # nfe leaves out; their last one, a commit, is not needed
+            assert stats["forwards"] == case["nfe"], name
 
 
 @pytest.mark.slow
@@ -218,10 +270,13 @@ def test_a_row_of_a_batch_is_what_it_is_alone(model, golden):
     assert cases
     for case in cases:
         block, threshold = case["settings"]["block_length"], case["settings"]["threshold"] or 0.0
-        shorter = [prompt[i:] for i, prompt in enumerate(case["prompts"])]  # rows of several lengths
+        # rows of several lengths
+        shorter = [prompt[i:] for i, prompt in enumerate(case["prompts"])]
         together, _ = texts(model, case | {"prompts": shorter}, 0, block, threshold, counting=False)
         for prompt, text in zip(shorter, together, strict=True):
-            alone, _ = texts(model, case | {"prompts": [prompt]}, 0, block, threshold, counting=False)
+            alone, _ = texts(
+                model, case | {"prompts": [prompt]}, 0, block, threshold, counting=False
+            )
             assert alone == [text]
 
 
@@ -240,9 +295,17 @@ def test_logits_of_stable_diffcoder(coder, folder):
     arrays = load_file(folder / "stable_diffcoder" / "forward.safetensors")
     token_BL, block = arrays["block_causal.input_ids"], int(arrays["block_causal.block"])
     place = diffusion.Place(np.ones_like(token_BL), slots(token_BL) // block)
-    close(coder[0].logits(hidden_of(coder[0], token_BL, place=place)[0]), arrays["block_causal.logits"])
+    close(
+        coder[0].logits(hidden_of(coder[0], token_BL, place=place)[0]),
+        arrays["block_causal.logits"],
+    )
     cfg = coder[0].cfg
-    assert (cfg.family, cfg.block_length, cfg.shift, cfg.bias) == ("stable_diffcoder", 4, False, False)
+    assert (cfg.family, cfg.block_length, cfg.shift, cfg.bias) == (
+        "stable_diffcoder",
+        4,
+        False,
+        False,
+    )
 
 
 @pytest.mark.slow
@@ -255,13 +318,17 @@ def test_every_text_of_stable_diffcoder_with_its_passes(coder, monkeypatch):
         N, new, eos = settings["block_length"], settings["gen_length"], settings["eos_id"]
         steps = 0 if settings["threshold"] else settings["steps"] // (new // N)
         ends = {"eos_ids": () if eos is None else (eos,)}
-        rule = sample_block.Sampling(N, steps=steps, schedule="even", threshold=settings["threshold"] or 0.0, **ends)
+        rule = sample_block.Sampling(
+            N, steps=steps, schedule="even", threshold=settings["threshold"] or 0.0, **ends
+        )
         (row,), stats = sample_block.generate(model, [prompt], new, rule, widths=(96,))
         text, want = row[len(prompt) :], case["text"]
         if eos is None:
             assert text == want, name
             blocks = -(-len(row) // N) - len(prompt) // N
-            assert stats["forwards"] + blocks == case["nfe"], name  # ours commits in the first pass of the next block
+            # ours commits in the first pass of the next block
+            assert stats["forwards"] + blocks == case["nfe"], name
         else:
             assert text[: len(want)] == want, name
-            assert stats["forwards"] <= case["nfe"], name  # ours ends at EOS, theirs when its block is full
+            # ours ends at EOS, theirs when its block is full
+            assert stats["forwards"] <= case["nfe"], name

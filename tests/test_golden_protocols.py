@@ -1,4 +1,5 @@
-"""Every protocol against its harness: prompts, tests and candidates byte for byte, and which right answers survive.
+"""Every protocol against its harness: prompts, tests and candidates byte for byte, and which right
+answers survive.
 
 The names are those of the golden files; bench/explain.py has a record for each.
 """
@@ -34,7 +35,11 @@ SHOTS = (  # the problems 2, 3, 4 of the full MBPP, which is not among our data
     ),
     protocols.Question(
         text="Write a python function to identify non-prime numbers.",
-        tests=("assert is_not_prime(2) == False", "assert is_not_prime(10) == True", "assert is_not_prime(35) == True"),
+        tests=(
+            "assert is_not_prime(2) == False",
+            "assert is_not_prime(10) == True",
+            "assert is_not_prime(35) == True",
+        ),
         code="import math\r\ndef is_not_prime(n):\r\n    result = False\r\n"
         "    for i in range(2,int(math.sqrt(n)) + 1):\r\n        if n % i == 0:\r\n            result = True\r\n"
         "    return result",
@@ -60,12 +65,16 @@ def read(golden_dir, name):
 def questions(golden_dir):
     """{key of the data: {number of the problem: Question}}.
 
-    The full MBPP is not among our data. Its texts stand in the prompts of two harnesses: "mbpp" takes them from
-    BigCode's and "mbpp from Austin's" from lm_eval's, so that no prompt is compared with itself.
+    The full MBPP is not among our data. Its texts stand in the prompts of two harnesses: "mbpp"
+    takes them from BigCode's and "mbpp from Austin's" from lm_eval's, so that no prompt is compared
+    with itself.
     """
     rows = [json.loads(line) for line in gzip.open(FILES["humaneval"], "rt")]
     humaneval = {
-        tasks.key_of(row["task_id"]): protocols.Question(row["entry_point"], row["prompt"], row["test"]) for row in rows
+        tasks.key_of(row["task_id"]): protocols.Question(
+            row["entry_point"], row["prompt"], row["test"]
+        )
+        for row in rows
     }
     sanitized = {
         str(row["task_id"]): mbpp_question(row["prompt"], row["test_list"])
@@ -73,15 +82,26 @@ def questions(golden_dir):
     }
     prompts, out = (read(golden_dir, name) for name in ("prompts", "postprocess"))
     numbers = {case["id"]: str(case["key"]) for case in out["cases"]}
-    known = [(numbers[case], text) for case, text in out["out"]["bigcode/mbpp"].items() if isinstance(text, str)]
+    known = [
+        (numbers[case], text)
+        for case, text in out["out"]["bigcode/mbpp"].items()
+        if isinstance(text, str)
+    ]
     known += prompts["bigcode/mbpp"]["prompts"].items()
     docstring = re.compile(r'"""\n(.*?)\n(assert.*?)\n"""\n', re.DOTALL)
     parts = {key: match for key, text in known if (match := docstring.match(text))}
     texts = {key: match[1] for key, match in parts.items()}
     tests = {key: [match[2]] for key, match in parts.items()}
-    tests |= {key: re.split(r"\n(?=assert)", text) for key, text in prompts["bigcode/mbpp"]["target"].items()}
-    austin = re.compile(r".*and here is your task: (.*?) Your code should pass these tests:", re.DOTALL)
-    said = {key: austin.match(text)[1] for key, text in prompts["lm_eval_head/mbpp"]["prompts"].items()}
+    tests |= {
+        key: re.split(r"\n(?=assert)", text)
+        for key, text in prompts["bigcode/mbpp"]["target"].items()
+    }
+    austin = re.compile(
+        r".*and here is your task: (.*?) Your code should pass these tests:", re.DOTALL
+    )
+    said = {
+        key: austin.match(text)[1] for key, text in prompts["lm_eval_head/mbpp"]["prompts"].items()
+    }
     return {
         "humaneval": humaneval,
         "sanitized": sanitized,
@@ -93,7 +113,9 @@ def questions(golden_dir):
 
 def mbpp_question(text, tests):
     docstring = f'"""\n{text}\n{tests[0]}\n"""\n'
-    return protocols.Question(tasks.called(tests), docstring, text=text, tests=tuple(tests), shots=SHOTS)
+    return protocols.Question(
+        tasks.called(tests), docstring, text=text, tests=tuple(tests), shots=SHOTS
+    )
 
 
 def test_every_prompt_and_what_comes_after_it(golden_dir, questions):
@@ -108,7 +130,9 @@ def test_every_prompt_and_what_comes_after_it(golden_dir, questions):
         assert list(protocol.stops) == golden.get("stop", arguments.get("until", [])), name
         assert protocol.shots == golden.get("num_fewshot", protocol.shots), name
         assert protocol.max_new == golden.get("max_new", protocol.max_new), name
-        assert golden["of"] in [count for key in protocol.data for count in protocols.DATA[key][1]], name
+        assert golden["of"] in [
+            count for key in protocol.data for count in protocols.DATA[key][1]
+        ], name
 
 
 def test_every_candidate(golden_dir, questions):
@@ -130,10 +154,13 @@ def test_newer_transformers_keep_the_end_of_a_prefix(questions):
         protocol = explain.HARNESSES[name]
         question = next(iter(questions[protocol.data[0]].values()))
         kept = protocols.prompt(protocol, question, trim_prefix=False)
-        assert kept == protocols.prompt(protocol, question) + "\n" * (2 if "{prompt}" in protocol.prefix else 1), name
+        assert kept == protocols.prompt(protocol, question) + "\n" * (
+            2 if "{prompt}" in protocol.prefix else 1
+        ), name
 
 
-# One launcher runs many programs, each as a test with an input of its own; it has run to its end if it prints this.
+# One launcher runs many programs, each as a test with an input of its own; it has run to its end if
+# it prints this.
 RUNS_ITS_INPUT = "import sys\nexec(sys.stdin.read(), {'__name__': 'program'})\nsys.__stdout__.write('\\nit is through')"
 
 
@@ -151,7 +178,8 @@ def test_which_right_answers_survive(golden_dir, questions):
             rows.append((program, survives, (name, case)))
     tests = [sandbox.Stdin(program) for program in dict.fromkeys(program for program, _, _ in rows)]
     passed = run_in(8, tests)
-    late = [test for test in tests if passed[test.text] is None]  # after one that hangs no other is run
+    # after one that hangs no other is run
+    late = [test for test in tests if passed[test.text] is None]
     passed |= run_in(len(late), late)
     assert [where for program, survives, where in rows if bool(passed[program]) != survives] == []
 
@@ -159,7 +187,9 @@ def test_which_right_answers_survive(golden_dir, questions):
 def run_in(launchers, tests):
     """{program: whether it ran to its end, None if it is late}."""
     shares, passed = [tests[i::launchers] for i in range(launchers)], {}
-    for share, result in zip(shares, sandbox.run_tests([RUNS_ITS_INPUT] * launchers, shares), strict=True):
+    for share, result in zip(
+        shares, sandbox.run_tests([RUNS_ITS_INPUT] * launchers, shares), strict=True
+    ):
         assert result.rate is not None, result.error
         for test, verdict, value in zip(share, result.verdicts, result.values, strict=True):
             passed[test.text] = None if verdict == "timeout" else value.endswith("it is through")

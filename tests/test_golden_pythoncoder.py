@@ -1,7 +1,7 @@
 """Reference values of PythonCoder (tests/golden/pythoncoder/README.md), every case of every file.
 
-The attention core is in test_diff_attention.py, packing in test_data_prep.py, grad_accum and wsd in test_train_tpu.py,
-pass_at_k in test_benchmarks.py, truncate in test_generate.py.
+The attention core is in test_diff_attention.py, packing in test_data_prep.py, grad_accum and wsd in
+test_train_tpu.py, pass_at_k in test_benchmarks.py, truncate in test_generate.py.
 """
 
 import dataclasses
@@ -39,7 +39,9 @@ def clamped(golden, *vectors, clamp):
 
 
 def capped_cross_entropy(cross_entropy, cap):
-    """cross_entropy of capped logits: the golden gives its logits to a head that returns its input."""
+    """cross_entropy of capped logits: the golden gives its logits to a head that returns its
+    input.
+    """
 
     def call(hidden_BLD, weight_VD, *rest):
         if not cap:
@@ -82,17 +84,26 @@ def test_rope_and_yarn_tables_and_rotation(golden_dir):
         np.testing.assert_allclose(sin[0, :, half:], arrays[f"{i}/sin"], atol=2e-3)
 
 
-@pytest.mark.parametrize("chunk", [5, 1000, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 8))])
+@pytest.mark.parametrize(
+    "chunk", [5, 1000, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 8))]
+)
 def test_cross_entropy_and_its_gradients_in_any_chunking(golden_dir, chunk):
     settings, arrays = read(golden_dir("pythoncoder"), "cross_entropy")
     for case in settings["cases"]:
-        get = {k: jnp.asarray(arrays[f"{case['index']}/{k}"]) for k in ("hidden", "weight", "labels", "mask")}
+        get = {
+            k: jnp.asarray(arrays[f"{case['index']}/{k}"])
+            for k in ("hidden", "weight", "labels", "mask")
+        }
 
         def loss(hidden, weight, get=get, case=case):
             cross_entropy = capped_cross_entropy(pc.cross_entropy, case["softcap"])
-            return cross_entropy(hidden[None], weight, get["labels"][None], get["mask"][None], case["z_loss"], chunk)
+            return cross_entropy(
+                hidden[None], weight, get["labels"][None], get["mask"][None], case["z_loss"], chunk
+            )
 
-        both = jax.jit(lambda *inputs, loss=loss: (loss(*inputs), jax.value_and_grad(loss, (0, 1))(*inputs)))
+        both = jax.jit(
+            lambda *inputs, loss=loss: (loss(*inputs), jax.value_and_grad(loss, (0, 1))(*inputs))
+        )
         alone, (value, (dhidden, dweight)) = both(get["hidden"], get["weight"])
         assert float(alone) == pytest.approx(case["loss_sum"], rel=1e-5)
         assert float(value) == pytest.approx(case["loss_sum"], rel=1e-5)
@@ -103,15 +114,20 @@ def test_cross_entropy_and_its_gradients_in_any_chunking(golden_dir, chunk):
 def test_mtp_loss_masks_and_means(golden_dir):
     settings, arrays = read(golden_dir("pythoncoder"), "mtp_loss")
     for case in settings["cases"]:
-        get = {k.split("/")[1]: arrays[k] for k in arrays.files if k.startswith(f"{case['index']}/")}
+        get = {
+            k.split("/")[1]: arrays[k] for k in arrays.files if k.startswith(f"{case['index']}/")
+        }
         masks = pc.target_masks(jnp.asarray(get["segments"]))
         losses = []
         for ahead, mask, name in zip((1, 2), masks, ("main", "mtp"), strict=True):
             np.testing.assert_array_equal(mask, get[f"{name}_mask"])
             assert int(mask.sum()) == case[f"{name}_tokens"]
             label = jnp.roll(jnp.asarray(get["tokens"]), -ahead, 1)
-            identity = jnp.eye(case["vocab"])  # the golden gives logits: a head that returns its input
-            total = jax.jit(pc.cross_entropy)(jnp.asarray(get[f"{name}_logits"]), identity, label, mask)
+            # the golden gives logits: a head that returns its input
+            identity = jnp.eye(case["vocab"])
+            total = jax.jit(pc.cross_entropy)(
+                jnp.asarray(get[f"{name}_logits"]), identity, label, mask
+            )
             losses.append(float(total) / float(mask.sum()))
             assert losses[-1] == pytest.approx(case[f"{name}_loss"], rel=1e-5)
         assert losses[0] + case["mtp_weight"] * losses[1] == pytest.approx(case["total"], rel=1e-5)
@@ -141,19 +157,27 @@ def tiny_params(arrays, cfg):
     return stack_layers({k[6:]: arrays[k] for k in arrays.files if k.startswith("param/")}, cfg)
 
 
-@pytest.mark.parametrize("remat", ["none", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qkvo", "full"))])
+@pytest.mark.parametrize(
+    "remat", ["none", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qkvo", "full"))]
+)
 def test_whole_model_logits_losses_and_gradients(golden_dir, remat, monkeypatch):
     attention, cross_entropy = pc.attention, pc.cross_entropy
     methods = {name: getattr(pc.PythonCoder, name) for name in ("hidden", "mtp_hidden")}
     settings, arrays = read(golden_dir("pythoncoder"), "tiny_model")
-    token_BL, segment_BL, position_BL = (jnp.asarray(arrays[k]) for k in ("tokens", "segments", "positions"))
+    token_BL, segment_BL, position_BL = (
+        jnp.asarray(arrays[k]) for k in ("tokens", "segments", "positions")
+    )
     for name, variant in settings["variants"].items():
         cfg = tiny_config(settings["base"], variant["config"])
         params = tiny_params(arrays, cfg)
         b = settings["base"] | variant["config"]
-        graph = pc.graph_of(cfg, pc.Run(remat=remat, block=7, loss_tokens=8, yarn=b["yarn_factor"] > 1))
+        graph = pc.graph_of(
+            cfg, pc.Run(remat=remat, block=7, loss_tokens=8, yarn=b["yarn_factor"] > 1)
+        )
         monkeypatch.setattr(pc, "attention", functools.partial(attention, cap=b["attn_cap"]))
-        monkeypatch.setattr(pc, "cross_entropy", capped_cross_entropy(cross_entropy, b["final_cap"]))
+        monkeypatch.setattr(
+            pc, "cross_entropy", capped_cross_entropy(cross_entropy, b["final_cap"])
+        )
         monkeypatch.setattr(pc, "lambda_value", functools.partial(clamped, b["clamp"]))
         states = {}  # what hidden and mtp_hidden return inside losses
         for method, original in methods.items():
@@ -169,40 +193,62 @@ def test_whole_model_logits_losses_and_gradients(golden_dir, remat, monkeypatch)
             main, mtp = model.losses(token_BL, segment_BL, position_BL, z_loss=b["z_loss"])
             main_BL, mtp_BL = pc.target_masks(segment_BL)
             main, mtp = main / main_BL.sum(), mtp / mtp_BL.sum()
-            tensors = {"hidden": states["hidden"], "logits": capped(model.logits(states["hidden"]), b["final_cap"])}
-            tensors["mtp_logits"] = capped(model.logits(states["mtp_hidden"], "mtp"), b["final_cap"])
+            tensors = {
+                "hidden": states["hidden"],
+                "logits": capped(model.logits(states["hidden"]), b["final_cap"]),
+            }
+            tensors["mtp_logits"] = capped(
+                model.logits(states["mtp_hidden"], "mtp"), b["final_cap"]
+            )
             return main + b["mtp_weight"] * mtp, (main, mtp, tensors)
 
-        (total, (main, mtp, tensors)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+        (total, (main, mtp, tensors)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(
+            params
+        )
         assert float(total) == pytest.approx(variant["total"], rel=1e-5)
         assert float(main) == pytest.approx(variant["main"], rel=1e-5)
         assert float(mtp) == pytest.approx(variant["mtp"], rel=1e-5)
         for key, got in tensors.items():
             end = -1 if key == "mtp_logits" else None  # the last position has no next token
-            np.testing.assert_allclose(got[:, :end], arrays[f"{name}/{key}"][:, :end], atol=1e-4, err_msg=key)
+            np.testing.assert_allclose(
+                got[:, :end], arrays[f"{name}/{key}"][:, :end], atol=1e-4, err_msg=key
+            )
 
         flat = checkpoints.flatten(grads)
         for tensor, want in variant["directional_derivatives"].items():
             parts = tensor.split(".")
-            grad = flat[f"layers.{parts[2]}"][int(parts[1])] if parts[0] == "layers" else flat[tensor]
+            grad = (
+                flat[f"layers.{parts[2]}"][int(parts[1])] if parts[0] == "layers" else flat[tensor]
+            )
             grad = np.asarray(grad, np.float64).ravel()
-            assert grad @ np.cos(0.7 + 1.3 * np.arange(grad.size)) == pytest.approx(want, rel=1e-3), tensor
+            assert grad @ np.cos(0.7 + 1.3 * np.arange(grad.size)) == pytest.approx(
+                want, rel=1e-3
+            ), tensor
 
 
 @pytest.mark.parametrize("speculate", [False, True])
 def test_greedy_text_with_and_without_the_draft_head(golden_dir, speculate, monkeypatch):
     settings, arrays = read(golden_dir("pythoncoder"), "tiny_model")
     monkeypatch.setattr(pc, "lambda_value", functools.partial(clamped, settings["base"]["clamp"]))
-    monkeypatch.setattr(pc, "attention", functools.partial(pc.attention, cap=settings["base"]["attn_cap"]))
+    monkeypatch.setattr(
+        pc, "attention", functools.partial(pc.attention, cap=settings["base"]["attn_cap"])
+    )
     assert settings["base"]["yarn_factor"] == 1
-    cfg = dataclasses.replace(tiny_config(settings["base"], {}), positions=4096)  # the golden runs past yarn_original
+    # the golden runs past yarn_original
+    cfg = dataclasses.replace(tiny_config(settings["base"], {}), positions=4096)
     model = nnx.merge(pc.graph_of(cfg, pc.Run()), tiny_params(arrays, cfg))
-    rule, n = pc.Sampling(speculate=speculate), len(settings["greedy"])  # always n rows: one compiled program
+    # always n rows: one compiled program
+    rule, n = pc.Sampling(speculate=speculate), len(settings["greedy"])
     for case in settings["greedy"]:
-        texts, stats = pc.generate(model, [case["prompt"]] * n, len(case["greedy"]), rule, jax.random.key(0))
+        texts, stats = pc.generate(
+            model, [case["prompt"]] * n, len(case["greedy"]), rule, jax.random.key(0)
+        )
         assert texts == [case["greedy"]] * n
         if speculate:
-            assert (stats["forwards"], stats["accepted"]) == (n * case["calls"], n * case["accepted"])
+            assert (stats["forwards"], stats["accepted"]) == (
+                n * case["calls"],
+                n * case["accepted"],
+            )
         else:
             assert stats["forwards"] == sum(map(len, texts))
     prompts = [case["prompt"] for case in settings["greedy"]]
@@ -215,31 +261,43 @@ def test_greedy_text_with_and_without_the_draft_head(golden_dir, speculate, monk
 
 def test_acceptance_rule_and_residual(golden_dir):
     rules = json.loads((golden_dir("pythoncoder") / "spec_decode.json").read_text())["rules"]
-    probabilities, verify = (jax.jit(f, static_argnames="rule") for f in (pc.probabilities, bench_drafts.verify))
+    probabilities, verify = (
+        jax.jit(f, static_argnames="rule") for f in (pc.probabilities, bench_drafts.verify)
+    )
     for case in rules:
         rule = pc.Sampling(temperature=case["temperature"], top_p=case["top_p"])
-        p_V, q_V = (probabilities(jnp.asarray(case[f"{k}_logits"]), rule=rule) for k in ("target", "draft"))
+        p_V, q_V = (
+            probabilities(jnp.asarray(case[f"{k}_logits"]), rule=rule) for k in ("target", "draft")
+        )
         np.testing.assert_allclose(p_V, case["p"], atol=1e-6)
         np.testing.assert_allclose(q_V, case["q"], atol=1e-6)
         V, n = len(case["p"]), 4000
         one_hot_V = jax.nn.one_hot(case["greedy_draft"]["token"], V)
-        drafts = [(d, q_V, accept, case["residual"]) for d, accept in enumerate(case["accept_probability"])]
+        drafts = [
+            (d, q_V, accept, case["residual"])
+            for d, accept in enumerate(case["accept_probability"])
+        ]
         greedy = case["greedy_draft"]
-        drafts.append((greedy["token"], one_hot_V, greedy["accept_probability"], greedy["residual"]))
+        drafts.append(
+            (greedy["token"], one_hot_V, greedy["accept_probability"], greedy["residual"])
+        )
         for d, q, accept, residual in drafts:
             if accept is None:  # the draft head never proposes this token
                 continue
             u_B = (jnp.arange(n) + 0.5) / n  # a grid: the fraction accepted is the probability
             p_BV, q_BV = (np.broadcast_to(x, (n, V)) for x in (p_V, q))
             token_B, accepted_B = map(
-                np.asarray, verify(p_BV, q_BV, np.full(n, d), u_B, jax.random.key(d), rule=pc.Sampling(1.0))
+                np.asarray,
+                verify(p_BV, q_BV, np.full(n, d), u_B, jax.random.key(d), rule=pc.Sampling(1.0)),
             )
             assert float(accepted_B.mean()) == pytest.approx(accept, abs=1 / n)
             assert np.all(token_B[accepted_B] == d)
             rejected = token_B[~accepted_B]
             if len(rejected) > 100:
                 frequency_V = np.bincount(rejected, minlength=V) / len(rejected)
-                np.testing.assert_allclose(frequency_V, residual, atol=4 * np.sqrt(0.25 / len(rejected)))
+                np.testing.assert_allclose(
+                    frequency_V, residual, atol=4 * np.sqrt(0.25 / len(rejected))
+                )
 
 
 def test_self_speculation_on_a_table_language_model(golden_dir):
@@ -248,7 +306,9 @@ def test_self_speculation_on_a_table_language_model(golden_dir):
 
     @jax.tree_util.register_static
     class Table:
-        """main[x_{t-1}][x_t] gives the next token's logits, draft[x_t][x_{t+1}] the draft's; the cache is the text."""
+        """main[x_{t-1}][x_t] gives the next token's logits, draft[x_t][x_{t+1}] the draft's; the
+        cache is the text.
+        """
 
         def new_cache(self, batch, slots):
             return jnp.zeros((batch, slots), jnp.int32)
@@ -273,7 +333,9 @@ def test_self_speculation_on_a_table_language_model(golden_dir):
         prompt_BL[0, : len(prompt)] = prompt
         for speculate in (False, True):
             rule = pc.Sampling(speculate=speculate)
-            state = pc.start(model, prompt_BL, length_B, length_B + new, key, slots=slots, rule=rule)
+            state = pc.start(
+                model, prompt_BL, length_B, length_B + new, key, slots=slots, rule=rule
+            )
             committed, length = [], len(prompt)
             while True:
                 end = int(state["length_B"][0])
@@ -285,7 +347,8 @@ def test_self_speculation_on_a_table_language_model(golden_dir):
             assert [token for call in committed for token in call][:new] == run["greedy"]
             if speculate:
                 assert committed[:-1] == run["committed_per_call"][:-1]
-                assert committed[-1] == run["committed_per_call"][-1][: len(committed[-1])]  # we stop at the limit
+                # we stop at the limit
+                assert committed[-1] == run["committed_per_call"][-1][: len(committed[-1])]
                 assert int(state["forwards_B"][0]) == run["calls"]
                 assert int(state["accepted_B"][0]) == run["accepted_drafts"]
             else:

@@ -1,4 +1,6 @@
-"""Reference values on table models: the scores that coupled_grpo.py trains with, and bench/grpo_ruler.py."""
+"""Reference values on table models: the scores that coupled_grpo.py trains with, and
+bench/grpo_ruler.py.
+"""
 
 import functools
 import itertools
@@ -24,7 +26,9 @@ pytestmark = pytest.mark.golden
 
 
 def draws(n, elbo):
-    """[(probability, ratio, the masked positions as bits)] of all masks, and for coupled scores of all ratios."""
+    """[(probability, ratio, the masked positions as bits)] of all masks, and for coupled scores of
+    all ratios.
+    """
     everything = (1 << n) - 1
     if elbo:
         sets = [(mask.bit_count(), mask) for mask in range(1, everything + (n == 1))]
@@ -47,16 +51,30 @@ def test_mean_and_covariance_of_the_scores(golden_dir, estimator):
         done.add(name)
         N, n, _ = case["logits"].shape
         chance_B, ratio_B, set_B = (np.array(x) for x in zip(*draws(n, elbo), strict=True))
-        hidden_BKCD = case["logits"][np.stack([np.full(len(set_B), N - 1), set_B, N - 1 - set_B], 1)]
-        mask_BC, token_BC = (set_B[:, None] >> np.arange(n)) & 1 > 0, np.tile(case["answer"], (len(set_B), 1))
+        hidden_BKCD = case["logits"][
+            np.stack([np.full(len(set_B), N - 1), set_B, N - 1 - set_B], 1)
+        ]
+        mask_BC, token_BC = (
+            (set_B[:, None] >> np.arange(n)) & 1 > 0,
+            np.tile(case["answer"], (len(set_B), 1)),
+        )
         full, half = (1 / n, (n - 1) / 2 / n) if elbo else (0.5, 0.5)
         weights = full, *(half / np.maximum(x, 1e-9)[:, None] for x in (ratio_B, 1 - ratio_B))
-        arrays = jnp.asarray(hidden_BKCD, jnp.float32), token_BC, mask_BC, [jnp.float32(x) for x in weights]
+        arrays = (
+            jnp.asarray(hidden_BKCD, jnp.float32),
+            token_BC,
+            mask_BC,
+            [jnp.float32(x) for x in weights],
+        )
         score_BC = np.asarray(merge(identity, *arrays, 1024)[0], np.float64)
         mean_C = chance_B @ score_BC
         cov_CC = (score_BC - mean_C).T * chance_B @ (score_BC - mean_C)
-        np.testing.assert_allclose(mean_C, case[f"{estimator}.mean_token"], rtol=1e-4, atol=1e-4, err_msg=name)
-        np.testing.assert_allclose(cov_CC, case[f"{estimator}.cov"], rtol=1e-4, atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(
+            mean_C, case[f"{estimator}.mean_token"], rtol=1e-4, atol=1e-4, err_msg=name
+        )
+        np.testing.assert_allclose(
+            cov_CC, case[f"{estimator}.cov"], rtol=1e-4, atol=1e-4, err_msg=name
+        )
     assert done
 
 
@@ -81,26 +99,39 @@ def test_losses(golden_dir, form):
         np.testing.assert_allclose(value, case[f"loss_{form}"], rtol=1e-4, atol=1e-5, err_msg=name)
         if f"grad_{form}" in case:
             grad_BL = np.asarray(grad_BC)[:, : counted_BL.shape[1]]
-            np.testing.assert_allclose(grad_BL, case[f"grad_{form}"], rtol=1e-4, atol=1e-5, err_msg=name)
+            np.testing.assert_allclose(
+                grad_BL, case[f"grad_{form}"], rtol=1e-4, atol=1e-5, err_msg=name
+            )
 
 
-@pytest.mark.parametrize("form", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize(
+    "form", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+)
 def test_importance_weights_and_their_losses(golden_dir, form):
-    """A weight, which is not negative, multiplies a token's advantage: the same as to multiply its loss."""
+    """A weight, which is not negative, multiplies a token's advantage: the same as to multiply its
+    loss.
+    """
     for name, case in ruler_cases(golden_dir, "losses.npz"):
         counted_BL = case["mask"] > 0
-        weight_BL = ruler.importance_weights(case["old"] - case["rollout"], counted_BL, form, case["clip_max"])
+        weight_BL = ruler.importance_weights(
+            case["old"] - case["rollout"], counted_BL, form, case["clip_max"]
+        )
         close(weight_BL[counted_BL], case[f"weight_{form}"][counted_BL], name)
         limits = float(case["epsilon_low"]), float(case["epsilon_high"]), float(case["delta"])
         settings = grpo.Loss("dapo", 0.0, *limits), counted_BL.sum()
         advantage_BL = weight_BL * case["advantages"][:, None]
-        new, old, counted = (x.reshape(-1, 1) for x in (case["new"], case["old"], counted_BL))  # a token a row
+        # a token a row
+        new, old, counted = (x.reshape(-1, 1) for x in (case["new"], case["old"], counted_BL))
         value, _ = grpo.grpo_loss(new, old, None, advantage_BL.reshape(-1), counted, *settings)
-        np.testing.assert_allclose(value, case[f"loss_dapo_{form}"], rtol=1e-4, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            value, case[f"loss_dapo_{form}"], rtol=1e-4, atol=1e-5, err_msg=name
+        )
 
 
 class Table:
-    """A model that is a table of logits, of the canvas of each set of masked positions, behind one column of prompt."""
+    """A model that is a table of logits, of the canvas of each set of masked positions, behind one
+    column of prompt.
+    """
 
     def __init__(self, logits_NnV):
         self.logits_NnV = logits_NnV
@@ -127,12 +158,19 @@ def test_replayed_trajectories_their_gradients_and_weights(golden_dir):
         return jax.jacobian(lambda logits, *rest: replayed(logits, *rest).sum(-1))(*inputs)
 
     for name, case in ruler_cases(golden_dir, "trajectory.npz"):
-        step_Bn, tables = case["step"], {"learner": case["logits"], "behaviour": case["cached_logits"]}
+        step_Bn, tables = (
+            case["step"],
+            {"learner": case["logits"], "behaviour": case["cached_logits"]},
+        )
         inputs = case["answer"], step_Bn, int(step_Bn.max()) + 1
         for who, logits_NnV in tables.items():
             logp_Bn = replayed(jnp.asarray(logits_NnV, jnp.float32), *inputs)
-            np.testing.assert_allclose(logp_Bn, case[f"{who}.logp_token"], rtol=1e-4, atol=1e-4, err_msg=name)
-            np.testing.assert_allclose(logp_Bn.sum(-1), case[f"{who}.logp"], rtol=1e-4, atol=1e-4, err_msg=name)
+            np.testing.assert_allclose(
+                logp_Bn, case[f"{who}.logp_token"], rtol=1e-4, atol=1e-4, err_msg=name
+            )
+            np.testing.assert_allclose(
+                logp_Bn.sum(-1), case[f"{who}.logp"], rtol=1e-4, atol=1e-4, err_msg=name
+            )
         grad = gradient(jnp.asarray(case["logits"], jnp.float32), *inputs)
         np.testing.assert_allclose(grad, case["grad_logp"], rtol=1e-4, atol=1e-4, err_msg=name)
 
@@ -143,7 +181,11 @@ def test_replayed_trajectories_their_gradients_and_weights(golden_dir):
         for key in case:
             if found := re.fullmatch(r"((token|sequence)_(truncate|mask))_([\d.]+)", key):
                 weight_Bn = ruler.importance_weights(log_Bn, counted_Bn, found[1], float(found[4]))
-                close(weight_Bn if found[2] == "token" else weight_Bn[:, 0], case[key], f"{name} {key}")
+                close(
+                    weight_Bn if found[2] == "token" else weight_Bn[:, 0],
+                    case[key],
+                    f"{name} {key}",
+                )
         rows = [ruler.drift(log_Bn[i : i + 1], counted_Bn[i : i + 1]) for i in range(len(log_Bn))]
         for key in ("k1", "k3"):
             close([row[f"drift_{key}"] for row in rows], case[key], f"{name} {key}")
@@ -180,13 +222,17 @@ def test_one_answer_exactly(golden_dir):
             close((ruler.coefficients(one_way, n)[0] * logp_Nn).sum(), case[one_way], name)
         close([ruler.upper_bound(logp_Nn, beta) for beta in case["betas"]], case["eubo"], name)
         # gradients by the logits: the weight of every logp times onehot - softmax
-        d_NnV = np.eye(case["logits"].shape[2])[case["answer"]] - np.exp(ruler.diffusion.log_softmax(case["logits"]))
+        d_NnV = np.eye(case["logits"].shape[2])[case["answer"]] - np.exp(
+            ruler.diffusion.log_softmax(case["logits"])
+        )
         for weight_Nn, kind in ((ruler.elbo_weights(n), "elbo"), (visits_Nn, "any_order")):
             if f"grad_{kind}" in case:
                 close(weight_Nn[..., None] * d_NnV, case[f"grad_{kind}"], name)
         if "schedule" in case:
             settings = zip(case["schedule"], case["steps"], strict=True)
-            found = np.array([ruler.ancestral(logp_Nn, str(kind), int(steps)) for kind, steps in settings])
+            found = np.array(
+                [ruler.ancestral(logp_Nn, str(kind), int(steps)) for kind, steps in settings]
+            )
             close(found[:, 0], case["elbo_steps"], name)
             close(found[:, 1], case["ancestral_steps"], name)
 
@@ -199,12 +245,20 @@ def test_paths_of_samplers_that_look_at_the_drawn_token_and_tracerl(golden_dir):
                 where, inputs = f"{name} {who} {i}", (logits_NnV, case["answer"], step_n)
                 logp_n = ruler.path_logp(ruler.answer_logp(logits_NnV, case["answer"]), step_n)
                 close(logp_n, case[f"{who}.logp_token"][i], where)
-                close(ruler.drawn_path_logp(*inputs, float(case["tau"])), case[f"{who}.logp_threshold"][i], where)
+                close(
+                    ruler.drawn_path_logp(*inputs, float(case["tau"])),
+                    case[f"{who}.logp_threshold"][i],
+                    where,
+                )
                 close(ruler.drawn_path_logp(*inputs), case[f"{who}.logp_topk"][i], where)
             for key in case:
                 if found := re.fullmatch(r"tracerl_shrink(\d+)", key):
                     logp_Nn = ruler.answer_logp(case["logits"], case["answer"])
-                    close(ruler.tracerl(logp_Nn, step_n, int(found[1])), case[key][i], f"{name} {key} {i}")
+                    close(
+                        ruler.tracerl(logp_Nn, step_n, int(found[1])),
+                        case[key][i],
+                        f"{name} {key} {i}",
+                    )
 
 
 def test_published_strata_and_one_in_which_every_row_draws_every_number(golden_dir):
@@ -223,7 +277,10 @@ def test_estimators_over_all_their_draws(golden_dir):
     for name, case in ruler_cases(golden_dir, "estimators.npz"):
         logp_Nn = ruler.answer_logp(case["logits"], case["answer"])
         for estimator, passes in zip(map(str, case["names"]), case["passes"], strict=True):
-            found = *ruler.moments(estimator, logp_Nn), *ruler.coefficients(estimator, logp_Nn.shape[1])
+            found = (
+                *ruler.moments(estimator, logp_Nn),
+                *ruler.coefficients(estimator, logp_Nn.shape[1]),
+            )
             for key, got in zip(("mean_token", "cov", "coef", "coef_sq"), found, strict=True):
                 close(got, case[f"{estimator}.{key}"], f"{name} {estimator} {key}")
             assert ruler.passes(estimator, logp_Nn.shape[1]) == passes, (name, estimator)
@@ -240,7 +297,9 @@ def test_whole_policies(golden_dir):
         for number, text in enumerate(map(str, case["rules"])):
             rule, tau, k = re.fullmatch(r"(.+)\|tau=(.+)\|k=(.+)", text).groups()
             policy = ruler.Policy(case["logits"], case["reward"], rule, float(tau), int(k))
-            want = {key.partition(".")[2]: case[key] for key in case if key.startswith(f"rule{number}.")}
+            want = {
+                key.partition(".")[2]: case[key] for key in case if key.startswith(f"rule{number}.")
+            }
             close(policy.likelihood_X, want["likelihood"], f"{name} {text}")
             close(policy.likelihood_X.sum(), 1, f"{name} {text}")
             close(policy.value, want["value"], f"{name} {text}")
@@ -250,29 +309,46 @@ def test_whole_policies(golden_dir):
             close(tokens_only, want["cosine_tokens_only"], f"{name} {text}")
             for i, estimator in enumerate(map(str, case["estimators"])):
                 elbo = estimator == "elbo"
-                expected_CnV = policy.expected(ruler.elbo_weights(n) if elbo else ruler.coefficients(estimator, n)[0])
-                close(ruler.cosine(expected_CnV, grad_CnV), want["cosine"][i], f"{name} {text} {estimator}")
+                expected_CnV = policy.expected(
+                    ruler.elbo_weights(n) if elbo else ruler.coefficients(estimator, n)[0]
+                )
+                close(
+                    ruler.cosine(expected_CnV, grad_CnV),
+                    want["cosine"][i],
+                    f"{name} {text} {estimator}",
+                )
                 projection = (expected_CnV * grad_CnV).sum() / (grad_CnV**2).sum()
                 close(projection, want["projection"][i], f"{name} {text} {estimator}")
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_the_relations_of_the_bounds(n):
-    """elbo <= any order <= best order; all are one where the canvas does not matter; SPG's bound from beta = n on."""
+    """elbo <= any order <= best order; all are one where the canvas does not matter; SPG's bound
+    from beta = n on.
+    """
     rng = np.random.default_rng(n)
     logits_NnV, answer_n = rng.normal(0, 2, (1 << n, n, 4)), rng.integers(0, 4, n)
     logp_Nn = ruler.answer_logp(logits_NnV, answer_n)
-    elbo, value, best = ruler.exact_elbo(logp_Nn), ruler.any_order(logp_Nn)[0], ruler.best_order(logp_Nn)
+    elbo, value, best = (
+        ruler.exact_elbo(logp_Nn),
+        ruler.any_order(logp_Nn)[0],
+        ruler.best_order(logp_Nn),
+    )
     assert ruler.best_order(logp_Nn, min) - 1e-9 <= elbo <= value + 1e-9 <= best + 2e-9
     assert value >= best - math.log(math.factorial(n)) - 1e-9
     assert ruler.upper_bound(logp_Nn, n) >= value - 1e-9
     for steps in (1, 3, 40):
         bound, likelihood = ruler.ancestral(logp_Nn, "linear", steps)
         assert bound <= likelihood + 1e-9
-    assert bound == pytest.approx(elbo, abs=0.05 * abs(elbo))  # many steps: one token each, in any order
+    # many steps: one token each, in any order
+    assert bound == pytest.approx(elbo, abs=0.05 * abs(elbo))
     same_Nn = ruler.answer_logp(np.broadcast_to(logits_NnV[:1], logits_NnV.shape), answer_n)
     want = same_Nn[-1].sum()
-    found = ruler.exact_elbo(same_Nn), ruler.any_order(same_Nn)[0], *ruler.ancestral(same_Nn, "cosine", 3)
+    found = (
+        ruler.exact_elbo(same_Nn),
+        ruler.any_order(same_Nn)[0],
+        *ruler.ancestral(same_Nn, "cosine", 3),
+    )
     np.testing.assert_allclose(found, want, rtol=1e-9)
 
 
@@ -280,12 +356,15 @@ def test_the_relations_of_the_bounds(n):
 def test_spg_expects_the_derivative_of_its_mean_score():
     rng, n, mix = np.random.default_rng(0), 3, 0.3
     logp_Nn = np.where(ruler.sizes(n)[0], -rng.exponential(size=(1 << n, n)), 0)
-    better_Nn, worse_Nn = (ruler.spg_weights(logp_Nn, [a], rng, K=2, beta=1.5, mix=mix)[0] for a in (1, -1))
+    better_Nn, worse_Nn = (
+        ruler.spg_weights(logp_Nn, [a], rng, K=2, beta=1.5, mix=mix)[0] for a in (1, -1)
+    )
     for M, i in zip(*np.nonzero(ruler.sizes(n)[0]), strict=True):
         step_Nn = np.zeros_like(logp_Nn)
         step_Nn[M, i] = 1e-5
         lower, _, mixed = (
-            ruler.spg(logp_Nn + step_Nn, 2, 1.5, mix)[0] - ruler.spg(logp_Nn - step_Nn, 2, 1.5, mix)[0]
+            ruler.spg(logp_Nn + step_Nn, 2, 1.5, mix)[0]
+            - ruler.spg(logp_Nn - step_Nn, 2, 1.5, mix)[0]
         ) / 2e-5
         np.testing.assert_allclose([better_Nn[M, i], -worse_Nn[M, i]], [lower, mixed], atol=1e-9)
 
@@ -294,19 +373,27 @@ def test_spg_expects_the_derivative_of_its_mean_score():
 def test_of_one_token_all_estimators_expect_the_exact_gradient():
     import model_dream as md
 
-    cfg = md.DreamConfig(8, 16, 1, 2, 1, 8, 16, mask_id=4, pad_id=0, bos_id=1, eos_id=2, positions=16)
+    cfg = md.DreamConfig(
+        8, 16, 1, 2, 1, 8, 16, mask_id=4, pad_id=0, bos_id=1, eos_id=2, positions=16
+    )
     model = nnx.merge(md.graph_of(cfg, md.Run()), md.new_params(cfg, 0))
     token_BL = np.array([[1, 3, 5, 6], [1, 5, 5, 3]], np.int32)
     canvases = ruler.Canvases(model, token_BL, np.ones(token_BL.shape, bool), 2)
     settings = ruler.Config(free=1, length=2, batches=3, prompts=2, group=8)
-    lines = [line.split("|")[1:-1] for line in ruler.gradient_rows(canvases, settings) if line.startswith("| ")][1:]
+    lines = [
+        line.split("|")[1:-1]
+        for line in ruler.gradient_rows(canvases, settings)
+        if line.startswith("| ")
+    ][1:]
     assert len(lines) == 2 + len(ruler.GRADIENTS) - 1  # two strata are for an even number of tokens
     for name, _, expects, *_ in lines:
-        if "gdpo" not in name:  # it rounds the number of masks down, here to none: its gradient is 0
+        # it rounds the number of masks down, here to none: its gradient is 0
+        if "gdpo" not in name:
             assert float(expects) == 1, name
 
 
-SAME = {"d1": "one_pass", "gdpo": "gdpo_gauss-3", "spg": "count"}  # names of the ruler; spg's lower score
+# names of the ruler; spg's lower score
+SAME = {"d1": "one_pass", "gdpo": "gdpo_gauss-3", "spg": "count"}
 
 
 @pytest.mark.slow
@@ -314,7 +401,9 @@ SAME = {"d1": "one_pass", "gdpo": "gdpo_gauss-3", "spg": "count"}  # names of th
 def test_what_the_bench_trains_with_is_what_the_ruler_measures(kind):
     B, n, rng = 20_000, 4, np.random.default_rng(0)
     u_BKC, t_BK = rng.random((B, 3, n)), rng.random((B, 3))
-    mask_BKC, weight_BKC = (np.asarray(x) for x in grpo_run.views_of(kind, u_BKC, t_BK, np.ones((B, n), bool)))
+    mask_BKC, weight_BKC = (
+        np.asarray(x) for x in grpo_run.views_of(kind, u_BKC, t_BK, np.ones((B, n), bool))
+    )
     coef_BNn, set_BK = np.zeros((B, 1 << n, n)), (mask_BKC << np.arange(n)).sum(-1)
     for k in range(mask_BKC.shape[1]):
         coef_BNn[np.arange(B), set_BK[:, k]] += weight_BKC[:, k] * mask_BKC[:, k]
@@ -323,6 +412,8 @@ def test_what_the_bench_trains_with_is_what_the_ruler_measures(kind):
 
     if kind == "spg":
         logp_Nn = np.where(ruler.sizes(n)[0], -3 * rng.random((1 << n, n)), 0)
-        score_BC = np.asarray(grpo_run.spg_score(logp_Nn[set_BK], mask_BKC, weight_BKC, np.ones((B, 1), bool)))
+        score_BC = np.asarray(
+            grpo_run.spg_score(logp_Nn[set_BK], mask_BKC, weight_BKC, np.ones((B, 1), bool))
+        )
         means, variances = ruler.spg(logp_Nn, 3, 1.5, 0.5)
         assert abs(score_BC.sum(1).mean() / n - means[2]) < 5 * (variances[2] / B) ** 0.5

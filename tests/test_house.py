@@ -1,6 +1,8 @@
-"""The house: what each script carries along, who may import whom, and how long functions and lists of settings get.
+"""The house: what each script carries along, who may import whom, and how long functions and lists
+of settings get.
 
-Read from the source by `ast`; nothing is imported. Imports at the top of a file, and those inside functions, are told
+Read from the source by `ast`; nothing is imported. Imports at the top of a file, and those inside
+functions, are told
 apart: a script needs the former beside itself to run at all.
 """
 
@@ -12,7 +14,9 @@ import pytest
 from conftest import ROOT
 
 CODE = {path.stem: ast.parse(path.read_text()) for path in sorted(ROOT.glob("*.py"))}
-CEILINGS = {  # script: files that it carries, with itself, and lines of all of them. What is added has to go elsewhere
+# script: files that it carries, with itself, and lines of all of them. What is added has to go
+# elsewhere
+CEILINGS = {
     "benchmarks": (6, 3445),
     "convert_weights": (7, 4287),
     "coupled_grpo": (10, 5430),
@@ -39,7 +43,8 @@ TRAINERS = ("train_tpu", "train_dream", "train_gpu", "coupled_grpo")
 # A stage is a program. Another one gets its work as files, or by running it: see runs.script.
 STAGES = {*TRAINERS, "data_prep", "fetch_pypi", "rl_tasks", "generate", "serve", "convert_weights"}
 STAGES |= {"export_jetson", "inference_jetson"}
-# What trainers share: mathematics, models, samplers, the formats of runs, checkpoints and rows, the sandbox.
+# What trainers share: mathematics, models, samplers, the formats of runs, checkpoints and rows, the
+# sandbox.
 GROUND = {
     "canvas",
     "diffusion",
@@ -64,7 +69,9 @@ def modules(node):
 
 @functools.cache
 def imports(name, inside=False):
-    """The modules that a file imports at its top, also under if and try; with `inside` those of functions too."""
+    """The modules that a file imports at its top, also under if and try; with `inside` those of
+    functions too.
+    """
     found, waiting = set(), [CODE[name]]
     while waiting:
         node = waiting.pop()
@@ -110,7 +117,17 @@ def test_a_trainer_imports_the_ground_alone(trainer):
 
 
 @pytest.mark.parametrize(
-    "name", ["runs", "rows", "sandbox", "sandbox_inside", "sandbox_wire", "data_prep", "corpus", "rl_tasks"]
+    "name",
+    [
+        "runs",
+        "rows",
+        "sandbox",
+        "sandbox_inside",
+        "sandbox_wire",
+        "data_prep",
+        "corpus",
+        "rl_tasks",
+    ],
 )
 def test_what_needs_no_model_imports_neither_jax_nor_pytorch(name):
     for file in carried(name, inside=True):
@@ -131,7 +148,10 @@ def defined(name, kinds):
 def test_functions_fit_a_screen_and_settings_a_page(name):
     over = []
     for node in defined(name, ast.FunctionDef | ast.AsyncFunctionDef):
-        length, parameters = node.end_lineno - node.lineno + 1, len(node.args.args) + len(node.args.kwonlyargs)
+        length, parameters = (
+            node.end_lineno - node.lineno + 1,
+            len(node.args.args) + len(node.args.kwonlyargs),
+        )
         if length > 80 or parameters > 9:
             over.append(f"{node.name}: {length} lines, {parameters} parameters")
     for node in defined(name, ast.ClassDef):

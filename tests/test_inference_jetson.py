@@ -1,4 +1,6 @@
-"""MDLM's runtime on a CPU: fused step against the model, emulated kernels in the loop, command line, bad bundles."""
+"""MDLM's runtime on a CPU: fused step against the model, emulated kernels in the loop, command
+line, bad bundles.
+"""
 
 import contextlib
 import dataclasses
@@ -36,7 +38,9 @@ def tokenizer_json():
     """A byte-level tokenizer with the five special tokens and a few merges."""
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     special = ["<pad>", "<bos>", "<eos>", "<mask>", "<unk>"]
-    tokenizer.train_from_iterator(["once upon a time there was a dragon"] * 3, 290, 2, False, special)
+    tokenizer.train_from_iterator(
+        ["once upon a time there was a dragon"] * 3, 290, 2, False, special
+    )
     return tokenizer.to_str().encode()
 
 
@@ -53,7 +57,9 @@ def make_model(**changes):
 def bundle(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bundle")
     mdlm.save(make_model(rope=True), folder / "run/step_7", tokenizer_json())
-    export_jetson.main(export_jetson.Config(ckpt=str(folder / "run"), out=str(folder / "jetson"), onnx=False))
+    export_jetson.main(
+        export_jetson.Config(ckpt=str(folder / "run"), out=str(folder / "jetson"), onnx=False)
+    )
     return folder / "jetson"
 
 
@@ -95,7 +101,10 @@ def test_fused_forward_is_the_model(changes):
 @pytest.mark.parametrize("rope", [True, pytest.param(False, marks=pytest.mark.slow)])
 @torch.inference_mode()
 def test_fused_forward_on_kernels_is_as_exact_as_the_half_model(runs, rope):
-    model, rate_N = make_model(rope=rope).to(runs.device), torch.linspace(1, 0.1, 5, device=runs.device)
+    model, rate_N = (
+        make_model(rope=rope).to(runs.device),
+        torch.linspace(1, 0.1, 5, device=runs.device),
+    )
     token_BL, step_1 = canvases(model.cfg).to(runs.device), torch.tensor([2], device=runs.device)
     see_BL, rate_B = token_BL != mdlm.PAD, rate_N[2].expand(2)
     exact = model.double()(token_BL, rate_B.double(), see_BL)[see_BL]
@@ -138,14 +147,18 @@ def test_the_step_over_emulated_kernels_fills_canvases(kernels):
     with torch.inference_mode():
         assert torch.equal(made(token_BL, 5), filled)
         assert not torch.equal(made(token_BL, 6), filled)
-    _, same = denoiser(model, kernels, by_rule(ops.sample_torch_), token_BL)  # the same noise, another sampler
+    # the same noise, another sampler
+    _, same = denoiser(model, kernels, by_rule(ops.sample_torch_), token_BL)
     assert torch.equal(same, filled)
 
 
 def test_the_step_over_registered_operators_fills_canvases():
     model = make_model()
     token_BL = canvases(model.cfg)
-    for kernels, sample_ in ((torch.ops.unmask, jetson.sample_fused_), (jetson.PLAIN, jetson.sample_sorted_)):
+    for kernels, sample_ in (
+        (torch.ops.unmask, jetson.sample_fused_),
+        (jetson.PLAIN, jetson.sample_sorted_),
+    ):
         for settings in ({}, {"temperature": 0.0}, {"top_k": 3}):
             _, filled = denoiser(model, kernels, sample_, token_BL, **settings)
             masked_BL = token_BL == mdlm.MASK
@@ -155,13 +168,17 @@ def test_the_step_over_registered_operators_fills_canvases():
 
 @pytest.mark.parametrize("schedule", [*diffusion.SCHEDULES, "square"])
 def test_each_step_fills_its_share(schedule, monkeypatch):
-    square = diffusion.Schedule(rate=lambda t: t**2, slope=lambda t: 2 * t, inverse=lambda rate: rate**0.5)
+    square = diffusion.Schedule(
+        rate=lambda t: t**2, slope=lambda t: 2 * t, inverse=lambda rate: rate**0.5
+    )
     monkeypatch.setitem(diffusion.SCHEDULES, "square", square)  # a new schedule is one entry
     N, L = 8, 4000
     rate_N, keep_N = mdlm.step_tables(N, schedule)
     zeros = lambda token, see, step: torch.zeros(*token.shape, 8)  # noqa: E731
     for sample_ in (jetson.sample_fused_, jetson.sample_sorted_):
-        made = jetson.Denoiser(zeros, sample_, 1, L, keep_N, mdlm.Sampling(vocab=8), torch.device("cpu"))
+        made = jetson.Denoiser(
+            zeros, sample_, 1, L, keep_N, mdlm.Sampling(vocab=8), torch.device("cpu")
+        )
         left = []
         for _ in range(N):
             made.step()
@@ -177,7 +194,9 @@ def test_the_sort_based_sampler_draws_from_the_filtered_softmax():
     logits, R = torch.tensor([2.0, 1.0, 0.0, 5.0, 5.0, 0.5, -1.0, 0.7]), 20_000
     token = torch.full((1, R), mdlm.MASK)
     rule = mdlm.Sampling(vocab=7, temperature=0.8, top_k=3, top_p=0.9)
-    jetson.sample_sorted_(logits.repeat(R, 1), token, torch.tensor([0, 0]), torch.zeros(1), BAN, rule)
+    jetson.sample_sorted_(
+        logits.repeat(R, 1), token, torch.tensor([0, 0]), torch.zeros(1), BAN, rule
+    )
     allowed = diffusion.ban(logits[:7], mdlm.BANNED)
     want = diffusion.softmax(diffusion.filter_logits(allowed, 0.8, 3, 0.9))
     share = torch.bincount(token[0], minlength=7)[:7] / R
@@ -198,11 +217,15 @@ def test_the_sort_based_sampler_costs_a_tenth_of_the_bisection(monkeypatch):
     assert count.bytes < 90e6
 
 
-@pytest.mark.parametrize("sample_", [pytest.param(jetson.sample_sorted_, marks=pytest.mark.slow), jetson.sample_fused_])
+@pytest.mark.parametrize(
+    "sample_", [pytest.param(jetson.sample_sorted_, marks=pytest.mark.slow), jetson.sample_fused_]
+)
 def test_the_surest_are_those_of_the_models_own_loop(sample_):
     """At temperature 0 nothing is random: the same tokens at the same places after every step."""
     model, token_BL, want, got = make_model(rope=True), canvases(SMALL), [], []
-    for sampler, schedule in zip(diffusion.CONFIDENCES, ("cosine_sq", "even", "linear"), strict=True):
+    for sampler, schedule in zip(
+        diffusion.CONFIDENCES, ("cosine_sq", "even", "linear"), strict=True
+    ):
         rule = mdlm.Sampling(sampler, 4, schedule, temperature=0.0, vocab=290)
         mdlm.sample(model, token_BL, rule, None, lambda i, token_BL: want.append(token_BL))
         settings = {"sampler": sampler, "schedule": schedule, "temperature": 0.0}
@@ -213,7 +236,9 @@ def test_the_surest_are_those_of_the_models_own_loop(sample_):
 
 
 class OneDevice(TorchDispatchMode):
-    """Meta tensors play the GPU: an operator on both devices is an error, as there; copies between them are counted."""
+    """Meta tensors play the GPU: an operator on both devices is an error, as there; copies between
+    them are counted.
+    """
 
     def __init__(self):
         super().__init__()
@@ -221,11 +246,22 @@ class OneDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, function.__name__
-        tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        tensors = [
+            t
+            for t in torch.utils._pytree.tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        ]
         devices = {t.device.type for t in tensors if t.ndim}  # a number may stay on the CPU
-        if name.startswith(("copy_", "_to_copy")) and len(devices | {str(kwargs.get("device", "cpu"))} - {"cpu"}) > 1:
+        if (
+            name.startswith(("copy_", "_to_copy"))
+            and len(devices | {str(kwargs.get("device", "cpu"))} - {"cpu"}) > 1
+        ):
             self.copies.append(name)
-            return args[0] if name.startswith("copy_") else torch.empty_like(args[0], device=kwargs["device"])
+            return (
+                args[0]
+                if name.startswith("copy_")
+                else torch.empty_like(args[0], device=kwargs["device"])
+            )
         assert len(devices) < 2, f"{name} on {[(t.device.type, tuple(t.shape)) for t in tensors]}"
         return function(*args, **kwargs)
 
@@ -238,7 +274,10 @@ def test_a_text_is_one_copy_to_the_device_and_one_back(sample_, sampler, rope):
     rate_N, keep_N = (table_N.to("meta") for table_N in mdlm.step_tables(3, "linear"))
     graph = lambda *inputs: export_jetson.Exported(model)(*inputs)  # noqa: E731
     with torch.inference_mode():
-        for forward in (jetson.fused_forward(model, rate_N, torch.ops.unmask), jetson.graph_forward(graph, rate_N)):
+        for forward in (
+            jetson.fused_forward(model, rate_N, torch.ops.unmask),
+            jetson.graph_forward(graph, rate_N),
+        ):
             rule = mdlm.Sampling(sampler, schedule="even", vocab=290)
             made = jetson.Denoiser(forward, sample_, 2, 33, keep_N, rule, meta)
             with OneDevice() as mode:
@@ -271,13 +310,18 @@ def test_a_graph_that_cannot_be_captured_is_one_line_that_says_what_to_do(bundle
     fakes = {"Stream": lambda: stream, "current_stream": lambda: stream, "CUDAGraph": object}
     for name, fake in (fakes | {"stream": contextlib.nullcontext, "graph": Fails}).items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    made, said = writer(bundle), "CUDA graph: operation not permitted when stream is capturing; run with --no-graph, "
+    made, said = (
+        writer(bundle),
+        "CUDA graph: operation not permitted when stream is capturing; run with --no-graph, ",
+    )
     with pytest.raises(ValueError, match=f"^{said}which is slower$"):
         made.fill_captured(canvases(SMALL), rule(made))
 
 
 class Recorded:
-    """torch.cuda.graph and CUDAGraph of a machine without a GPU: steps are written down, and taken at each replay."""
+    """torch.cuda.graph and CUDAGraph of a machine without a GPU: steps are written down, and taken
+    at each replay.
+    """
 
     def __init__(self, monkeypatch, most=1000):
         self.open, self.replays = None, []
@@ -301,11 +345,18 @@ class Recorded:
             if len(graph.steps) > most:
                 raise RuntimeError("out of memory")
 
-        fakes = {"Stream": lambda: stream, "current_stream": lambda: stream, "CUDAGraph": Graph, "graph": capturing}
+        fakes = {
+            "Stream": lambda: stream,
+            "current_stream": lambda: stream,
+            "CUDAGraph": Graph,
+            "graph": capturing,
+        }
         for name, fake in (fakes | {"stream": contextlib.nullcontext}).items():
             monkeypatch.setattr(torch.cuda, name, fake)
         monkeypatch.setattr(
-            jetson.Denoiser, "step", lambda made: self.open.steps.append(made) if self.open else take(made)
+            jetson.Denoiser,
+            "step",
+            lambda made: self.open.steps.append(made) if self.open else take(made),
         )
 
 
@@ -321,10 +372,13 @@ def test_a_graph_holds_all_steps_of_a_text(bundle, monkeypatch, capsys, sampler)
     assert recorded.replays == [5, 5]
     # what is watched is taken step by step, and so is a text of many steps
     seen = []
-    assert torch.equal(made.fill_captured(token_BL, rule(made, 5), lambda i, token_BL: seen.append(i)), want)
+    assert torch.equal(
+        made.fill_captured(token_BL, rule(made, 5), lambda i, token_BL: seen.append(i)), want
+    )
     assert seen == [0, 1, 2, 3, 4]
     assert recorded.replays == [5, 5] + [1] * 5
-    assert jetson.Config().steps <= jetson.MOST_TOGETHER  # what nobody asked otherwise is one launch
+    # what nobody asked otherwise is one launch
+    assert jetson.Config().steps <= jetson.MOST_TOGETHER
     made.fill_captured(token_BL, rule(made, jetson.MOST_TOGETHER + 1))
     assert recorded.replays[7:] == [1] * (jetson.MOST_TOGETHER + 1)
     # where all of them do not fit, one does
@@ -338,7 +392,9 @@ def test_a_graph_holds_all_steps_of_a_text(bundle, monkeypatch, capsys, sampler)
 def fake_tensorrt(monkeypatch, runs=True):
     """A module tensorrt whose engines do nothing."""
     context = types.SimpleNamespace(
-        set_input_shape=lambda *_: True, set_tensor_address=lambda *_: True, execute_async_v3=lambda stream: runs
+        set_input_shape=lambda *_: True,
+        set_tensor_address=lambda *_: True,
+        execute_async_v3=lambda stream: runs,
     )
     engine = types.SimpleNamespace(
         create_execution_context=lambda: context, get_tensor_shape=lambda name: (1, 64, 300), num_io_tensors=2,
@@ -346,7 +402,9 @@ def fake_tensorrt(monkeypatch, runs=True):
     )  # fmt: skip
     runtime = types.SimpleNamespace(deserialize_cuda_engine=lambda data: engine)
     logger = type("Logger", (), {"ERROR": 0, "__init__": lambda self, level: None})
-    module = types.SimpleNamespace(__version__="10.3", Logger=logger, Runtime=lambda logger: runtime)
+    module = types.SimpleNamespace(
+        __version__="10.3", Logger=logger, Runtime=lambda logger: runtime
+    )
     monkeypatch.setitem(sys.modules, "tensorrt", module)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Orin")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
@@ -362,7 +420,10 @@ def test_an_engine_that_did_not_run_is_no_text(monkeypatch):
 
 
 def test_onnx_runs_by_cuda_or_the_cpu_and_nothing_else(monkeypatch):
-    asked, names = [], ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
+    asked, names = (
+        [],
+        ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"],
+    )
     session = types.SimpleNamespace(get_inputs=list)
     fake = types.SimpleNamespace(
         get_available_providers=lambda: names,
@@ -382,7 +443,10 @@ def bench_jetson(monkeypatch):
 
 
 def test_the_board_tells_its_memory(bench_jetson):
-    cuda, nano = torch.device("cuda"), "NVIDIA Jetson Orin Nano Engineering Reference Developer Kit Super"
+    cuda, nano = (
+        torch.device("cuda"),
+        "NVIDIA Jetson Orin Nano Engineering Reference Developer Kit Super",
+    )
     for board, mode, want in (
         (nano, "NV Power Mode: 15W", 68.3),
         (nano, "NV Power Mode: MAXN_SUPER", 102.4),
@@ -390,7 +454,10 @@ def test_the_board_tells_its_memory(bench_jetson):
         ("NVIDIA Jetson AGX Orin Developer Kit", "NV Power Mode: MAXN", 204.8),
         ("NVIDIA Jetson AGX Thor Developer Kit", "NV Power Mode: MAXN", 273.0),
     ):
-        assert bench_jetson.peak_gb_s(cuda, {"name": "Orin", "board": board, "power_mode": mode}) == want
+        assert (
+            bench_jetson.peak_gb_s(cuda, {"name": "Orin", "board": board, "power_mode": mode})
+            == want
+        )
 
 
 ORIN_NANO = {  # lines of tegrastats: JetPack 6, 6 under load, 5
@@ -410,7 +477,9 @@ ORIN_NANO = {  # lines of tegrastats: JetPack 6, 6 under load, 5
 
 def test_power_is_read_from_tegrastats(bench_jetson, tmp_path, monkeypatch):
     for line, milliwatts in ORIN_NANO.items():
-        assert bench_jetson.rail_mw(line) == dict(zip(("VDD_IN", "VDD_CPU_GPU_CV"), milliwatts, strict=True))
+        assert bench_jetson.rail_mw(line) == dict(
+            zip(("VDD_IN", "VDD_CPU_GPU_CV"), milliwatts, strict=True)
+        )
     agx = "GPU@-256C tj@42.593C SOC1@40.468C VDD_GPU_SOC 2399mW/2399mW VDD_CPU_CV 400mW/400mW VIN_SYS_5V0 4032mW/4032mW"
     assert bench_jetson.rail_mw(agx) == {}
     with monkeypatch.context() as bare:
@@ -420,7 +489,9 @@ def test_power_is_read_from_tegrastats(bench_jetson, tmp_path, monkeypatch):
     assert none == {}
     # one that writes two lines and goes on for ever, as the real one
     lines = "\n".join(list(ORIN_NANO)[:2])
-    (tmp_path / "tegrastats").write_text(f"#!/bin/sh\necho '{lines}'\ntouch {tmp_path}/wrote\nexec sleep 600\n")
+    (tmp_path / "tegrastats").write_text(
+        f"#!/bin/sh\necho '{lines}'\ntouch {tmp_path}/wrote\nexec sleep 600\n"
+    )
     (tmp_path / "tegrastats").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     with bench_jetson.mean_power() as mean_mw:
@@ -441,9 +512,15 @@ sys.exit(pytest.main(["-q", "--collect-only", "-m", "gpu", "-p", "no:cacheprovid
 @pytest.mark.slow
 def test_the_tests_of_a_gpu_are_found_without_jax():
     env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run([sys.executable, "-c", WITHOUT_JAX], cwd=ROOT, capture_output=True, text=True, env=env)
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_JAX], cwd=ROOT, capture_output=True, text=True, env=env
+    )
     assert ran.returncode == 0, ran.stdout[-2000:]
-    names = "writes_what_its_launches_write[kernels]", "packed_texts_are_each_text_alone[cuda]", "test_kernels.py"
+    names = (
+        "writes_what_its_launches_write[kernels]",
+        "packed_texts_are_each_text_alone[cuda]",
+        "test_kernels.py",
+    )
     for name in names:
         assert name in ran.stdout
 
@@ -458,11 +535,22 @@ def test_the_first_hour_skips_what_needs_a_gpu_and_says_so(tmp_path, monkeypatch
     settings = {"model": "tiny", "out": str(tmp_path / "out.json")}
     steps = first_hour.make_steps(first_hour.Config(), tmp_path)
     names = [step.name for step in steps if "GPU" in step.needs]
-    anywhere = {"build", "export", "write_torch", "write_torchscript", "write_onnx", "data", "train"}
+    anywhere = {
+        "build",
+        "export",
+        "write_torch",
+        "write_torchscript",
+        "write_onnx",
+        "data",
+        "train",
+    }
     assert {step.name for step in steps} - set(names) == anywhere
     first_hour.main(first_hour.Config(**settings, only=tuple(names)))
     assert capsys.readouterr().out.count("skipped: torch sees no GPU") == len(names)
-    ran = {step["name"]: step["status"] for step in json.loads((tmp_path / "out.json").read_text())["steps"]}
+    ran = {
+        step["name"]: step["status"]
+        for step in json.loads((tmp_path / "out.json").read_text())["steps"]
+    }
     assert ran.pop("export") == "passed"  # the engine is made of what it writes
     assert ran == dict.fromkeys(names, "skipped: torch sees no GPU")
     first_hour.main(first_hour.Config(**settings, only=("kernels",)))  # beside what was there
@@ -480,7 +568,10 @@ def test_a_step_of_the_first_hour_that_fails_or_hangs_is_a_row(tmp_path, monkeyp
     assert "ValueError: 7" in row["tail"][-1]
     assert row["numbers"] == [{"step": 1}, {"step": 3}]
     assert run(Step("b", "-c import(time);time.sleep(60)"))["status"] == "failed"
-    assert run(Step("c", "-c __import__('time').sleep(60)", seconds=1))["status"] == "failed: more than 1 s"
+    assert (
+        run(Step("c", "-c __import__('time').sleep(60)", seconds=1))["status"]
+        == "failed: more than 1 s"
+    )
     assert run(Step("d", "-c print('{\"name\":','7}')"))["numbers"] == [{"name": 7}]
 
 
@@ -515,7 +606,9 @@ def run(bundle, *arguments):
 
 
 def test_interactive_prompts_and_infilling(bundle, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("once\nonce [MASK] dragon\nonce [MASK:4] dragon\n"))
+    monkeypatch.setattr(
+        sys, "stdin", io.StringIO("once\nonce [MASK] dragon\nonce [MASK:4] dragon\n")
+    )
     run(bundle, "--steps=3", "--max-new=5", "--n=2")
     out, err = capsys.readouterr()
     assert "[MASK:12]" in err or "number of tokens" in err  # a prompt that is refused ends nothing
@@ -527,20 +620,27 @@ def test_interactive_prompts_and_infilling(bundle, monkeypatch, capsys):
 
 
 def test_piped_prompts_that_are_no_text_end_the_session(bundle, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("once\nonc\u00e9".encode()[:-1]), "utf-8"))
+    monkeypatch.setattr(
+        sys, "stdin", io.TextIOWrapper(io.BytesIO("once\nonc\u00e9".encode()[:-1]), "utf-8")
+    )
     with pytest.raises(UnicodeDecodeError):
         run(bundle, "--steps=3", "--max-new=5")
 
 
 def test_the_steps_are_shown_on_both_paths(bundle, capsys):
     run(bundle, "--steps=3", "--prompt=once [MASK:4] dragon", "--show_steps")
-    *shown, last = re.split(r"step [123]: (?=once)", capsys.readouterr().out)[1:]  # a text may hold line breaks
-    assert [text.count("\u2591") for text in shown] == sorted((text.count("\u2591") for text in shown), reverse=True)
+    # a text may hold line breaks
+    *shown, last = re.split(r"step [123]: (?=once)", capsys.readouterr().out)[1:]
+    assert [text.count("\u2591") for text in shown] == sorted(
+        (text.count("\u2591") for text in shown), reverse=True
+    )
     text = last[: len(last) // 2]  # the last step shows the answer, which follows
     assert last == text * 2
     assert text.endswith(" dragon\n")
     made, token_BL, seen = writer(bundle, graph=False), canvases(SMALL), []
-    filled = made.fill_captured(token_BL, rule(made), lambda i, token_BL: seen.append((i, token_BL)))
+    filled = made.fill_captured(
+        token_BL, rule(made), lambda i, token_BL: seen.append((i, token_BL))
+    )
     assert [i for i, _ in seen] == [0, 1, 2]
     assert torch.equal(seen[-1][1], filled)
     assert (seen[0][1] == mdlm.MASK).any()
@@ -548,14 +648,20 @@ def test_the_steps_are_shown_on_both_paths(bundle, capsys):
 
 def test_tokens_are_coloured_by_their_probability(bundle, monkeypatch, capsys):
     made = writer(bundle)
-    cfg = jetson.Config(prompt="once [MASK:4] dragon", steps=3, sampler="max_prob", schedule="even", temperature=0.0)
+    cfg = jetson.Config(
+        prompt="once [MASK:4] dragon", steps=3, sampler="max_prob", schedule="even", temperature=0.0
+    )
     viewer, seen = jetson.StepViewer(made, cfg), []
     before = viewer.ids
-    jetson.write(made, cfg, lambda i, start, ids: seen.append((i, viewer.probabilities(i, start, ids), ids)))
+    jetson.write(
+        made, cfg, lambda i, start, ids: seen.append((i, viewer.probabilities(i, start, ids), ids))
+    )
     assert [len(prob) for _, prob, _ in seen] == [2, 1, 1]
     for i, prob, ids in seen:
         with torch.no_grad():
-            logits_LV = made.model(torch.tensor([before]), torch.tensor([1 - i / 3]))[0, :, : made.vocab]
+            logits_LV = made.model(torch.tensor([before]), torch.tensor([1 - i / 3]))[
+                0, :, : made.vocab
+            ]
         logits_LV[:, list(mdlm.BANNED)] = -torch.inf
         for p, value in prob.items():
             assert before[p] == mdlm.MASK
@@ -573,12 +679,17 @@ def test_tokens_are_coloured_by_their_probability(bundle, monkeypatch, capsys):
 
 def test_an_eos_in_a_hole_leaves_the_text_after_it():
     ids = [mdlm.BOS, 9, mdlm.EOS, 8, mdlm.EOS]
-    assert jetson.text_ids(ids, "once [MASK:1] dragon") == ids[1:]  # whose special tokens are not decoded
+    # whose special tokens are not decoded
+    assert jetson.text_ids(ids, "once [MASK:1] dragon") == ids[1:]
     assert jetson.text_ids(ids, "once") == [9]
 
 
-@pytest.mark.parametrize(("max_new", "block"), [(100, 0), (30, 7), pytest.param(400, 0, marks=pytest.mark.slow)])
-def test_a_text_that_is_longer_than_the_canvas_goes_on_from_its_last_tokens(bundle, monkeypatch, max_new, block):
+@pytest.mark.parametrize(
+    ("max_new", "block"), [(100, 0), (30, 7), pytest.param(400, 0, marks=pytest.mark.slow)]
+)
+def test_a_text_that_is_longer_than_the_canvas_goes_on_from_its_last_tokens(
+    bundle, monkeypatch, max_new, block
+):
     made, canvases, filled = writer(bundle), [], []
     fill = made.fill
 
@@ -588,7 +699,10 @@ def test_a_text_that_is_longer_than_the_canvas_goes_on_from_its_last_tokens(bund
         return filled[-1]
 
     monkeypatch.setattr(made, "fill", watched)
-    shown, cfg = [], jetson.Config(prompt="once upon a time", max_new=max_new, block=block, steps=2, n=2)
+    shown, cfg = (
+        [],
+        jetson.Config(prompt="once upon a time", max_new=max_new, block=block, steps=2, n=2),
+    )
     ids, _ = jetson.canvas(made, cfg)
     texts, tokens = jetson.write(made, cfg, lambda i, start, ids: shown.append(ids))
     text_BL = torch.tensor([ids, ids])
@@ -609,11 +723,15 @@ def test_a_text_that_is_longer_than_the_canvas_goes_on_from_its_last_tokens(bund
 
 def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path, capsys):
     for step in (9, 10):
-        mdlm.save(make_model(rope=True, layers=step - 8), tmp_path / f"step_{step}", tokenizer_json())
+        mdlm.save(
+            make_model(rope=True, layers=step - 8), tmp_path / f"step_{step}", tokenizer_json()
+        )
     (tmp_path / "step_11.tmp").mkdir()  # of a run that goes on
     (tmp_path / "config.json").write_text('{"train": {}}')
     jetson.main(
-        jetson.command_line([f"--ckpt={tmp_path}", "--prompt=once", "--max-new=4", "--steps=2", "--device=cpu"])
+        jetson.command_line(
+            [f"--ckpt={tmp_path}", "--prompt=once", "--max-new=4", "--steps=2", "--device=cpu"]
+        )
     )
     assert capsys.readouterr().out.startswith("once")
     for folder, layers in ((tmp_path, 2), (tmp_path / "step_9", 1)):
@@ -630,23 +748,33 @@ def test_a_checkpoint_needs_no_export(tmp_path, monkeypatch, capsys):
     jetson.main(jetson.command_line(arguments))
     out, err = capsys.readouterr()
     assert out.startswith("once upon")
-    assert err.splitlines()[0] == "no out/jetson: using weights/mdlm, a small model that comes with Unmask"
+    assert (
+        err.splitlines()[0]
+        == "no out/jetson: using weights/mdlm, a small model that comes with Unmask"
+    )
     made = writer(tmp_path / "weights/mdlm")
     for name, weight in made.model.state_dict().items():
         assert weight.dtype == torch.float32
         assert torch.equal(weight, model.state_dict()[name].float())
     (tmp_path / "out/jetson").mkdir(parents=True)  # it is there, so it is meant
-    with pytest.raises(FileNotFoundError, match=r"out/jetson has no bundle.json, no config.json, no mod"):
+    with pytest.raises(
+        FileNotFoundError, match=r"out/jetson has no bundle.json, no config.json, no mod"
+    ):
         jetson.main(jetson.command_line(arguments))
     path = tmp_path / "weights/mdlm/model.safetensors"
     data, config = path.read_bytes(), tmp_path / "weights/mdlm/config.json"
     keys = json.loads(config.read_text())
-    for change, part in (({"heads": 0}, "0 heads"), ({"width": 64}, "problems: "), ({"layers": 9}, "problems: ")):
+    for change, part in (
+        ({"heads": 0}, "0 heads"),
+        ({"width": 64}, "problems: "),
+        ({"layers": 9}, "problems: "),
+    ):
         config.write_text(json.dumps(keys | change))
         with pytest.raises(ValueError, match=part) as stop:
             writer(tmp_path / "weights/mdlm")
         assert len(str(stop.value)) < 700  # three tensors and a count
-    config.write_text(json.dumps({key: value for key, value in keys.items() if key != "sha256"}))  # as from elsewhere
+    # as from elsewhere
+    config.write_text(json.dumps({key: value for key, value in keys.items() if key != "sha256"}))
     nan = {name: torch.full_like(tensor, torch.nan) for name, tensor in model.state_dict().items()}
     path.write_bytes(safetensors.torch.save(nan))
     with pytest.raises(ValueError, match="tensors hold NaN or infinity"):
@@ -657,9 +785,17 @@ def test_a_checkpoint_needs_no_export(tmp_path, monkeypatch, capsys):
     (tmp_path / "weights/mdlm/tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ValueError, match=r"tokenizer\.json has ids up to 90000, the model has 300"):
         writer(tmp_path / "weights/mdlm")
-    for damaged in (data[:1000], data[:-1], b"", data.replace(b"BF16", b"BF61"), data.replace(b"BF16", b"I8  ")):
+    for damaged in (
+        data[:1000],
+        data[:-1],
+        b"",
+        data.replace(b"BF16", b"BF61"),
+        data.replace(b"BF16", b"I8  "),
+    ):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"holds no MDLM that this version reads: .*; copy it again") as stop:
+        with pytest.raises(
+            ValueError, match=r"holds no MDLM that this version reads: .*; copy it again"
+        ) as stop:
             writer(tmp_path / "weights/mdlm")
         assert "\n" not in str(stop.value)
 
@@ -684,8 +820,16 @@ def served(bundle, monkeypatch, capsys, lines):
 
 
 def test_each_line_has_one_reply(bundle, monkeypatch, capsys):
-    good = [{"prompt": "once", "seed": 7}, {"prompt": "once", "seed": 7, "sampler": "margin", "temperature": 1}]
-    good += [good[0], {"prompt": "once"}, {"prompt": "once"}, {"prompt": "a [MASK:3]\n", "steps": 1, "top_p": 0.5}]
+    good = [
+        {"prompt": "once", "seed": 7},
+        {"prompt": "once", "seed": 7, "sampler": "margin", "temperature": 1},
+    ]
+    good += [
+        good[0],
+        {"prompt": "once"},
+        {"prompt": "once"},
+        {"prompt": "a [MASK:3]\n", "steps": 1, "top_p": 0.5},
+    ]
     bad = {
         b"hello": "a JSON object",
         b"": "a JSON object",
@@ -758,7 +902,9 @@ def test_on_a_cpu_it_is_the_models_own_loop(bundle):
     model, token_BL = mdlm.load(bundle), canvases(SMALL)
     for settings in ("ancestral", 5, "cosine", 0.9, 20, 0.9), ("entropy", 5, "even", 1.0, 0, 1.0):
         made = writer(bundle, **dict(zip(NAMES, settings, strict=True)), seed=3)
-        want = mdlm.sample(model, token_BL, mdlm.Sampling(*settings, made.vocab), torch.Generator().manual_seed(3))
+        want = mdlm.sample(
+            model, token_BL, mdlm.Sampling(*settings, made.vocab), torch.Generator().manual_seed(3)
+        )
         assert torch.equal(made.fill(token_BL, made.rule(made.cfg)), want)
 
 
@@ -778,7 +924,9 @@ def test_onnx_writes_too(bundle, tmp_path):
 
 
 def test_canvases_grow_to_few_shapes(bundle):
-    """What a GPU does, without the capture: PAD up to a multiple of 32 changes nothing that is seen."""
+    """What a GPU does, without the capture: PAD up to a multiple of 32 changes nothing that is
+    seen.
+    """
     made = writer(bundle, graph=False)
     for L in (20, 30, 33, 48):
         token_BL = canvases(SMALL, L=L)
@@ -794,24 +942,50 @@ def test_canvases_grow_to_few_shapes(bundle):
 
 
 def test_the_bench_times_a_bundle(bench_jetson, bundle, tmp_path, capsys):
-    settings = {"lengths": (16, 32), "steps_list": (3,), "batches": (1, 2), "repeats": 3, "device": "cpu"}
-    bench_jetson.main(bench_jetson.Config(bundle=str(bundle), out=str(tmp_path / "b.json"), **settings))
+    settings = {
+        "lengths": (16, 32),
+        "steps_list": (3,),
+        "batches": (1, 2),
+        "repeats": 3,
+        "device": "cpu",
+    }
+    bench_jetson.main(
+        bench_jetson.Config(bundle=str(bundle), out=str(tmp_path / "b.json"), **settings)
+    )
     report = json.loads((tmp_path / "b.json").read_text())
-    assert [(row["length"], row["batch"]) for row in report["rows"]] == [(16, 1), (16, 2), (32, 1), (32, 2)]
+    assert [(row["length"], row["batch"]) for row in report["rows"]] == [
+        (16, 1),
+        (16, 2),
+        (32, 1),
+        (32, 2),
+    ]
     for row in report["rows"]:
         tokens = row["batch"] * (row["length"] - 1)
         assert row["tok_per_s"] * row["ms_per_step"] == pytest.approx(1000 * tokens / row["steps"])
         assert row["spread"][0] <= row["tok_per_s"] <= row["spread"][1]
     assert report["backend"] == "torch"
     assert report["device"]["name"]
-    assert len([line for line in capsys.readouterr().out.splitlines() if line.split()[:1] in (["16"], ["32"])]) == 4
+    assert (
+        len(
+            [
+                line
+                for line in capsys.readouterr().out.splitlines()
+                if line.split()[:1] in (["16"], ["32"])
+            ]
+        )
+        == 4
+    )
     with pytest.raises(ValueError, match="49 tokens do not fit the model's 48 positions"):
         bench_jetson.main(bench_jetson.Config(bundle=str(bundle), lengths=(49,), device="cpu"))
 
 
 def test_weights_are_counted_as_they_are(bench_jetson):
     model = make_model()
-    weights = sum(p.numel() for name, p in model.named_parameters() if name.startswith(("blocks", "norm", "head")))
+    weights = sum(
+        p.numel()
+        for name, p in model.named_parameters()
+        if name.startswith(("blocks", "norm", "head"))
+    )
     assert bench_jetson.bytes_per_step(model, 2, 10, 2) == 2 * (weights + 2 * 20 * 300)
 
 
@@ -859,7 +1033,9 @@ def test_out_of_memory_is_one_line_and_other_errors_are_bugs(bundle, monkeypatch
         return sample
 
     monkeypatch.setattr(mdlm, "sample", fails(why))
-    with pytest.raises(ValueError, match="out of memory at batch 1, length 6: lower --n or --max_new"):
+    with pytest.raises(
+        ValueError, match="out of memory at batch 1, length 6: lower --n or --max_new"
+    ):
         run(bundle, "--prompt=[MASK:4]")
     monkeypatch.setattr(mdlm, "sample", fails("a bug"))
     with pytest.raises(RuntimeError, match="a bug"):
@@ -867,14 +1043,20 @@ def test_out_of_memory_is_one_line_and_other_errors_are_bugs(bundle, monkeypatch
 
 
 def test_a_torch_without_code_for_the_gpu_is_said(bundle, monkeypatch):
-    """Stands in for a GPU, which is not here, with what PyTorch raises on an Orin under JetPack 7.2."""
+    """Stands in for a GPU, which is not here, with what PyTorch raises on an Orin under JetPack
+    7.2.
+    """
 
     def raising(*shape, device=None):
-        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nCompile with ...")
+        raise RuntimeError(
+            "CUDA error: no kernel image is available for execution on the device\nCompile with ..."
+        )
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "ones", raising)
-    with pytest.raises(ValueError, match=r"no kernel image .* on the device: see requirements-jetson"):
+    with pytest.raises(
+        ValueError, match=r"no kernel image .* on the device: see requirements-jetson"
+    ):
         writer(bundle)
 
 
@@ -944,9 +1126,14 @@ def test_an_answer_that_is_not_finite_is_named(bundle, monkeypatch):
 def test_a_captured_step_writes_what_its_launches_write(bundle, backend):
     token_BL = canvases(SMALL)
     for sampler in jetson.SAMPLERS:
-        made = [writer(bundle, backend=backend, graph=graph, sampler=sampler) for graph in (True, False)]
+        made = [
+            writer(bundle, backend=backend, graph=graph, sampler=sampler) for graph in (True, False)
+        ]
         filled = [one.fill(token_BL, rule(one, 6)) for one in made]
-        assert [[bool(x.graph) for x in one.denoisers.values()] for one in made] == [[True], [False]]
+        assert [[bool(x.graph) for x in one.denoisers.values()] for one in made] == [
+            [True],
+            [False],
+        ]
         assert not (filled[0] == mdlm.MASK).any()
         assert torch.equal(*filled)
         assert not torch.equal(made[0].fill(token_BL, rule(made[0], 6)), filled[0])

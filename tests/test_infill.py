@@ -1,4 +1,6 @@
-"""Holes whose length nobody has counted, and text that stays Python: against Python itself and closed forms."""
+"""Holes whose length nobody has counted, and text that stays Python: against Python itself and
+closed forms.
+"""
 
 import dataclasses
 import inspect
@@ -48,7 +50,11 @@ CODE = textwrap.dedent('''
 
 
 def test_every_beginning_of_python_can_go_on():
-    texts = [CODE, inspect.getsource(statistics.fmean), inspect.getsource(textwrap.TextWrapper._split_chunks)]
+    texts = [
+        CODE,
+        inspect.getsource(statistics.fmean),
+        inspect.getsource(textwrap.TextWrapper._split_chunks),
+    ]
     for text in texts:
         assert infill.parses(text)
         wrong = [text[:end] for end in range(len(text)) if not infill.can_go_on(text[:end])]
@@ -96,14 +102,28 @@ def test_what_was_given_does_not_become_a_comment_or_a_string():
     assert infill.swallows("x = ", "a  # ", "b\n")
     assert infill.swallows("x = 1\n", "y = '''", "z\n'''\n")
     for line_end in ("\n", "\r\n"):
-        assert not infill.swallows("x = ", "a  # b", f"{line_end}y = 2\n")  # the comment ends with its line
+        # the comment ends with its line
+        assert not infill.swallows("x = ", "a  # b", f"{line_end}y = 2\n")
     assert not infill.swallows("x = '", "a b", "c'\n")  # it was a string before
     assert not infill.swallows("# a ", "b", " c\n")
     assert not infill.swallows("x = ", "(1, 2", ")\n")
 
 
 # A token is a piece of Python; the model's next token depends on the token before alone.
-PIECES = ["<pad>", "<bos>", "<eos>", "<mask>", *(chr(c) for c in range(97, 123)), "(", ")", "=", "\n", " ", "1", ","]
+PIECES = [
+    "<pad>",
+    "<bos>",
+    "<eos>",
+    "<mask>",
+    *(chr(c) for c in range(97, 123)),
+    "(",
+    ")",
+    "=",
+    "\n",
+    " ",
+    "1",
+    ",",
+]
 
 
 def of_pieces(text):
@@ -114,7 +134,10 @@ def of_pieces(text):
 def tokenizer():
     model = models.WordLevel({piece: i for i, piece in enumerate(PIECES)}, unk_token="<pad>")
     tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.Split("", "isolated"),
+        decoders.Fuse(),
+    )
     tokenizer.add_special_tokens(PIECES[:4])
     return tokenizer
 
@@ -126,7 +149,9 @@ def new_model(likely, strength=9.0):
     """
     V = len(PIECES) + 1
     ids = {"mask_id": 3, "pad_id": 0, "bos_id": 1, "eos_id": 2, "expand_id": len(PIECES)}
-    cfg = md.DreamConfig(V, 48, layers=1, heads=4, kv_heads=2, head_size=8, ffn=40, positions=128, **ids)
+    cfg = md.DreamConfig(
+        V, 48, layers=1, heads=4, kv_heads=2, head_size=8, ffn=40, positions=128, **ids
+    )
     params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), md.param_shapes(cfg))
     embed, head = np.zeros((V, 48), np.float32), np.zeros((V, 48), np.float32)
     embed[np.arange(V), np.arange(V)] = 1
@@ -134,18 +159,26 @@ def new_model(likely, strength=9.0):
     for before, then in likely:
         then = {"+": len(PIECES), "-": 2}.get(then) or PIECES.index(then)
         head[then, PIECES.index(before)] = strength / math.sqrt(48)
-    params |= {"norm": jnp.ones(48), "embed_tokens": jnp.asarray(embed), "lm_head": jnp.asarray(head)}
+    params |= {
+        "norm": jnp.ones(48),
+        "embed_tokens": jnp.asarray(embed),
+        "lm_head": jnp.asarray(head),
+    }
     return nnx.merge(md.graph_of(cfg, md.Run()), params)
 
 
 def test_the_score_of_a_hole_is_its_likelihood_from_left_to_right(tokenizer):
     read = infill.Reader(new_model(["ab", "bc", "cd"], strength=2.0), tokenizer)
     # The likely next token has 2 in the logits, all others 0; <mask> is never drawn.
-    likely, other = 2 - math.log(math.exp(2) + len(PIECES) - 2), -math.log(math.exp(2) + len(PIECES) - 2)
+    likely, other = (
+        2 - math.log(math.exp(2) + len(PIECES) - 2),
+        -math.log(math.exp(2) + len(PIECES) - 2),
+    )
     for hole, after, expected in (
         ("bc", "d", 3 * likely),
         ("b", "d", likely + other),
-        ("xc", "d", 2 * other + likely - math.log(len(PIECES) - 1) - other),  # nothing is likely behind an x
+        # nothing is likely behind an x
+        ("xc", "d", 2 * other + likely - math.log(len(PIECES) - 1) - other),
     ):
         score = infill.score(read, of_pieces("xa"), of_pieces(hole), of_pieces(after), 6)
         assert score == pytest.approx(expected, abs=1e-3)  # the norm's epsilon
@@ -157,9 +190,9 @@ def test_a_hole_has_the_length_with_which_the_text_goes_on(tokenizer):
     for end in "dgm":
         n = ord(end) - ord("b") - 1
         after = "".join(map(chr, range(ord(end), 123)))
-        assert infill.hole_length(read, of_pieces("ab"), of_pieces(after), rule, jax.random.key(0)) == min(
-            infill.LENGTHS, key=lambda length: abs(length - n)
-        )
+        assert infill.hole_length(
+            read, of_pieces("ab"), of_pieces(after), rule, jax.random.key(0)
+        ) == min(infill.LENGTHS, key=lambda length: abs(length - n))
 
 
 def test_a_hole_shrinks_and_grows_as_the_model_says(tokenizer):
@@ -184,7 +217,10 @@ def test_a_hole_shrinks_and_grows_as_the_model_says(tokenizer):
     assert len(grow("x", "z", 2, regrow=3)) == 5
     # Another key draws another hole.
     warm = dataclasses.replace(rule, temperature=5.0)
-    holes = [infill.grow(read, of_pieces("k"), of_pieces("z"), warm, jax.random.key(i), 3) for i in (0, 0, 1)]
+    holes = [
+        infill.grow(read, of_pieces("k"), of_pieces("z"), warm, jax.random.key(i), 3)
+        for i in (0, 0, 1)
+    ]
     assert holes[0] == holes[1] != holes[2]
     # Nothing else that fills masks writes what becomes two.
     rule = sample_dream.Sampling(temperature=0.0, vocab=model.cfg.vocab)
@@ -227,7 +263,8 @@ def test_what_python_cannot_read_is_written_again_and_what_it_can_is_left(tokeni
 def test_a_text_that_goes_on_stops_anywhere_and_ends_whole(tokenizer):
     read = infill.Reader(new_model(["=(", "(a", "ab", "b)", ")\n", "\na"]), tokenizer)
     canvas = [*of_pieces("x="), *[3] * 6]
-    assert mended(read, canvas, of_pieces("x=(ab,aa")) == ("x=(ab,aa", True)  # a bracket may be closed later
+    # a bracket may be closed later
+    assert mended(read, canvas, of_pieces("x=(ab,aa")) == ("x=(ab,aa", True)
     assert read.passes == 0
     assert mended(read, canvas, of_pieces("x=(a))bb")) == ("x=(a)\nbb", True)  # a bracket too many
     # An end token within a bracket: what was written before it must be whole.

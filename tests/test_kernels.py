@@ -1,6 +1,8 @@
-"""The CUDA kernels without a GPU: their own source, emulated; what nvcc says of it for sm_87; planted bugs are found.
+"""The CUDA kernels without a GPU: their own source, emulated; what nvcc says of it for sm_87;
+planted bugs are found.
 
-With a GPU, the same checks on the device: pytest -m gpu tests/test_kernels.py, after setup_kernels.py.
+With a GPU, the same checks on the device: pytest -m gpu tests/test_kernels.py, after
+setup_kernels.py.
 """
 
 import contextlib
@@ -35,7 +37,9 @@ def sizes(*quick, slow):
 
 
 # A tile is 16, 32 or 64 queries and 64 keys.
-BORDERS = sizes(1, 16, 17, 32, 33, 64, 65, 129, slow=(7, 8, 15, 31, 63, 80, 127, 128, 191, 192, 193))
+BORDERS = sizes(
+    1, 16, 17, 32, 33, 64, 65, 129, slow=(7, 8, 15, 31, 63, 80, 127, 128, 191, 192, 193)
+)
 
 
 def normal(kernels, *shape, seed=0, scale=1.0):
@@ -48,7 +52,9 @@ def attention_in(dtype, qkv_BL3HK, see_BL, cos_sin=None):
     if cos_sin:
         q, k = (turned(x, *cos_sin) for x in (q, k))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=None if see_BL is None else see_BL[:, None, None])
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=None if see_BL is None else see_BL[:, None, None]
+    )
     return out.transpose(1, 2).flatten(2).double()
 
 
@@ -71,7 +77,9 @@ def no_worse(got, plain, exact, least=1e-4):
 @pytest.mark.parametrize("length", BORDERS)
 def test_attention_at_the_borders_of_tiles(runs, length):
     qkv = normal(runs, 2, length, 3, 1, 64, seed=length)
-    see = torch.rand(2, length, generator=torch.Generator().manual_seed(length)).to(runs.device) < 0.7
+    see = (
+        torch.rand(2, length, generator=torch.Generator().manual_seed(length)).to(runs.device) < 0.7
+    )
     see[:, 0] = True
     for mask in (None, see):
         exact, plain = (attention_in(dtype, qkv, mask) for dtype in (torch.float64, torch.float16))
@@ -83,20 +91,34 @@ def test_attention_at_the_borders_of_tiles(runs, length):
 def test_attention_turns_queries_and_keys_by_their_positions(runs, length):
     qkv = normal(runs, 2, length, 3, 1, 64, seed=length)
     # angles that grow at random, so that none stands for another
-    angle = torch.rand(length, 32, generator=torch.Generator().manual_seed(length)).to(runs.device).cumsum(0)
-    cos_sin, see = (angle.cos(), angle.sin()), torch.ones(2, length, dtype=torch.bool, device=runs.device)
+    angle = (
+        torch.rand(length, 32, generator=torch.Generator().manual_seed(length))
+        .to(runs.device)
+        .cumsum(0)
+    )
+    cos_sin, see = (
+        (angle.cos(), angle.sin()),
+        torch.ones(2, length, dtype=torch.bool, device=runs.device),
+    )
     see[1, (length + 1) // 2 :] = False  # padding
     for mask, warps in ((None, 1), (see, 2), (None, 4), (see, 0)):
-        exact, plain = (attention_in(dtype, qkv, mask, cos_sin) for dtype in (torch.float64, torch.float16))
+        exact, plain = (
+            attention_in(dtype, qkv, mask, cos_sin) for dtype in (torch.float64, torch.float16)
+        )
         got = runs.attention(qkv, mask, torch.cat(cos_sin, -1), warps)
         no_worse(got, plain, exact)
-        on_cpu = ops.attention_torch(qkv.cpu(), None if mask is None else mask.cpu(), torch.cat(cos_sin, -1).cpu())
+        on_cpu = ops.attention_torch(
+            qkv.cpu(), None if mask is None else mask.cpu(), torch.cat(cos_sin, -1).cpu()
+        )
         no_worse(on_cpu.to(runs.device), plain, exact)
 
 
 def test_attention_leaves_tiles_of_padding_out(runs):
     length, seen = 300, 70
-    qkv, see = normal(runs, 1, length, 3, 1, 64), torch.zeros(1, length, dtype=torch.bool, device=runs.device)
+    qkv, see = (
+        normal(runs, 1, length, 3, 1, 64),
+        torch.zeros(1, length, dtype=torch.bool, device=runs.device),
+    )
     see[:, :seen] = True
     want = runs.attention(qkv, see)
     exact, plain = (attention_in(dtype, qkv, see) for dtype in (torch.float64, torch.float16))
@@ -107,7 +129,11 @@ def test_attention_leaves_tiles_of_padding_out(runs):
 
 def test_attention_over_the_longest_canvas(runs):
     qkv = normal(runs, 1, ops.MAX_LENGTH, 3, 1, 64)
-    no_worse(runs.attention(qkv), attention_in(torch.float16, qkv, None), attention_in(torch.float64, qkv, None))
+    no_worse(
+        runs.attention(qkv),
+        attention_in(torch.float16, qkv, None),
+        attention_in(torch.float64, qkv, None),
+    )
 
 
 def test_attention_where_nothing_is_seen_is_zero(runs):
@@ -118,7 +144,11 @@ def test_attention_where_nothing_is_seen_is_zero(runs):
     out, lse = runs.attention(qkv, see, lse=True)
     assert (out[1] == 0).all()
     assert (lse[1] == -torch.inf).all()
-    no_worse(out[2:], attention_in(torch.float16, qkv, see)[2:], attention_in(torch.float64, qkv, see)[2:])
+    no_worse(
+        out[2:],
+        attention_in(torch.float16, qkv, see)[2:],
+        attention_in(torch.float64, qkv, see)[2:],
+    )
 
 
 def test_attention_reads_nothing_beyond_its_rows(runs):
@@ -135,11 +165,22 @@ def test_attention_reads_nothing_beyond_its_rows(runs):
 @pytest.mark.parametrize("width", sizes(8, 248, 256, 264, 384, 1024, slow=(64, 512, 640, 768, 776)))
 def test_add_norm_and_gelu(runs, width):
     rows = width % 7 + 1
-    x, residual = normal(runs, rows, width, seed=1, scale=3), normal(runs, rows, width, seed=2, scale=3)
+    x, residual = (
+        normal(runs, rows, width, seed=1, scale=3),
+        normal(runs, rows, width, seed=2, scale=3),
+    )
     gamma, beta = 1 + normal(runs, width, seed=3, scale=0.1), normal(runs, width, seed=4)
-    got = (*runs.add_norm(x, residual, gamma, beta, 1e-5), runs.bias_gelu(x, beta), runs.bias_gelu(x, beta, True))
+    got = (
+        *runs.add_norm(x, residual, gamma, beta, 1e-5),
+        runs.bias_gelu(x, beta),
+        runs.bias_gelu(x, beta, True),
+    )
     plain, exact = (
-        (*ops.add_norm_torch(*a, 1e-5), ops.bias_gelu_torch(a[0], a[3]), ops.bias_gelu_torch(a[0], a[3], True))
+        (
+            *ops.add_norm_torch(*a, 1e-5),
+            ops.bias_gelu_torch(a[0], a[3]),
+            ops.bias_gelu_torch(a[0], a[3], True),
+        )
         for a in ((x, residual, gamma, beta), [t.double() for t in (x, residual, gamma, beta)])
     )
     for one, two, three in zip(got, plain, exact, strict=True):
@@ -148,14 +189,20 @@ def test_add_norm_and_gelu(runs, width):
 
 def test_gelu_of_more_rows_than_blocks(runs):
     y, bias = normal(runs, 4099, 8, scale=3), normal(runs, 8, seed=1)
-    no_worse(runs.bias_gelu(y, bias), ops.bias_gelu_torch(y, bias), ops.bias_gelu_torch(y.double(), bias.double()))
+    no_worse(
+        runs.bias_gelu(y, bias),
+        ops.bias_gelu_torch(y, bias),
+        ops.bias_gelu_torch(y.double(), bias.double()),
+    )
 
 
 def test_norm_of_a_far_off_mean(runs):
     x = normal(runs, 5, 384, scale=0.5) + 300
     gamma, beta = torch.ones_like(x[0]), torch.zeros_like(x[0])
     _, norm = runs.add_norm(x, torch.zeros_like(x), gamma, beta, 1e-5)
-    np.testing.assert_allclose(norm.cpu().float(), F.layer_norm(x.double(), (384,)).cpu(), atol=3e-3)
+    np.testing.assert_allclose(
+        norm.cpu().float(), F.layer_norm(x.double(), (384,)).cpu(), atol=3e-3
+    )
 
 
 def test_the_bench_times_every_kernel_whatever_it_draws(kernels, monkeypatch):
@@ -211,18 +258,29 @@ def philox(counter, seed):
 def test_philox_gives_the_known_answers(counter, seed, want):
     assert philox(counter, seed) == want
     signed = seed - 2**64 if seed >= 2**63 else seed
-    assert tuple(ops.philox_torch([torch.tensor(c) for c in counter], torch.tensor(signed)).tolist()) == want
+    assert (
+        tuple(ops.philox_torch([torch.tensor(c) for c in counter], torch.tensor(signed)).tolist())
+        == want
+    )
 
 
 def uniforms(words):
-    return np.minimum((np.asarray(words, np.uint32).astype(np.float32) + np.float32(0.5)) * 2.0**-32, 1 - 2.0**-24)
+    return np.minimum(
+        (np.asarray(words, np.uint32).astype(np.float32) + np.float32(0.5)) * 2.0**-32, 1 - 2.0**-24
+    )
 
 
 def test_logarithms_of_the_noise_are_exact_to_a_hundred_thousandth(kernels):
-    """The noise of ids that can win: E up to 16. Emulated logarithms are as far off as a GPU's may be."""
+    """The noise of ids that can win: E up to 16. Emulated logarithms are as far off as a GPU's may
+    be.
+    """
     # all sizes of word, and both sides of u = 1/16, where series and logarithm meet
     near = 2**28 + np.arange(-(2**16), 2**16, 7)
-    word = np.unique(np.concatenate([np.geomspace(1, 2**32 - 1, 200_000), near, np.arange(256)]).astype(np.uint32))
+    word = np.unique(
+        np.concatenate([np.geomspace(1, 2**32 - 1, 200_000), near, np.arange(256)]).astype(
+            np.uint32
+        )
+    )
     got = np.empty(len(word), np.float32)
     kernels.module.log2_exponentials(word.ctypes.data, got.ctypes.data, len(word))
     exact = np.log2(-np.log2(1 - uniforms(word).astype(np.float64)))
@@ -238,7 +296,9 @@ def expected(logits, token, seed, step, keep, ban, vocab, temperature, top_k, to
             continue
         x = diffusion.ban(logits[row : row + 1, :vocab].astype(np.float64), ban)
         x = diffusion.filter_logits(x, temperature, top_k, top_p if temperature else 1)
-        words = np.stack(philox((np.arange(-(-vocab // 4), dtype=np.uint64), row, step, 0), seed), -1)
+        words = np.stack(
+            philox((np.arange(-(-vocab // 4), dtype=np.uint64), row, step, 0), seed), -1
+        )
         race = x - np.log(-np.log1p(-uniforms(words).ravel()[:vocab])) if temperature else x
         token.ravel()[row] = race.argmax()
     return token
@@ -267,7 +327,8 @@ RULES = [
 def test_sampler_agrees_with_diffusion(runs, dtype, eager):
     rng = np.random.default_rng(0)
     if runs.device == "cpu":
-        runs.module.set_eager_copies(eager)  # shared memory then begins with large numbers, which would win
+        # shared memory then begins with large numbers, which would win
+        runs.module.set_eager_copies(eager)
     for number, (rule, (V, vocab)) in enumerate(itertools.product(RULES, [(18, 17), (333, 300)])):
         token = rng.choice([MASK, 7], (2, 4)).astype(np.int64)
         logits = (3 * rng.standard_normal((8, V))).astype(dtype)
@@ -276,12 +337,15 @@ def test_sampler_agrees_with_diffusion(runs, dtype, eager):
         want = expected(logits, token, *rest)
         assert (want != token).any()
         for function, device in ((runs.sample_, runs.device), (ops.sample_torch_, "cpu")):
-            np.testing.assert_array_equal(step(function, device, logits, token, *rest), want, err_msg=str(rest))
+            np.testing.assert_array_equal(
+                step(function, device, logits, token, *rest), want, err_msg=str(rest)
+            )
 
 
 def test_sampler_at_the_size_of_a_vocabulary(runs):
     rng, token = np.random.default_rng(1), np.full((1, 3), MASK)
-    for dtype, V in ((np.float16, 16384), (np.float32, 8192), (np.float16, 8190)):  # the last one not aligned
+    # the last one not aligned
+    for dtype, V in ((np.float16, 16384), (np.float32, 8192), (np.float16, 8190)):
         logits = (2 * rng.standard_normal((3, V))).astype(dtype)
         for rule in ((1.0, 0, 0.95), (1.0, 50, 0.9)):
             rest = (5, 2, 0.0, [0, 1, MASK, 4], V, *rule)
@@ -290,10 +354,13 @@ def test_sampler_at_the_size_of_a_vocabulary(runs):
 
 
 def test_sampler_finds_the_very_first_ones(runs):
-    """With one id allowed it is the arg-max, wherever in the row it lies; a slip in a count or a sum shows here."""
+    """With one id allowed it is the arg-max, wherever in the row it lies; a slip in a count or a
+    sum shows here.
+    """
     rng, rows, V = np.random.default_rng(2), 24, 1024
     logits, token = rng.standard_normal((rows, V)).astype(np.float16), np.full((1, rows), MASK)
-    logits[np.arange(rows), rng.permutation(V)[:rows]] = 5  # nearly all of the others are in reach of Gumbel noise
+    # nearly all of the others are in reach of Gumbel noise
+    logits[np.arange(rows), rng.permutation(V)[:rows]] = 5
     logits[:, MASK] = -9
     for rule in ((1.0, 1, 1.0), (3.0, 0, 1e-9), (0.0, 0, 1.0)):
         got = step(runs.sample_, runs.device, logits, token, 8, 0, 0.0, [MASK], V, *rule)
@@ -305,19 +372,25 @@ def test_sampler_finds_the_very_first_ones(runs):
 
 def test_sampler_draws_from_the_softmax(kernels):
     V, rows = 8, 200
-    logits = np.log(np.array([[0.4, 0.2, 0.1, 0.0001, 0.1, 0.1, 0.05, 0.0499]], np.float32)).repeat(rows, 0)
+    logits = np.log(np.array([[0.4, 0.2, 0.1, 0.0001, 0.1, 0.1, 0.05, 0.0499]], np.float32)).repeat(
+        rows, 0
+    )
     token = np.full((1, rows), MASK)
     got = step(kernels.sample_, "cpu", logits, token, 11, 0, 0.0, [MASK], V, 1.0, 0, 1.0)
     share = np.bincount(got.ravel(), minlength=V) / rows
     want = np.exp(logits[0]) * (np.arange(V) != MASK) / (1 - 0.0001)
-    assert np.abs(share - want).max() < 4 * np.sqrt(0.24 / rows)  # four standard errors of the largest
+    # four standard errors of the largest
+    assert np.abs(share - want).max() < 4 * np.sqrt(0.24 / rows)
     assert share[MASK] == 0
 
 
 def test_sampler_keeps_the_share_it_is_told(kernels):
     rows = 120
     logits, token = np.zeros((rows, 8), np.float32), np.full((1, rows), MASK)
-    drawn = [step(kernels.sample_, "cpu", logits, token, s, 1, 0.3, [MASK], 8, 1.0, 0, 1.0) for s in (3, 3, 4)]
+    drawn = [
+        step(kernels.sample_, "cpu", logits, token, s, 1, 0.3, [MASK], 8, 1.0, 0, 1.0)
+        for s in (3, 3, 4)
+    ]
     assert np.mean(drawn[0] == MASK) == pytest.approx(0.3, abs=4 * np.sqrt(0.21 / rows))
     np.testing.assert_array_equal(drawn[0], drawn[1])
     assert (drawn[0] != drawn[2]).mean() > 0.3
@@ -327,7 +400,10 @@ def test_both_zeros_are_one_logit(runs):
     logits, token = np.full((1, 8), -3, np.float16), np.full((1, 1), MASK)
     logits[0, 5], logits[0, 6] = 0.0, -0.0  # bit patterns differ
     for rule in ((1.0, 1, 1.0), (1.0, 0, 1e-9)):
-        got = {step(runs.sample_, runs.device, logits, token, s, 0, 0.0, [MASK], 8, *rule).item() for s in range(12)}
+        got = {
+            step(runs.sample_, runs.device, logits, token, s, 0, 0.0, [MASK], 8, *rule).item()
+            for s in range(12)
+        }
         assert got == {5, 6}
 
 
@@ -356,7 +432,10 @@ def operator_arguments():
     yield "attention", (qkv, see, torch.randn(9, 64))
     yield "add_norm", (x, x + 1, gamma, gamma, 1e-5)
     yield "bias_gelu", (x, gamma, True)
-    yield "sample_", (torch.randn(18, 40), token, state, torch.tensor([0.5]), ban, MASK, 40, 1.0, 0, 0.9)
+    yield (
+        "sample_",
+        (torch.randn(18, 40), token, state, torch.tensor([0.5]), ban, MASK, 40, 1.0, 0, 0.9),
+    )
 
 
 def test_operators_are_well_registered():
@@ -370,10 +449,14 @@ def test_operators_compile_and_export_whole():
     qkv, see = next(operator_arguments())[1]
 
     def function(qkv, see):
-        return torch.ops.unmask.bias_gelu(torch.ops.unmask.attention(qkv, see), qkv[0, 0, 0].flatten())
+        return torch.ops.unmask.bias_gelu(
+            torch.ops.unmask.attention(qkv, see), qkv[0, 0, 0].flatten()
+        )
 
     want = function(qkv, see)
-    torch.testing.assert_close(torch.compile(function, fullgraph=True, backend="eager")(qkv, see), want)
+    torch.testing.assert_close(
+        torch.compile(function, fullgraph=True, backend="eager")(qkv, see), want
+    )
 
     class Module(torch.nn.Module):
         def forward(self, qkv, see):
@@ -391,11 +474,20 @@ def test_wrong_arguments_are_named(kernels):
         (lambda: kernels.attention(half, torch.ones(1, 5, dtype=torch.bool)), r"\(1, 5\)"),
         (lambda: kernels.attention(half, None, torch.zeros(5, 64)), r"\(5, 64\), not \(4, 64\)"),
         (lambda: kernels.attention(half, None, torch.zeros(4, 64).double()), "float64"),
-        (lambda: kernels.attention(torch.zeros(2, 3, 3, 2, 64).half().transpose(0, 1)), "contiguous"),
-        (lambda: kernels.bias_gelu(torch.zeros(2, 12).half(), torch.zeros(12).half()), "multiple of 8"),
+        (
+            lambda: kernels.attention(torch.zeros(2, 3, 3, 2, 64).half().transpose(0, 1)),
+            "contiguous",
+        ),
+        (
+            lambda: kernels.bias_gelu(torch.zeros(2, 12).half(), torch.zeros(12).half()),
+            "multiple of 8",
+        ),
         (lambda: kernels.add_norm(*[torch.zeros(2048).half()] * 4, 1e-5), "1024"),
         (lambda: kernels.bias_gelu(torch.zeros(24).half()[1:9], torch.zeros(8).half()), "16 bytes"),
-        (lambda: kernels.sample_(torch.zeros(1, 16392).half(), *[None] * 5, 16392, 1.0, 0, 1.0), "shared memory"),
+        (
+            lambda: kernels.sample_(torch.zeros(1, 16392).half(), *[None] * 5, 16392, 1.0, 0, 1.0),
+            "shared memory",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -494,14 +586,27 @@ def test_the_driver_is_asked_what_gpus_there_are(monkeypatch):
 
 
 def nvcc():
-    found = shutil.which("nvcc", path=os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin") or shutil.which("nvcc")
+    found = shutil.which(
+        "nvcc", path=os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin"
+    ) or shutil.which("nvcc")
     return found or pytest.skip("no nvcc: what ptxas says of sm_87 is not known")
 
 
 @pytest.mark.parametrize("name", ["attention", "pointwise", "sampler"])
 def test_nvcc_compiles_for_the_jetson_without_spills(name, tmp_path):
-    command = [nvcc(), "-arch=sm_87", "-std=c++17", "-O3", "-Xptxas=-v", "-cubin", "-o", tmp_path / "out.cubin"]
-    built = subprocess.run([*command, ROOT / f"csrc/{name}.cu"], capture_output=True, text=True, timeout=300)
+    command = [
+        nvcc(),
+        "-arch=sm_87",
+        "-std=c++17",
+        "-O3",
+        "-Xptxas=-v",
+        "-cubin",
+        "-o",
+        tmp_path / "out.cubin",
+    ]
+    built = subprocess.run(
+        [*command, ROOT / f"csrc/{name}.cu"], capture_output=True, text=True, timeout=300
+    )
     assert built.returncode == 0, built.stderr
     report = built.stderr
     kernels = len(re.findall(r"Compiling entry function", report))
@@ -515,14 +620,21 @@ def test_nvcc_compiles_for_the_jetson_without_spills(name, tmp_path):
 @pytest.mark.slow
 def test_the_extension_for_the_gpu_is_built_and_imports_without_one(tmp_path):
     nvcc()
-    shutil.copytree(ROOT / "csrc", tmp_path / "csrc", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copytree(
+        ROOT / "csrc", tmp_path / "csrc", ignore=shutil.ignore_patterns("*.so", "__pycache__")
+    )
     shutil.copy(ROOT / "setup_kernels.py", tmp_path)
     command = [sys.executable, "setup_kernels.py", "-q", "build_ext", "--inplace"]
     env = os.environ | {"KERNEL_ARCH": "87;90"}
-    built = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
+    built = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500
+    )
     assert built.returncode == 0, built.stderr
     ask = [sys.executable, "-c", "from csrc import ops; print(ops.load().arch)"]
-    assert subprocess.run(ask, cwd=tmp_path, capture_output=True, text=True, timeout=60).stdout == "87;90\n"
+    assert (
+        subprocess.run(ask, cwd=tmp_path, capture_output=True, text=True, timeout=60).stdout
+        == "87;90\n"
+    )
     env["KERNEL_ARCH"] = "7.5"
     old = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     assert old.returncode != 0
@@ -571,8 +683,13 @@ def run_attention(library, golden, case, warps, eager, rope):
         table = np.concatenate([cos, sin], -1)
         q, k = (np.concatenate([a * cos + b * sin, b * cos - a * sin], -1).astype(np.float16)
                 for a, b in (np.split(x.astype(np.float64), 2, -1) for x in (q, k)))  # fmt: skip
-    see = golden[f"{case}.key_mask"].astype(np.uint8) if f"{case}.key_mask" in golden.files else None
-    pointers = [ctypes.c_void_p(None if a is None else a.ctypes.data) for a in (q, k, v, see, table, out, None)]
+    see = (
+        golden[f"{case}.key_mask"].astype(np.uint8) if f"{case}.key_mask" in golden.files else None
+    )
+    pointers = [
+        ctypes.c_void_p(None if a is None else a.ctypes.data)
+        for a in (q, k, v, see, table, out, None)
+    ]
     strides = [ctypes.c_int64(s) for s in (H * L * K, K, L * K) * 2]
     library.attention.restype = ctypes.c_char_p
     library.set_eager_copies(ctypes.c_bool(eager))
@@ -594,10 +711,13 @@ def found(source, folder, golden):
     subprocess.run(command.split(), cwd=folder, check=True)
     library = ctypes.CDLL(str(folder / "host.so"))
     cases = sorted({name.split(".")[0] for name in golden.files})
-    for case, warps, eager, rope in itertools.product(cases, (1, 2, 4), (False, True), (False, True)):
+    for case, warps, eager, rope in itertools.product(
+        cases, (1, 2, 4), (False, True), (False, True)
+    ):
         hot = np.abs(golden[f"{case}.lse"]).max() > 20
         if hot and rope:
-            continue  # its scores reach 130: queries and keys that were rounded twice are too far off
+            # its scores reach 130: queries and keys that were rounded twice are too far off
+            continue
         if not run_attention(library, golden, case, warps, eager, rope) < (4e-3 if hot else 2e-3):
             return True
     return False
@@ -608,11 +728,16 @@ def found(source, folder, golden):
 def test_every_planted_bug_is_found(golden_dir, tmp_path):
     if not shutil.which("g++"):
         pytest.skip("no g++")
-    golden, source = np.load(golden_dir("mdlm") / "attention.npz"), (ROOT / "csrc/attention.cu").read_text()
+    golden, source = (
+        np.load(golden_dir("mdlm") / "attention.npz"),
+        (ROOT / "csrc/attention.cu").read_text(),
+    )
     assert not found(source, tmp_path / "right", golden)
     missed = []
     for number, (name, (right, wrong)) in enumerate(BUGS.items()):
-        assert source.count(right) == 1, f"{name}: {right!r} is in attention.cu {source.count(right)} times"
+        assert source.count(right) == 1, (
+            f"{name}: {right!r} is in attention.cu {source.count(right)} times"
+        )
         if not found(source.replace(right, wrong), tmp_path / str(number), golden):
             missed.append(name)
     assert not missed

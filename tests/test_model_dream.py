@@ -1,4 +1,6 @@
-"""Dream apart from its reference values: counts, config, files, a forward pass by brute force, loss, sharding."""
+"""Dream apart from its reference values: counts, config, files, a forward pass by brute force,
+loss, sharding.
+"""
 
 import dataclasses
 import gc
@@ -17,9 +19,21 @@ import model_dream as md
 import sample_dream as sd
 
 TINY = md.DreamConfig(
-    48, 32, layers=2, heads=4, kv_heads=2, head_size=8, ffn=40, positions=64, mask_id=47, pad_id=0, bos_id=1, eos_id=2
+    48,
+    32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_size=8,
+    ffn=40,
+    positions=64,
+    mask_id=47,
+    pad_id=0,
+    bos_id=1,
+    eos_id=2,
 )
-SHALLOW = dataclasses.replace(TINY, layers=1)  # what does not depend on depth compiles in half the time
+# what does not depend on depth compiles in half the time
+SHALLOW = dataclasses.replace(TINY, layers=1)
 MASK = TINY.mask_id
 
 
@@ -29,7 +43,13 @@ def params_of(cfg, seed=0):
 
     def random(path, leaf):
         name = path[-1].key
-        size = 0.5 if "bias" in name or "norm" in name else 2.0 if "embed" in name else 1.5 * leaf.shape[-1] ** -0.5
+        size = (
+            0.5
+            if "bias" in name or "norm" in name
+            else 2.0
+            if "embed" in name
+            else 1.5 * leaf.shape[-1] ** -0.5
+        )
         return jnp.asarray(rng.normal("norm" in name, size, leaf.shape), jnp.float32)
 
     return jax.tree_util.tree_map_with_path(random, md.param_shapes(cfg))
@@ -60,7 +80,9 @@ def masked(B, P, new, seed=0):
 
 
 def brute_force(params, cfg, token_L, position_L, see_L, wrong=""):
-    """The specification in float64 NumPy, a loop over heads; `wrong` makes one of the mistakes that others made."""
+    """The specification in float64 NumPy, a loop over heads; `wrong` makes one of the mistakes that
+    others made.
+    """
     p = {k: np.asarray(v, np.float64) for k, v in checkpoints.flatten(params).items()}
     L, K, half = len(token_L), cfg.head_size, cfg.head_size // 2
     eps = 0.1 if wrong == "eps" else cfg.eps
@@ -71,16 +93,22 @@ def brute_force(params, cfg, token_L, position_L, see_L, wrong=""):
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
 
     def rotate(x):
-        return x * np.cos(angle_LK) + np.concatenate([-x[:, half:], x[:, :half]], -1) * np.sin(angle_LK)
+        return x * np.cos(angle_LK) + np.concatenate([-x[:, half:], x[:, :half]], -1) * np.sin(
+            angle_LK
+        )
 
     x = p["embed_tokens"][token_L]
     for i in range(cfg.layers):
         w = {k.split(".")[2]: v for k, v in p.items() if k.startswith(f"layers.{i}.")}
         n, heads = norm(x, w["input_layernorm"]), []
-        q, k, v = (n @ w[f"{c}_proj"].T + (0 if wrong == "biases" else w[f"{c}_bias"]) for c in "qkv")
+        q, k, v = (
+            n @ w[f"{c}_proj"].T + (0 if wrong == "biases" else w[f"{c}_bias"]) for c in "qkv"
+        )
         for h in range(cfg.heads):
             j = h % cfg.kv_heads if wrong == "tile" else h // (cfg.heads // cfg.kv_heads)
-            score = rotate(q[:, h * K : (h + 1) * K]) @ rotate(k[:, j * K : (j + 1) * K]).T / np.sqrt(K)
+            score = (
+                rotate(q[:, h * K : (h + 1) * K]) @ rotate(k[:, j * K : (j + 1) * K]).T / np.sqrt(K)
+            )
             see_LL = np.broadcast_to(True if wrong == "mask" else see_L, (L, L))
             see_LL = np.tril(see_LL) if wrong == "causal" else see_LL
             e = np.where(see_LL, np.exp(score - score.max()), 0)
@@ -93,7 +121,8 @@ def brute_force(params, cfg, token_L, position_L, see_L, wrong=""):
 
 
 @pytest.mark.parametrize(
-    ("tie", "block"), [(False, 5), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((False, 256), (True, 5)))]
+    ("tie", "block"),
+    [(False, 5), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((False, 256), (True, 5)))],
 )
 def test_logits_are_those_of_the_formulas_and_of_none_of_the_known_mistakes(tie, block):
     cfg = dataclasses.replace(TINY, tie=tie)
@@ -136,10 +165,18 @@ def test_left_and_right_padding_and_offsets_change_nothing(model):
 
 @pytest.mark.parametrize(
     "shape",
-    [(2, 2, 2), *(pytest.param(x, marks=pytest.mark.slow) for x in ((1, 1, 8), (1, 2, 4), (4, 1, 2), (1, 8, 1)))],
+    [
+        (2, 2, 2),
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in ((1, 1, 8), (1, 2, 4), (4, 1, 2), (1, 8, 1))
+        ),
+    ],
 )
 def test_eight_devices_give_the_logits_of_one(model, shape):
-    mesh = jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    mesh = jax.make_mesh(
+        shape, ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
+    )
     params = params_of(TINY)
     split = jax.device_put(params, md.shardings(mesh, params))
     assert split["layers"]["0"]["gate_proj"].sharding.spec == jax.P("tensor", "fsdp")
@@ -157,18 +194,30 @@ def test_eight_devices_give_the_logits_of_one(model, shape):
 def test_the_gpus_attention_is_the_plain_one(shape, gradient):
     B, L, H, J, K = 2, 70, 4, 2, 16
     rng = np.random.default_rng(0)
-    q, k, v, weight = (jnp.asarray(rng.normal(0, 2, (B, L, n, K)), jnp.float32) for n in (H, J, J, H))
+    q, k, v, weight = (
+        jnp.asarray(rng.normal(0, 2, (B, L, n, K)), jnp.float32) for n in (H, J, J, H)
+    )
     see_BL = np.arange(L) >= np.array([[0], [9]])
     segment_BL = np.arange(L) // np.array([[70], [25]])
     weight *= see_BL[..., None, None]  # what padding reads is of no use
 
     def outputs(attend, **more):
         weighted = lambda *qkv: attend(*qkv, see_BL, **more) * weight  # noqa: E731
-        return jax.grad(lambda *qkv: weighted(*qkv).sum(), (0, 1, 2))(q, k, v) if gradient else [weighted(q, k, v)]
+        return (
+            jax.grad(lambda *qkv: weighted(*qkv).sum(), (0, 1, 2))(q, k, v)
+            if gradient
+            else [weighted(q, k, v)]
+        )
 
-    mesh = shape and jax.make_mesh(shape, ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Auto,) * 3)
+    mesh = shape and jax.make_mesh(
+        shape, ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Auto,) * 3
+    )
     with inference.mesh_context(mesh):
-        got = outputs(jax.jit(md.attention_gpu, static_argnames="interpret"), segment_BL=segment_BL, interpret=True)
+        got = outputs(
+            jax.jit(md.attention_gpu, static_argnames="interpret"),
+            segment_BL=segment_BL,
+            interpret=True,
+        )
     place = diffusion.Place(segment_BL)
     for a, b in zip(got, outputs(md.attention, place=place, key_place=place), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
@@ -176,8 +225,16 @@ def test_the_gpus_attention_is_the_plain_one(shape, gradient):
 
 def test_attention_is_a_kernel_on_the_gpus_it_was_compiled_for():
     for platform, dtype, fused in (
-        *(("gpu 8.0", jnp.bfloat16, True), ("gpu 9.0", jnp.float16, True), ("gpu 8.9", jnp.float32, False)),
-        *(("gpu 7.5", jnp.bfloat16, False), ("gpu gfx942", jnp.bfloat16, False), ("tpu", jnp.bfloat16, False)),
+        *(
+            ("gpu 8.0", jnp.bfloat16, True),
+            ("gpu 9.0", jnp.float16, True),
+            ("gpu 8.9", jnp.float32, False),
+        ),
+        *(
+            ("gpu 7.5", jnp.bfloat16, False),
+            ("gpu gfx942", jnp.bfloat16, False),
+            ("tpu", jnp.bfloat16, False),
+        ),
         ("", jnp.bfloat16, False),
     ):
         assert md.Run(dtype, platform=platform).fused == fused, platform
@@ -193,7 +250,9 @@ def test_the_7b_preset_has_the_parameters_of_the_spec():
     assert shapes["layers.27.k_proj"].shape == (512, 3584)
 
 
-@pytest.mark.parametrize(("preset", "count", "tensors"), [("500m", 494_032_768, 290), ("1500m", 1_543_714_304, 338)])
+@pytest.mark.parametrize(
+    ("preset", "count", "tensors"), [("500m", 494_032_768, 290), ("1500m", 1_543_714_304, 338)]
+)
 def test_small_presets_are_as_large_as_qwen2_5_is(preset, count, tensors):
     shapes = checkpoints.flatten(md.param_shapes(md.CONFIGS[preset]))
     assert (md.count_params(md.CONFIGS[preset])["total"], len(shapes)) == (count, tensors)
@@ -201,30 +260,42 @@ def test_small_presets_are_as_large_as_qwen2_5_is(preset, count, tensors):
 
 def test_every_preset_counts_what_it_allocates_and_survives_its_config_json(tmp_path):
     for name, cfg in md.CONFIGS.items():
-        few = dataclasses.replace(cfg, layers=2)  # all layers are alike; those of 0.5 to 7 B are counted above
-        assert md.count_params(few)["total"] == sum(x.size for x in jax.tree.leaves(md.param_shapes(few)))
+        # all layers are alike; those of 0.5 to 7 B are counted above
+        few = dataclasses.replace(cfg, layers=2)
+        assert md.count_params(few)["total"] == sum(
+            x.size for x in jax.tree.leaves(md.param_shapes(few))
+        )
         (tmp_path / "config.json").write_text(json.dumps(md.config_to_hf(cfg)))
         assert md.config_from_hf(tmp_path) == cfg, name
 
 
 def test_wrong_configs_are_refused_and_unknown_keys_ignored(tmp_path):
     good, path = md.config_to_hf(TINY), tmp_path / "config.json"
-    extra = {"use_mrope": True, "max_window_layers": 3, "sliding_window": 4096, "torch_dtype": "float16"}
+    extra = {
+        "use_mrope": True,
+        "max_window_layers": 3,
+        "sliding_window": 4096,
+        "torch_dtype": "float16",
+    }
     path.write_text(json.dumps(good | extra))
     assert md.config_from_hf(tmp_path) == TINY
-    path.write_text(json.dumps({k: v for k, v in good.items() if k not in ("head_dim", "bos_token_id")}))
+    path.write_text(
+        json.dumps({k: v for k, v in good.items() if k not in ("head_dim", "bos_token_id")})
+    )
     assert md.config_from_hf(tmp_path) == dataclasses.replace(TINY, bos_id=TINY.eos_id)
     causal = dataclasses.replace(TINY, block_length=8, causal=True)
     path.write_text(json.dumps(md.config_to_hf(causal)))
     assert md.config_from_hf(tmp_path) == causal
-    whole = dataclasses.replace(TINY, bias=False, qk_norm=True, shift=False, family="sdar")  # no blocks of 4 any more
+    # no blocks of 4 any more
+    whole = dataclasses.replace(TINY, bias=False, qk_norm=True, shift=False, family="sdar")
     path.write_text(json.dumps(md.config_to_hf(whole)))
     assert md.config_from_hf(tmp_path) == whole
     grows = dataclasses.replace(TINY, expand_id=46)
     path.write_text(json.dumps(md.config_to_hf(grows)))
     assert md.config_from_hf(tmp_path) == grows
     sampling = tmp_path / "generation_config.json"
-    sampling.write_text('{"expand_token_id": 46, "delete_token_id": 2}')  # beside DreamOn's config.json
+    # beside DreamOn's config.json
+    sampling.write_text('{"expand_token_id": 46, "delete_token_id": 2}')
     path.write_text(json.dumps(good))
     assert md.config_from_hf(tmp_path) == grows
     sampling.write_text('{"eos_token_id": [2, 3]}')
@@ -260,12 +331,19 @@ def test_wrong_configs_are_refused_and_unknown_keys_ignored(tmp_path):
 
 
 def test_a_saved_model_loads_bit_for_bit_also_onto_a_mesh(tmp_path):
-    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    mesh = jax.make_mesh(
+        (2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
+    )
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params_of(TINY))
     model = nnx.merge(md.graph_of(TINY, md.Run()), params)
     (tmp_path / "tokenizer.json").write_text("{}")
     checkpoints.save(md, tmp_path / "ckpt", model, files=[tmp_path / "tokenizer.json"])
-    assert {p.name for p in (tmp_path / "ckpt").iterdir()} == {"config.json", "meta.json", "params", "tokenizer.json"}
+    assert {p.name for p in (tmp_path / "ckpt").iterdir()} == {
+        "config.json",
+        "meta.json",
+        "params",
+        "tokenizer.json",
+    }
     for where in (None, mesh):
         back = checkpoints.load(md, tmp_path / "ckpt", mesh=where)[0]
         assert back.cfg == TINY
@@ -273,10 +351,13 @@ def test_a_saved_model_loads_bit_for_bit_also_onto_a_mesh(tmp_path):
         for name, x in checkpoints.flatten(params).items():
             assert np.asarray(got[name]).tobytes() == np.asarray(x).tobytes(), name
         assert len(got["lm_head"].sharding.device_set) == (8 if where else 1)
-    assert checkpoints.load(md, tmp_path / "ckpt", dtype=jnp.float32)[0].norm[...].dtype == jnp.float32
+    assert (
+        checkpoints.load(md, tmp_path / "ckpt", dtype=jnp.float32)[0].norm[...].dtype == jnp.float32
+    )
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax drops its own futures
+# Orbax drops its own futures
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_damaged_checkpoints_are_one_clear_line(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
         checkpoints.load(md, tmp_path)
@@ -286,7 +367,10 @@ def test_damaged_checkpoints_are_one_clear_line(tmp_path):
     (tmp_path / "ckpt" / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(ValueError, match=r"layers\.1\.o_proj differ from what was saved"):
         checkpoints.load(md, tmp_path / "ckpt")
-    largest = max((p for p in (tmp_path / "ckpt" / "params").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    largest = max(
+        (p for p in (tmp_path / "ckpt" / "params").rglob("*") if p.is_file()),
+        key=lambda p: p.stat().st_size,
+    )
     largest.write_bytes(largest.read_bytes()[:100])
     with pytest.raises(ValueError, match="cannot be read") as error:
         checkpoints.load(md, tmp_path / "ckpt")
@@ -340,7 +424,11 @@ def test_int4_groups_are_off_by_half_a_step_at_most_and_exact_where_they_can_be(
     weight_FD[:, 8] *= 1e-6
     weight_FD[130, 9] = 100  # spoils its group alone
     int4 = md.to_int4(weight_FD)
-    assert (int4.q_FE.dtype, int4.q_FE.shape, int4.scale_GD.shape) == (jnp.uint8, (256, 20), (4, 40))
+    assert (int4.q_FE.dtype, int4.q_FE.shape, int4.scale_GD.shape) == (
+        jnp.uint8,
+        (256, 20),
+        (4, 40),
+    )
     error_GSD = np.abs(dense(int4) - weight_FD).reshape(4, 64, 40)
     step_GD = np.asarray(int4.scale_GD, np.float32)
     largest_GD = np.abs(weight_FD).reshape(4, 64, 40).max(1)
@@ -358,13 +446,17 @@ def test_int4_groups_are_off_by_half_a_step_at_most_and_exact_where_they_can_be(
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_backward_a_quantised_matrix_is_kept_in_its_bits_and_gives_the_gradient_of_its_dense_form(bits, dtype):
+def test_backward_a_quantised_matrix_is_kept_in_its_bits_and_gives_the_gradient_of_its_dense_form(
+    bits, dtype
+):
     rng = np.random.default_rng(0)
     weight = md.quantise(jnp.asarray(rng.normal(size=(192, 128)), jnp.float32), bits)
     x_BLD, out_BLF = (jnp.asarray(rng.normal(size=(2, 5, n)), dtype) for n in (128, 192))
     got, pull = jax.vjp(lambda x_BLD: md.linear(x_BLD, weight), x_BLD)
     assert sum(x.nbytes for x in jax.tree.leaves(pull)) <= sum(x.nbytes for x in weight) + 16
-    want, dense_pull = jax.vjp(lambda x_BLD: md.linear(x_BLD, jnp.asarray(dense(weight))), x_BLD.astype(jnp.float32))
+    want, dense_pull = jax.vjp(
+        lambda x_BLD: md.linear(x_BLD, jnp.asarray(dense(weight))), x_BLD.astype(jnp.float32)
+    )
     near = {"rtol": 1e-5, "atol": 1e-4} if dtype == "float32" else {"rtol": 2e-2, "atol": 0.2}
     np.testing.assert_allclose(got.astype(jnp.float32), want, **near)
     (dx,), (want_dx,) = pull(out_BLF), dense_pull(out_BLF.astype(jnp.float32))
@@ -380,7 +472,8 @@ def test_int4_is_for_matrices_of_layers_with_two_halves():
 
 
 @pytest.mark.parametrize(
-    ("bits", "tie"), [(4, False), *(pytest.param(8, tie, marks=pytest.mark.slow) for tie in (False, True))]
+    ("bits", "tie"),
+    [(4, False), *(pytest.param(8, tie, marks=pytest.mark.slow) for tie in (False, True))],
 )
 def test_quantised_logits_are_those_of_the_matrices_that_the_numbers_stand_for(bits, tie):
     cfg = dataclasses.replace(SHALLOW, tie=tie)
@@ -402,7 +495,9 @@ def test_quantised_logits_are_those_of_the_matrices_that_the_numbers_stand_for(b
 @pytest.mark.parametrize("bits", [0, 4, 8])
 def test_a_tpu_multiplies_in_another_order_and_has_the_same_logits(bits):
     params = quantised(params_of(SHALLOW), bits=bits) if bits else params_of(SHALLOW)
-    cpu, tpu = (nnx.merge(md.graph_of(SHALLOW, md.Run(platform=name)), params) for name in ("cpu", "tpu"))
+    cpu, tpu = (
+        nnx.merge(md.graph_of(SHALLOW, md.Run(platform=name)), params) for name in ("cpu", "tpu")
+    )
     for shape in ((1, 1), (2, 7)):
         want = np.asarray(apply(cpu, tokens(*shape)))
         assert want.shape == (*shape, SHALLOW.vocab)
@@ -411,13 +506,20 @@ def test_a_tpu_multiplies_in_another_order_and_has_the_same_logits(bits):
     assert "pad" not in str(jax.make_jaxpr(tpu)(tokens(1, 2)))
 
 
-@pytest.mark.parametrize("bits", [*(pytest.param(bits, marks=pytest.mark.slow) for bits in (0, 8)), 4])
+@pytest.mark.parametrize(
+    "bits", [*(pytest.param(bits, marks=pytest.mark.slow) for bits in (0, 8)), 4]
+)
 def test_joined_matrices_give_the_same_states(bits):
     cfg = dataclasses.replace(SHALLOW, ffn=128)
     params = quantised(params_of(cfg), bits=bits) if bits else params_of(cfg)
-    alone, joined = (nnx.merge(md.graph_of(cfg, md.Run()), jax.tree.map(jnp.asarray, params)) for _ in range(2))
+    alone, joined = (
+        nnx.merge(md.graph_of(cfg, md.Run()), jax.tree.map(jnp.asarray, params)) for _ in range(2)
+    )
     layer = md.join(joined).layers["0"]
-    rows = [len(jax.tree.leaves(getattr(layer, name).get_value())[0]) for name in ("gate_proj", "up_proj")]
+    rows = [
+        len(jax.tree.leaves(getattr(layer, name).get_value())[0])
+        for name in ("gate_proj", "up_proj")
+    ]
     assert rows == [256, 0]
     token_BL = tokens(2, 14)
 
@@ -437,15 +539,24 @@ def test_quantised_checkpoints_load_layer_by_layer_also_onto_a_mesh(tmp_path, bi
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params_of(cfg))
     checkpoints.save(md, tmp_path / "ckpt", nnx.merge(md.graph_of(cfg, md.Run()), params))
     model = checkpoints.load(md, tmp_path / "ckpt", dtype=jnp.float32, bits=bits)[0]
-    want, got = (checkpoints.flatten(x) for x in (quantised(params, bits=bits), nnx.to_pure_dict(nnx.state(model))))
+    want, got = (
+        checkpoints.flatten(x)
+        for x in (quantised(params, bits=bits), nnx.to_pure_dict(nnx.state(model)))
+    )
     assert want.keys() == got.keys()
     for name, x in want.items():
         assert got[name].dtype == x.dtype
         np.testing.assert_array_equal(got[name], x, err_msg=name)
-    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    mesh = jax.make_mesh(
+        (2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
+    )
     like = {"dtype": "float32", "bits": bits}
-    needed = inference.bytes_needed(md, cfg, checkpoints.inference_mesh(cfg, jax.devices()[:1], 1), "bfloat16", **like)
-    kept, layer = (sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (got, params["layers"]["1"]))
+    needed = inference.bytes_needed(
+        md, cfg, checkpoints.inference_mesh(cfg, jax.devices()[:1], 1), "bfloat16", **like
+    )
+    kept, layer = (
+        sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (got, params["layers"]["1"])
+    )
     assert kept < needed <= kept + layer  # one layer at a time lies there as it is stored
     alone = apply(model, tokens(8, 10))
     with jax.set_mesh(mesh):
@@ -454,7 +565,9 @@ def test_quantised_checkpoints_load_layer_by_layer_also_onto_a_mesh(tmp_path, bi
         assert gate[0].sharding.spec == jax.P("tensor", "fsdp")
         assert len(gate[0].addressable_shards[0].data) == cfg.ffn // 2
         np.testing.assert_allclose(apply(spread, tokens(8, 10)), alone, atol=1e-4)
-    row, _ = sd.fill(model, masked(1, 4, 6), None, sd.Sampling(block_length=6, cache="dual", threshold=0.5))
+    row, _ = sd.fill(
+        model, masked(1, 4, 6), None, sd.Sampling(block_length=6, cache="dual", threshold=0.5)
+    )
     assert (row != MASK).all()
 
 
@@ -471,7 +584,8 @@ def test_7b_takes_half_of_16_gb_in_int8_and_of_8_gb_five_in_int4():
     rows = 28 * (2 * 3584 + 2 * 512 + 2 * 18_944 + 3584)
     assert size(8) == tables + layers + 2 * vectors + 4 * (rows + 2 * 152_064) < 8e9
     assert size(4) == tables + layers // 2 + layers // 16 + 2 * vectors + 4 * 2 * 152_064 < 5e9
-    # while it is read the largest array is there as stored; JAX takes three quarters of a GPU's memory
+    # while it is read the largest array is there as stored; JAX takes three quarters of a GPU's
+    # memory
     mesh = checkpoints.inference_mesh(cfg, jax.devices()[:1], 1)
     assert (
         inference.bytes_needed(md, cfg, mesh, "bfloat16", "bfloat16", 4)
@@ -495,16 +609,24 @@ def noised(seed=0):
 
 
 def nelbo_by_hand(params, cfg, token_BL, t_BL, u_BL, fixed_BL, schedule, wrong=""):
-    """The bound in float64: every document alone, each masked token read one place to its left, MASK impossible."""
+    """The bound in float64: every document alone, each masked token read one place to its left,
+    MASK impossible.
+    """
     rate = {"linear": lambda t: t, "cosine": lambda t: 1 - np.cos(np.pi / 2 * t)}[schedule]
-    weight = {"linear": lambda t: 1 / t, "cosine": lambda t: np.pi / 2 / np.tan(np.pi / 4 * t)}[schedule]
+    weight = {"linear": lambda t: 1 / t, "cosine": lambda t: np.pi / 2 / np.tan(np.pi / 4 * t)}[
+        schedule
+    ]
     total = 0.0
     for b, s in ((0, 1), (0, 2), (0, 3), (1, 1)):
         here_L = np.asarray(SEGMENT_BL[b] == s)
-        token_L, t_L, u_L, fixed_L = (np.asarray(x)[b][here_L] for x in (token_BL, t_BL, u_BL, fixed_BL))
+        token_L, t_L, u_L, fixed_L = (
+            np.asarray(x)[b][here_L] for x in (token_BL, t_BL, u_BL, fixed_BL)
+        )
         mask_L = (u_L < rate(t_L)) & ((fixed_L == 0) | (wrong == "prompt")) | (fixed_L == 2)
         noised_L = np.where(mask_L, cfg.mask_id, token_L)
-        logits_LV = brute_force(params, cfg, noised_L, np.asarray(POSITION_BL[b])[here_L], np.ones(len(token_L), bool))
+        logits_LV = brute_force(
+            params, cfg, noised_L, np.asarray(POSITION_BL[b])[here_L], np.ones(len(token_L), bool)
+        )
         if wrong != "mask possible":
             logits_LV[:, cfg.mask_id] = -np.inf
         logp_LV = logits_LV - np.log(np.exp(logits_LV).sum(-1, keepdims=True))
@@ -524,7 +646,13 @@ def batch_of_four():
     token_BL, segment_BL, position_BL, fixed_BL = (
         jnp.tile(jnp.asarray(x), (2, 1)) for x in (tokens(2, 20), SEGMENT_BL, POSITION_BL, FIXED_BL)
     )
-    return token_BL, segment_BL, position_BL, *noise(jax.random.key(0), 4, jnp.arange(4), segment_BL), fixed_BL
+    return (
+        token_BL,
+        segment_BL,
+        position_BL,
+        *noise(jax.random.key(0), 4, jnp.arange(4), segment_BL),
+        fixed_BL,
+    )
 
 
 def bound_and_gradient(**run):
@@ -547,7 +675,11 @@ def same_gradients(got, want, rtol):
 
 def test_the_bound_is_that_of_the_formulas_and_of_none_of_the_likely_mistakes():
     token_BL, (t_BL, u_BL) = jnp.asarray(tokens(2, 20)), noised(1)
-    got = float(bound(build(loss_tokens=8), token_BL, SEGMENT_BL, POSITION_BL, t_BL, u_BL, FIXED_BL, "cosine"))
+    got = float(
+        bound(
+            build(loss_tokens=8), token_BL, SEGMENT_BL, POSITION_BL, t_BL, u_BL, FIXED_BL, "cosine"
+        )
+    )
     args = params_of(TINY), TINY, token_BL, t_BL, u_BL, FIXED_BL, "cosine"
     assert got == pytest.approx(nelbo_by_hand(*args), rel=2e-5)
     for wrong in ("prompt", "mask possible", "shift", "weight"):
@@ -572,7 +704,10 @@ def test_what_is_computed_twice_or_in_blocks_gives_the_same_bound_and_gradient(p
     token_BL, _, _, t_BL, u_BL, fixed_BL = batch_of_four()
     halves = [slice(0, 2), slice(2, 4)]
     want = sum(
-        nelbo_by_hand(params_of(SHALLOW), SHALLOW, token_BL[i], t_BL[i], u_BL[i], fixed_BL[i], "linear") for i in halves
+        nelbo_by_hand(
+            params_of(SHALLOW), SHALLOW, token_BL[i], t_BL[i], u_BL[i], fixed_BL[i], "linear"
+        )
+        for i in halves
     )
     assert float(saving[0]) == pytest.approx(want, rel=2e-5)
 
@@ -580,7 +715,9 @@ def test_what_is_computed_twice_or_in_blocks_gives_the_same_bound_and_gradient(p
 @pytest.mark.slow
 def test_the_gradient_on_a_mesh_of_eight_devices_is_that_of_one(plain):
     params = params_of(SHALLOW)
-    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    mesh = jax.make_mesh(
+        (2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
+    )
     with jax.set_mesh(mesh):
         split = bound_and_gradient(remat="full")(jax.device_put(params, md.shardings(mesh, params)))
     same_gradients(split, plain, rtol=1e-3)
@@ -591,11 +728,15 @@ def test_the_bound_of_uniform_logits_is_the_logarithm_of_the_vocabulary_without_
     model, token_BL = nnx.merge(md.graph_of(SHALLOW, md.Run()), params), tokens(2, 20)
     (t_BL, u_BL), in_BL = noised(), SEGMENT_BL > 0
     want = float(np.log(TINY.vocab - 1) * (in_BL * (u_BL < t_BL) / t_BL).sum())
-    assert float(bound(model, token_BL, SEGMENT_BL, POSITION_BL, t_BL, u_BL)) == pytest.approx(want, rel=1e-5)
+    assert float(bound(model, token_BL, SEGMENT_BL, POSITION_BL, t_BL, u_BL)) == pytest.approx(
+        want, rel=1e-5
+    )
 
 
 def test_the_gpu_kernel_is_left_alone_where_more_than_documents_decides_who_sees_whom():
-    model = nnx.eval_shape(lambda: md.Dream(SHALLOW, nnx.Rngs(0), md.Run(jnp.bfloat16, platform="gpu 8.9")))
+    model = nnx.eval_shape(
+        lambda: md.Dream(SHALLOW, nnx.Rngs(0), md.Run(jnp.bfloat16, platform="gpu 8.9"))
+    )
     place, hidden = (
         diffusion.Place(SEGMENT_BL),
         lambda model, place: model.hidden(jnp.asarray(tokens(2, 20)), place=place),
@@ -621,7 +762,9 @@ def test_a_model_without_the_shift_is_read_at_the_masks_themselves():
 def test_documents_of_a_row_do_not_see_each_other():
     for block in (256, 7):
         model, token_BL = build(SHALLOW, block=block), tokens(1, 20)
-        see = jax.jit(lambda model, token_BL: model.hidden(token_BL, place=diffusion.Place(SEGMENT_BL[:1]))[0])
+        see = jax.jit(
+            lambda model, token_BL: model.hidden(token_BL, place=diffusion.Place(SEGMENT_BL[:1]))[0]
+        )
         before = np.asarray(see(model, token_BL))
         for i in (0, 7, 16, 19):
             changed_BL = token_BL.copy()
@@ -654,11 +797,15 @@ def test_noise_is_a_function_of_the_row_and_even_over_rows_and_documents():
     segment_BL = jnp.tile(1 + jnp.arange(L) // 4, (R, 1))  # ten documents in each row
     t_BL, u_BL = map(np.asarray, noise(jax.random.key(3), R, jnp.arange(R), segment_BL))
     pick = jnp.array([41, 5])
-    for got, want in zip(noise(jax.random.key(3), R, pick, segment_BL[pick]), (t_BL, u_BL), strict=True):
+    for got, want in zip(
+        noise(jax.random.key(3), R, pick, segment_BL[pick]), (t_BL, u_BL), strict=True
+    ):
         np.testing.assert_array_equal(got, want[pick])
     assert not np.array_equal(noise(jax.random.key(4), R, pick, segment_BL[pick])[1], u_BL[pick])
     assert (t_BL.reshape(R, 10, 4).std(-1) == 0).all()  # one level a document
     assert 1e-3 <= t_BL.min() < t_BL.max() <= 1
     np.testing.assert_array_equal(np.floor((t_BL[:, 0] - 1e-3) / (1 - 1e-3) * R), np.arange(R))
-    assert np.diff(np.sort(t_BL[0, ::4])).max() < 0.2  # ten documents of a row: no gap is much wider than a tenth
-    assert ((u_BL < t_BL) / t_BL).mean() == pytest.approx(1, abs=0.05)  # so the bound of uniform logits is log V
+    # ten documents of a row: no gap is much wider than a tenth
+    assert np.diff(np.sort(t_BL[0, ::4])).max() < 0.2
+    # so the bound of uniform logits is log V
+    assert ((u_BL < t_BL) / t_BL).mean() == pytest.approx(1, abs=0.05)

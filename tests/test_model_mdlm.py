@@ -23,7 +23,11 @@ def tokens(*shape):
 
 
 def test_presets_have_their_true_parameter_counts():
-    want = {"tiny": (5_453_824, 7_550_976), "small": (14_187_264, 17_332_992), "medium": (30_070_784, 34_265_088)}
+    want = {
+        "tiny": (5_453_824, 7_550_976),
+        "small": (14_187_264, 17_332_992),
+        "medium": (30_070_784, 34_265_088),
+    }
     want["large"] = (55_463_680, 60_706_560)
     assert set(want) == set(mdlm.CONFIGS)
     for name, counts in want.items():
@@ -38,7 +42,10 @@ def test_rope_turns_pairs_so_that_products_depend_on_distance_alone():
     K, generator = 16, torch.Generator().manual_seed(3)
     q_K, k_K = torch.randn(2, K, generator=generator)
     cos_LK, sin_LK = mdlm.angles(9, K)
-    q_LK, k_LK = mdlm.rotate(q_K.expand(9, K), cos_LK, sin_LK), mdlm.rotate(k_K.expand(9, K), cos_LK, sin_LK)
+    q_LK, k_LK = (
+        mdlm.rotate(q_K.expand(9, K), cos_LK, sin_LK),
+        mdlm.rotate(k_K.expand(9, K), cos_LK, sin_LK),
+    )
     # in complex numbers: the pair (k, k + K/2) is multiplied by exp(i p 10000^(-2k/K))
     frequency = 10_000.0 ** (-torch.arange(8) / 8)
     want = torch.complex(q_K[:8], q_K[8:]) * torch.exp(1j * 5 * frequency)
@@ -65,7 +72,8 @@ def test_every_position_sees_both_sides_and_nobody_sees_pad(rope):
 def test_the_noise_level_is_an_input():
     token_BL, model = tokens(2, 8), build()
     low, high = torch.tensor([0.1, 0.1]), torch.tensor([0.9, 0.9])
-    assert torch.equal(model(token_BL, low), model(token_BL, high))  # the time embedding starts at zero
+    # the time embedding starts at zero
+    assert torch.equal(model(token_BL, low), model(token_BL, high))
     torch.nn.init.normal_(model.time[2].weight)
     assert not torch.allclose(model(token_BL, low), model(token_BL, high))
 
@@ -74,7 +82,9 @@ def test_sinusoids_are_those_of_a_transformer_at_a_thousand_times_the_noise():
     got = mdlm.sinusoid(torch.tensor([0.0, 0.25]), 8)
     want = [[250 * 10_000 ** (-k / 4) for k in range(4)]]
     torch.testing.assert_close(got[0], torch.tensor([0.0] * 4 + [1.0] * 4))
-    torch.testing.assert_close(got[1:], torch.cat([torch.tensor(want).sin(), torch.tensor(want).cos()], -1))
+    torch.testing.assert_close(
+        got[1:], torch.cat([torch.tensor(want).sin(), torch.tensor(want).cos()], -1)
+    )
 
 
 def test_rows_longer_than_the_positions_are_refused():
@@ -116,7 +126,9 @@ def test_draws_have_the_distribution_of_the_sorted_filter(top_p):
 
 def test_a_row_takes_no_more_passes_than_it_has_masks():
     model, canvas, passes = build(), torch.full((1, 12), mdlm.MASK), []
-    out = mdlm.sample(model, canvas, mdlm.Sampling(steps=1000), torch.Generator(), lambda i, x: passes.append(i))
+    out = mdlm.sample(
+        model, canvas, mdlm.Sampling(steps=1000), torch.Generator(), lambda i, x: passes.append(i)
+    )
     assert len(passes) <= 12
     assert (out != mdlm.MASK).all()
 
@@ -125,7 +137,11 @@ def test_a_row_takes_no_more_passes_than_it_has_masks():
 def test_a_model_that_was_saved_is_the_same_and_a_wrong_one_is_named(rope, tmp_path):
     model, token_BL, noise_B = build(rope=rope), tokens(2, 8), torch.tensor([0.2, 0.8])
     mdlm.save(model, tmp_path, b"{}")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
     assert torch.equal(mdlm.load(tmp_path)(token_BL, noise_B), model(token_BL, noise_B))
     assert mdlm.load(tmp_path, dtype=torch.bfloat16).norm.weight.dtype == torch.bfloat16
     config = json.loads((tmp_path / "config.json").read_text())
@@ -149,7 +165,9 @@ def test_a_model_that_was_saved_is_the_same_and_a_wrong_one_is_named(rope, tmp_p
         file.write(bytes([byte ^ 1]))
     with pytest.raises(ValueError, match=r"damaged: its SHA-256 is not that in config\.json"):
         mdlm.load(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({name: config[name] for name in config if name != "sha256"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({name: config[name] for name in config if name != "sha256"})
+    )
     mdlm.load(tmp_path)  # weights from elsewhere
     with open(tmp_path / "model.safetensors", "r+b") as file:
         file.truncate(1000)
@@ -165,18 +183,29 @@ def test_packed_texts_are_each_text_alone(device):
     if device == "cuda" and not (torch.cuda.is_available() and mdlm.varlen_attn):
         pytest.skip("no GPU, or a PyTorch without varlen_attn")
     torch.manual_seed(0)
-    model = mdlm.MDLM(mdlm.Config(vocab=64, width=128, layers=2, heads=2, ffn=64, positions=80, rope=True))
+    model = mdlm.MDLM(
+        mdlm.Config(vocab=64, width=128, layers=2, heads=2, ffn=64, positions=80, rope=True)
+    )
     torch.nn.init.normal_(model.time[2].weight, 0, 0.5)
     model = model.to(device, torch.float32 if device == "cpu" else torch.bfloat16)
-    length_T, noise_T = torch.tensor([70, 1, 33, 64]), torch.tensor([0.9, 0.1, 0.5, 0.2], device=device)
+    length_T, noise_T = (
+        torch.tensor([70, 1, 33, 64]),
+        torch.tensor([0.9, 0.1, 0.5, 0.2], device=device),
+    )
     texts = [torch.randint(5, 64, (n,), device=device) for n in length_T.tolist()]
     text_S = torch.repeat_interleave(torch.arange(4), length_T)
     start_U = torch.cat([torch.zeros(1), length_T.cumsum(0)]).int()
     position_S = torch.arange(len(text_S)) - start_U[text_S]
     packed = mdlm.Packed(*(x.to(device) for x in (text_S, position_S, start_U)), longest=80)
     got_SD = model.hidden(torch.cat(texts)[None], noise_T, packed=packed)[0]
-    want_SD = torch.cat([model.hidden(text[None], noise_T[i, None])[0] for i, text in enumerate(texts)])
+    want_SD = torch.cat(
+        [model.hidden(text[None], noise_T[i, None])[0] for i, text in enumerate(texts)]
+    )
     tolerance = 1e-5 if device == "cpu" else 0.05
     torch.testing.assert_close(got_SD, want_SD, rtol=tolerance, atol=tolerance)
     got_SD.float().square().sum().backward()
-    assert all(weight.grad.isfinite().all() for name, weight in model.named_parameters() if name != "head.weight")
+    assert all(
+        weight.grad.isfinite().all()
+        for name, weight in model.named_parameters()
+        if name != "head.weight"
+    )

@@ -1,4 +1,6 @@
-"""PythonCoder apart from its reference values: counts, packing, caches, dropout, sharding, sampling, names."""
+"""PythonCoder apart from its reference values: counts, packing, caches, dropout, sharding,
+sampling, names.
+"""
 
 import dataclasses
 import functools
@@ -14,11 +16,16 @@ import diff_attention
 import model_pythoncoder as pc
 import runs
 
-TINY = pc.Config(vocab=64, width=32, layers=2, heads=4, kv_heads=2, head_size=8, ffn=48, positions=64)
-SHALLOW = dataclasses.replace(TINY, layers=1)  # what does not depend on depth compiles in half the time
+TINY = pc.Config(
+    vocab=64, width=32, layers=2, heads=4, kv_heads=2, head_size=8, ffn=48, positions=64
+)
+# what does not depend on depth compiles in half the time
+SHALLOW = dataclasses.replace(TINY, layers=1)
 # "paper" is "seed" without a floor, "none" is "v2" without its gate
 MARKS = {"seed": (), "v2": (), "paper": pytest.mark.slow, "none": pytest.mark.slow}
-forms = pytest.mark.parametrize("diff", [pytest.param(diff, marks=marks) for diff, marks in MARKS.items()])
+forms = pytest.mark.parametrize(
+    "diff", [pytest.param(diff, marks=marks) for diff, marks in MARKS.items()]
+)
 
 
 @functools.cache
@@ -60,18 +67,29 @@ def test_the_1b_preset_has_the_parameters_of_the_spec():
 def test_new_matrices_have_the_size_that_their_form_says(init_std):
     cfg = dataclasses.replace(TINY, vocab=512, heads=8, init_std=init_std)
     params, N = checkpoints.flatten(new_params(cfg)), cfg.layers
-    matrices = {"layers.wq": 32, "layers.w_up": 32, "layers.wo": 64, "layers.w_down": 48, "mtp.proj": 64}  # and rows
+    # and rows
+    matrices = {
+        "layers.wq": 32,
+        "layers.w_up": 32,
+        "layers.wo": 64,
+        "layers.w_down": 48,
+        "mtp.proj": 64,
+    }
     for name, fan_in in matrices.items():
         std = fan_in**-0.5 if init_std == "fan_in" else 0.02
         std /= np.sqrt(2 * N) if name in ("layers.wo", "layers.w_down") else 1
         assert np.std(params[name]) == pytest.approx(std, rel=0.08), name
-    size = np.std(nnx.merge(pc.graph_of(cfg, pc.Run()), new_params(cfg)).lookup(tokens((8, 64), 512)))
+    size = np.std(
+        nnx.merge(pc.graph_of(cfg, pc.Run()), new_params(cfg)).lookup(tokens((8, 64), 512))
+    )
     assert size == pytest.approx(1 if init_std == "fan_in" else 0.02, rel=0.08)
 
 
 @forms
 def test_tokens_reach_what_comes_later_in_their_document_also_through_a_cache(diff):
-    """A changed token, packed documents and cached steps, all against one compiled pass over rows of 24 tokens."""
+    """A changed token, packed documents and cached steps, all against one compiled pass over rows
+    of 24 tokens.
+    """
     model, token_BL = build(dataclasses.replace(TINY, diff=diff)), tokens((2, 24))
     whole = jnp.ones((2, 24), jnp.int32), jnp.broadcast_to(jnp.arange(24), (2, 24))
     before = logits(model, token_BL, *whole)
@@ -81,7 +99,10 @@ def test_tokens_reach_what_comes_later_in_their_document_also_through_a_cache(di
     assert not moved_BL[1].any()
     # the first 10 tokens of one row, then the first 14 of the other
     packed_BL = jnp.concatenate([token_BL[:1, :10], token_BL[1:, :14]], 1)
-    segment_BL, position_BL = jnp.array([[1] * 10 + [2] * 14]), jnp.array([[*range(10), *range(14)]])
+    segment_BL, position_BL = (
+        jnp.array([[1] * 10 + [2] * 14]),
+        jnp.array([[*range(10), *range(14)]]),
+    )
     packed = [jnp.tile(x, (2, 1)) for x in (packed_BL, segment_BL, position_BL)]
     got = logits(model, *packed)[0]
     np.testing.assert_allclose(got[:10], before[0, :10], atol=1e-5)
@@ -100,13 +121,16 @@ def test_rejected_slots_are_forgotten_when_written_again():
     model, token_BL = build(TINY), tokens((1, 12))
     cache = model.new_cache(1, 16)
     _, cache = step(model, cache, token_BL[:, :8], jnp.arange(8)[None])
-    _, cache = step(model, cache, jnp.array([[63, 62]]), jnp.array([[8, 9]]))  # drafts that are rejected
+    # drafts that are rejected
+    _, cache = step(model, cache, jnp.array([[63, 62]]), jnp.array([[8, 9]]))
     got, _ = step(model, cache, token_BL[:, 8:], jnp.arange(8, 12)[None])
     np.testing.assert_allclose(got, logits(model, token_BL)[:, 8:], atol=2e-5)
 
 
 def test_a_token_however_unlikely_has_a_finite_loss_and_gradient():
-    """The sums of cross_entropy are relative to the label's logit, which may be far below the others."""
+    """The sums of cross_entropy are relative to the label's logit, which may be far below the
+    others.
+    """
     label, mask = jnp.full((1, 1), 3), jnp.ones((1, 1))
 
     def plain(logits):
@@ -115,14 +139,19 @@ def test_a_token_however_unlikely_has_a_finite_loss_and_gradient():
 
     for gap in (0.0, 20.0, 70.0, 1000.0):  # of the others above the label
         logits = jnp.full((1, 1, 5), gap).at[0, 0, 3].set(0.0)
-        ours = jax.value_and_grad(lambda logits: pc.cross_entropy(logits, jnp.eye(5), label, mask, 1e-4))(logits)
+        ours = jax.value_and_grad(
+            lambda logits: pc.cross_entropy(logits, jnp.eye(5), label, mask, 1e-4)
+        )(logits)
         for got, want in zip(ours, jax.value_and_grad(plain)(jnp.minimum(logits, 75)), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
 
 
 def test_dropout_drops_its_rate_scales_the_rest_and_depends_on_seed_and_place():
     x, rate = jnp.ones((64, 128, 32)), 0.1
-    a, b = (np.asarray(pc.dropout(x, jnp.arange(64), jnp.array([s, 7], jnp.uint32), rate)) for s in (1, 2))
+    a, b = (
+        np.asarray(pc.dropout(x, jnp.arange(64), jnp.array([s, 7], jnp.uint32), rate))
+        for s in (1, 2)
+    )
     n = x.size
     for mask in (a == 0, b == 0):
         assert mask.mean() == pytest.approx(rate, abs=5 * np.sqrt(rate * (1 - rate) / n))
@@ -195,7 +224,9 @@ def test_the_gradient_of_sums_is_sums_plus_that_of_the_layers(remat):
     sums = jax.tree.map(lambda x: jnp.sin(jnp.arange(x.size)).reshape(x.shape), params["layers"])
 
     def loss(params, sums):
-        main, mtp = nnx.merge(graph, params).losses(token_BL, segment, position, jax.random.key(0), sums=sums)
+        main, mtp = nnx.merge(graph, params).losses(
+            token_BL, segment, position, jax.random.key(0), sums=sums
+        )
         return main + mtp
 
     want, want_grads = jax.jit(jax.value_and_grad(loss))(params, None)
@@ -209,14 +240,18 @@ def test_the_gradient_of_sums_is_sums_plus_that_of_the_layers(remat):
 
 
 @pytest.mark.parametrize(
-    ("tensor", "remat"), [(2, "none"), *(pytest.param(n, "qkvo", marks=pytest.mark.slow) for n in (1, 2))]
+    ("tensor", "remat"),
+    [(2, "none"), *(pytest.param(n, "qkvo", marks=pytest.mark.slow) for n in (1, 2))],
 )
 def test_eight_devices_give_the_losses_and_gradients_of_one(tensor, remat):
     cfg = dataclasses.replace(TINY, kv_heads=4)
     params, token_BL = new_params(cfg), tokens((8, 32))
     segment_BL = jnp.asarray(np.sort(np.random.default_rng(0).integers(1, 4, (8, 32)), 1))
     position_BL = jnp.broadcast_to(jnp.arange(32), (8, 32))
-    graph, key = pc.graph_of(cfg, pc.Run(dropout=0.1, remat=remat, loss_tokens=16)), jax.random.key(3)
+    graph, key = (
+        pc.graph_of(cfg, pc.Run(dropout=0.1, remat=remat, loss_tokens=16)),
+        jax.random.key(3),
+    )
 
     def loss(params, *batch):
         main, mtp = nnx.merge(graph, params).losses(*batch, key)
@@ -224,10 +259,14 @@ def test_eight_devices_give_the_losses_and_gradients_of_one(tensor, remat):
 
     want, want_grads = jax.jit(jax.value_and_grad(loss))(params, token_BL, segment_BL, position_BL)
     mesh = jax.make_mesh(
-        (2, 4 // tensor, tensor), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
+        (2, 4 // tensor, tensor),
+        ("data", "fsdp", "tensor"),
+        axis_types=(jax.sharding.AxisType.Auto,) * 3,
     )
     params = jax.device_put(params, pc.shardings(mesh, params))
-    batch = jax.device_put((token_BL, segment_BL, position_BL), jax.NamedSharding(mesh, jax.P(pc.BATCH)))
+    batch = jax.device_put(
+        (token_BL, segment_BL, position_BL), jax.NamedSharding(mesh, jax.P(pc.BATCH))
+    )
     with jax.set_mesh(mesh):
         got, grads = jax.jit(jax.value_and_grad(loss))(params, *batch)
     assert float(got) == pytest.approx(float(want), rel=1e-5)
@@ -238,8 +277,15 @@ def test_eight_devices_give_the_losses_and_gradients_of_one(tensor, remat):
 
 @pytest.mark.slow
 def test_bfloat16_computation_is_near_float32():
-    token_BL, segment, position = tokens((2, 32)), jnp.ones((2, 32), jnp.int32), jnp.arange(32)[None]
-    main = [float(build(TINY, dtype=d).losses(token_BL, segment, position)[0]) for d in (jnp.float32, jnp.bfloat16)]
+    token_BL, segment, position = (
+        tokens((2, 32)),
+        jnp.ones((2, 32), jnp.int32),
+        jnp.arange(32)[None],
+    )
+    main = [
+        float(build(TINY, dtype=d).losses(token_BL, segment, position)[0])
+        for d in (jnp.float32, jnp.bfloat16)
+    ]
     assert main[0] == pytest.approx(main[1], rel=5e-3)
 
 
@@ -247,18 +293,31 @@ def test_bfloat16_computation_is_near_float32():
     "how",
     [
         (1.0, 6, 0.95),
-        *(pytest.param(how, marks=pytest.mark.slow) for how in ((0.0, 0, 1.0), (0.7, 0, 0.9), (1.3, 0, 1.0))),
+        *(
+            pytest.param(how, marks=pytest.mark.slow)
+            for how in ((0.0, 0, 1.0), (0.7, 0, 0.9), (1.3, 0, 1.0))
+        ),
     ],
     ids=str,
 )
 def test_a_text_is_the_same_with_and_without_drafts_and_alone(how):
-    model, prompts = build(dataclasses.replace(TINY, vocab=16)), [[1, 5, 2], [7], [3, 3, 9, 4, 1]] * 7
+    model, prompts = (
+        build(dataclasses.replace(TINY, vocab=16)),
+        [[1, 5, 2], [7], [3, 3, 9, 4, 1]] * 7,
+    )
     (texts, plain), (drafted, stats) = (
-        pc.generate(model, prompts, 20, pc.Sampling(*how, eos=0, speculate=speculate), jax.random.key(7))
+        pc.generate(
+            model, prompts, 20, pc.Sampling(*how, eos=0, speculate=speculate), jax.random.key(7)
+        )
         for speculate in (False, True)
     )
     assert drafted == texts
-    assert stats["tokens"] == plain["tokens"] == plain["forwards"] <= stats["forwards"] + stats["accepted"]
+    assert (
+        stats["tokens"]
+        == plain["tokens"]
+        == plain["forwards"]
+        <= stats["forwards"] + stats["accepted"]
+    )
     rule = pc.Sampling(*how, eos=0)
     assert pc.generate(model, prompts[:2], 20, rule, jax.random.key(7), chunk=3)[0] == texts[:2]
     if how[0]:
@@ -273,9 +332,13 @@ def test_texts_are_distributed_as_the_model_says():
     assert stats["accepted"] > n / 4  # else nothing was tested
     index = np.stack(np.meshgrid(*[np.arange(8)] * 2, indexing="ij"), -1).reshape(-1, 2)
     prompts = np.array([[1, 5, 2, *two] for two in index])
-    hidden, _ = model.step(model.new_cache(64, 5), prompts, jnp.broadcast_to(jnp.arange(5), (64, 5)))
+    hidden, _ = model.step(
+        model.new_cache(64, 5), prompts, jnp.broadcast_to(jnp.arange(5), (64, 5))
+    )
     p = np.asarray(pc.probabilities(model.logits(hidden)[:, 2:], rule))  # of the three new tokens
-    chance = (p[:, 0][np.arange(64), index[:, 0]] * p[:, 1][np.arange(64), index[:, 1]])[:, None] * p[:, 2]
+    chance = (p[:, 0][np.arange(64), index[:, 0]] * p[:, 1][np.arange(64), index[:, 1]])[
+        :, None
+    ] * p[:, 2]
     want = n * chance.reshape(-1)
     found = np.bincount([a * 64 + b * 8 + c for a, b, c in texts], minlength=512)
     assert found[want == 0].sum() == 0
@@ -288,21 +351,32 @@ def test_texts_are_distributed_as_the_model_says():
 
 def test_top_k_top_p_and_banned_ids_shape_the_distribution():
     logits_V = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05]))
-    assert np.allclose(pc.probabilities(logits_V, pc.Sampling(1.0, top_k=2)), [0.625, 0.375, 0, 0], atol=1e-6)
-    assert np.allclose(pc.probabilities(logits_V, pc.Sampling(1.0, top_p=0.6)), [0.625, 0.375, 0, 0], atol=1e-6)
+    assert np.allclose(
+        pc.probabilities(logits_V, pc.Sampling(1.0, top_k=2)), [0.625, 0.375, 0, 0], atol=1e-6
+    )
+    assert np.allclose(
+        pc.probabilities(logits_V, pc.Sampling(1.0, top_p=0.6)), [0.625, 0.375, 0, 0], atol=1e-6
+    )
     assert np.allclose(pc.probabilities(logits_V, pc.Sampling(1.0, top_p=1e-9)), [1, 0, 0, 0])
-    assert np.allclose(pc.probabilities(logits_V, pc.Sampling(1.0, vocab=2)), [0.625, 0.375, 0, 0], atol=1e-6)
+    assert np.allclose(
+        pc.probabilities(logits_V, pc.Sampling(1.0, vocab=2)), [0.625, 0.375, 0, 0], atol=1e-6
+    )
     hot = pc.probabilities(logits_V, pc.Sampling(0.5))
     assert np.allclose(hot, np.array([0.25, 0.09, 0.0225, 0.0025]) / 0.365, atol=1e-6)
-    assert np.array_equal(pc.probabilities(jnp.array([1.0, 3.0, 3.0]), pc.Sampling()), [0, 1, 0])  # first of equals
+    # first of equals
+    assert np.array_equal(pc.probabilities(jnp.array([1.0, 3.0, 3.0]), pc.Sampling()), [0, 1, 0])
 
 
 @pytest.mark.parametrize("speculate", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_no_run_of_tokens_stands_in_a_text_twice(speculate):
-    """Every token of a greedy text is the likeliest that repeats nothing, in rows whose prompts differ in length."""
+    """Every token of a greedy text is the likeliest that repeats nothing, in rows whose prompts
+    differ in length.
+    """
     model, n, barred = build(dataclasses.replace(SHALLOW, vocab=12)), 3, 0
     prompts = [[3, 4, 3, 4, 3], [1], [2, 2]]
-    texts, _ = pc.generate(model, prompts, 24, pc.Sampling(no_repeat_ngram=n, speculate=speculate), jax.random.key(0))
+    texts, _ = pc.generate(
+        model, prompts, 24, pc.Sampling(no_repeat_ngram=n, speculate=speculate), jax.random.key(0)
+    )
     for prompt, text in zip(prompts, texts, strict=True):
         whole = prompt + text
         logits_LV = logits(model, jnp.array([(whole + [0] * 32)[:32]]))[0]
@@ -314,14 +388,16 @@ def test_no_run_of_tokens_stands_in_a_text_twice(speculate):
     assert barred > 10  # else nothing was tested
 
 
-SHORT = dataclasses.replace(SHALLOW, positions=8)  # longer texts take the YaRN table; one length of them, one program
+# longer texts take the YaRN table; one length of them, one program
+SHORT = dataclasses.replace(SHALLOW, positions=8)
 
 
 def test_generation_ends_at_eos_and_at_its_limit():
     model = build(SHORT)
     (long,), _ = pc.generate(model, [[3, 4]], 12, pc.Sampling(speculate=False), jax.random.key(0))
     assert len(long) == 12
-    (short,), _ = pc.generate(model, [[3, 4]], 12, pc.Sampling(eos=long[5]), jax.random.key(0))  # with drafts
+    # with drafts
+    (short,), _ = pc.generate(model, [[3, 4]], 12, pc.Sampling(eos=long[5]), jax.random.key(0))
     assert short == long[: long.index(long[5]) + 1]
     with pytest.raises(ValueError, match="do not fit"):
         pc.generate(model, [[1]], 8 * 4, pc.Sampling(), jax.random.key(0))
@@ -330,26 +406,33 @@ def test_generation_ends_at_eos_and_at_its_limit():
 
 
 def test_long_texts_switch_to_the_yarn_table():
-    (text,), _ = pc.generate(build(SHORT), [[1, 2, 3]], 27, pc.Sampling(speculate=False), jax.random.key(0))
+    (text,), _ = pc.generate(
+        build(SHORT), [[1, 2, 3]], 27, pc.Sampling(speculate=False), jax.random.key(0)
+    )
     token_BL = jnp.array([[1, 2, 3, *text]])
     assert np.array_equal(np.argmax(logits(build(SHORT, yarn=True), token_BL)[0, 2:-1], -1), text)
 
 
 def stack_layers(flat, cfg):
-    """Parameters named "layers.3.wq", "mtp.proj", ... (a .npz of another framework) as our tree, layers stacked."""
+    """Parameters named "layers.3.wq", "mtp.proj", ... (a .npz of another framework) as our tree,
+    layers stacked.
+    """
     flat = {**flat}
     for name in [name for name in flat if name.startswith("layers.0.")]:
         layers = [flat.pop(f"layers.{i}.{name[9:]}", None) for i in range(cfg.layers)]
         if all(layer is not None for layer in layers):
             flat["layers." + name[9:]] = np.stack(layers)
     want = checkpoints.flatten(pc.param_shapes(cfg))
-    runs.check_tensors({n: x.shape for n, x in flat.items()}, {n: x.shape for n, x in want.items()}, "the file")
+    runs.check_tensors(
+        {n: x.shape for n, x in flat.items()}, {n: x.shape for n, x in want.items()}, "the file"
+    )
     return checkpoints.unflatten({name: jnp.asarray(value) for name, value in flat.items()})
 
 
 def test_a_checkpoint_of_another_family_is_refused():
     saved = {"model": dataclasses.asdict(TINY), "train": {"model": "tiny"}, "step": 7}
     assert pc.read_config("out/run", saved) == TINY
-    for meta in ({"model": {"mask_id": 3}}, {"dtype": "bfloat16"}):  # a run of Dream, a converted one
+    # a run of Dream, a converted one
+    for meta in ({"model": {"mask_id": 3}}, {"dtype": "bfloat16"}):
         with pytest.raises(ValueError, match="out/run holds no PythonCoder"):
             pc.read_config("out/run", meta)

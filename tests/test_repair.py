@@ -1,4 +1,6 @@
-"""Repair: where a draft is opened, by which examples it is judged, and that the best text stays. With weights/dream."""
+"""Repair: where a draft is opened, by which examples it is judged, and that the best text stays.
+With weights/dream.
+"""
 
 import contextlib
 import dataclasses
@@ -38,16 +40,26 @@ def read():
         ("    return max(xs)\n", ["assert total([1, 2]) == 3", "assert total([5]) == 5"], 1, None),
         ("    x = 0\n    return y\n", ["assert total([1, 2]) == 3"], 0, 1),
         ("    x = 0\n    return total(1, 2, 3)\n", ["assert total([1, 2]) == 3"], 0, 1),
-        ("    def f():\n        return 1 / 0\n    return f()\n", ["assert total([1, 2]) == 3"], 0, 1),  # the innermost
+        # the innermost
+        (
+            "    def f():\n        return 1 / 0\n    return f()\n",
+            ["assert total([1, 2]) == 3"],
+            0,
+            1,
+        ),
         ("    x = 0\n    return x +\n", ["assert total([1, 2]) == 3"], 0, 1),
         ("    return [][0]\n", ["if 1:\n x = 1\n assert total([x, 2]) == 3"], 0, 0),
-        ("    return xs\n", ["assert total([1, 2].total) == 3"], 0, None),  # the example raises, not the program
+        # the example raises, not the program
+        ("    return xs\n", ["assert total([1, 2].total) == 3"], 0, None),
         ("    return 1or 3\n", ["assert total([1, 2]) == 3"], 0, None),  # Python warns
-        (f"    return {'-' * 50_000}3\n", ["assert total([1, 2]) == 3"], 0, None),  # too deep for Python's parser
+        # too deep for Python's parser
+        (f"    return {'-' * 50_000}3\n", ["assert total([1, 2]) == 3"], 0, None),
     ],
 )
 @pytest.mark.filterwarnings("error::SyntaxWarning")
-def test_the_line_of_a_draft_is_where_its_first_failing_example_raises(body, examples, passed, line):
+def test_the_line_of_a_draft_is_where_its_first_failing_example_raises(
+    body, examples, passed, line
+):
     draft = repair.Draft(PROMPT, body, examples)
     repair.run_examples([draft], repair.judge)
     assert (draft.passed, draft.line) == (passed, line)
@@ -56,20 +68,33 @@ def test_the_line_of_a_draft_is_where_its_first_failing_example_raises(body, exa
 def test_suspects_are_ordered_by_what_the_model_prefers(read):
     """Against the logits of the whole text, one text at a time."""
     tokenizer, model = read.tokenizer, read.model
-    bodies = "    return max(xs)\n", "    result = 0\n    for x in xs:\n        result += x\n    return result\n"
-    drafts = [repair.Draft(PROMPT, body, [], suffix) for body, suffix in zip(bodies, ("", "\n\nx = 1\n"), strict=True)]
+    bodies = (
+        "    return max(xs)\n",
+        "    result = 0\n    for x in xs:\n        result += x\n    return result\n",
+    )
+    drafts = [
+        repair.Draft(PROMPT, body, [], suffix)
+        for body, suffix in zip(bodies, ("", "\n\nx = 1\n"), strict=True)
+    ]
     for draft, found in zip(drafts, repair.suspects(drafts, read), strict=True):
-        prompt, body, behind = (tokenizer.encode(text).ids for text in (draft.prompt, draft.body, draft.suffix))
+        prompt, body, behind = (
+            tokenizer.encode(text).ids for text in (draft.prompt, draft.body, draft.suffix)
+        )
         logits_LV = model.logits(model.hidden(jnp.array([prompt + body + behind]))[0])[0]
-        logits_LV = logits_LV.at[:, model.cfg.mask_id].set(-jnp.inf)[:, : tokenizer.get_vocab_size()]
+        logits_LV = logits_LV.at[:, model.cfg.mask_id].set(-jnp.inf)[
+            :, : tokenizer.get_vocab_size()
+        ]
         logp_CV = np.asarray(jax.nn.log_softmax(logits_LV))[len(prompt) - 1 :][: len(body)]
         margins = {}  # by offset in the body
         for i, token in enumerate(body):
-            others = np.where(np.isin(np.arange(logp_CV.shape[1]), [token, model.cfg.eos_id]), -np.inf, logp_CV[i])
+            others = np.where(
+                np.isin(np.arange(logp_CV.shape[1]), [token, model.cfg.eos_id]), -np.inf, logp_CV[i]
+            )
             other = tokenizer.decode([others.argmax()])
             margins[len(tokenizer.decode(body[:i]))] = logp_CV[i, token] - others.max(), other
         assert {*found} == {(offset, other) for offset, (_, other) in margins.items()}
-        assert np.all(np.diff([margins[offset][0] for offset, _ in found]) > -0.02)  # other shapes, other rounding
+        # other shapes, other rounding
+        assert np.all(np.diff([margins[offset][0] for offset, _ in found]) > -0.02)
     # the wrong word is found, and the right one known
     offset, other = repair.suspects(drafts[:1], read)[0][0]
     assert bodies[0][offset:].startswith(" max")
@@ -81,11 +106,16 @@ def test_a_draft_is_opened_behind_suspect_tokens_then_at_the_line_that_raises_an
     suspects = [(20, " -"), (6, "+=")]
     openings = [*repair.default_openings(draft, suspects)]
     assert openings == [(20, 27, " -"), (6, 9, "+="), (10, 27, ""), (0, 10, "")]
-    ended = dataclasses.replace(draft, body="    x = 0\r    return (x")  # Python's parser counts two lines
+    # Python's parser counts two lines
+    ended = dataclasses.replace(draft, body="    x = 0\r    return (x")
     repair.set_line(ended, PROMPT.count("\n") + 2)
     assert [*repair.default_openings(ended, [])] == []
     draft.line = 1
-    assert [*repair.default_openings(draft, suspects[1:])] == [(6, 9, "+="), (10, 27, ""), (0, 10, "")]
+    assert [*repair.default_openings(draft, suspects[1:])] == [
+        (6, 9, "+="),
+        (10, 27, ""),
+        (0, 10, ""),
+    ]
     assert draft.opened(6, 9, "+=") == (PROMPT + "    x +=", "= 0", "\n    return x + xs", "+=")
 
 
@@ -109,7 +139,8 @@ def test_the_best_text_stays_and_no_place_is_opened_twice(read):
         "return 3\n",
         "3\n",
     ]
-    assert draft.passes == 5 * 3 + 1  # five holes in two passes each, and six passes that looked for a place
+    # five holes in two passes each, and six passes that looked for a place
+    assert draft.passes == 5 * 3 + 1
     # one that passes is left alone
     right = repair.Draft(PROMPT, "    return sum(xs)\n", examples)
     repair.repair([right], 7, read, fill, repair.judge)
@@ -118,7 +149,9 @@ def test_the_best_text_stays_and_no_place_is_opened_twice(read):
 
 def test_a_planted_bug_is_found_and_mended(read):
     end = read.model.cfg.eos_id
-    rule = sample_dream.Sampling(threshold=0.9, vocab=read.tokenizer.get_vocab_size(), eos_ids=(end,))
+    rule = sample_dream.Sampling(
+        threshold=0.9, vocab=read.tokenizer.get_vocab_size(), eos_ids=(end,)
+    )
     fill = repair.filler(read, rule, jax.random.key(0), 64, (end,))
     draft = repair.Draft(PROMPT, "    return max(xs)\n", ["assert total([1, 2]) == 3"])
     repair.repair([draft], 4, read, fill, repair.judge)
@@ -128,9 +161,13 @@ def test_a_planted_bug_is_found_and_mended(read):
 
 def test_a_hole_ends_with_an_end_token_or_has_as_many_tokens_as_before(read):
     end = read.model.cfg.eos_id
-    rule = sample_dream.Sampling(threshold=0.9, vocab=read.tokenizer.get_vocab_size(), eos_ids=(end,))
+    rule = sample_dream.Sampling(
+        threshold=0.9, vocab=read.tokenizer.get_vocab_size(), eos_ids=(end,)
+    )
     before, behind = (read.tokenizer.encode(text).ids for text in (PROMPT + "    return", "\n"))
-    ((ids, passes),) = infill.fill_holes(read, [(before, 64, behind)], rule, jax.random.key(0), (end,))
+    ((ids, passes),) = infill.fill_holes(
+        read, [(before, 64, behind)], rule, jax.random.key(0), (end,)
+    )
     assert read.tokenizer.decode(ids).rstrip("\n") == " sum(xs)"
     assert 1 <= passes <= 64
     fill = repair.filler(read, rule, jax.random.key(0), 0, (end,))
@@ -138,23 +175,43 @@ def test_a_hole_ends_with_an_end_token_or_has_as_many_tokens_as_before(read):
     assert len(read.tokenizer.encode(text).ids) == len(read.tokenizer.encode(" max(xs)").ids)
     # a first token that is given takes the place of one of them, or of all
     given = [(PROMPT + "    return sum", old, "\n", " sum") for old in (" max(xs)", " max")]
-    counts = [len(read.tokenizer.encode(text).ids) for text in (" max(xs)", " max", *(x for x, _ in fill(given)))]
+    counts = [
+        len(read.tokenizer.encode(text).ids)
+        for text in (" max(xs)", " max", *(x for x, _ in fill(given)))
+    ]
     assert counts[2:] == [counts[0] - 1, 0]
     blocks = dataclasses.replace(rule, block_length=32, cache="dual", fast_dllm=True, steps=64)
-    fill = repair.filler(read, blocks, jax.random.key(0), 0, (end,))  # holes are no multiple of a block
+    # holes are no multiple of a block
+    fill = repair.filler(read, blocks, jax.random.key(0), 0, (end,))
     assert fill([(PROMPT + "    return", " max(xs)", "\n", "")])[0][0] == text
 
 
-FLAGS = "--model=dream", f"--ckpt={DREAM}", "--temperature=0", "--threshold=0.9", "--compile_cache=", "--devices=1"
+FLAGS = (
+    "--model=dream",
+    f"--ckpt={DREAM}",
+    "--temperature=0",
+    "--threshold=0.9",
+    "--compile_cache=",
+    "--devices=1",
+)
 
 
 def test_a_function_that_passes_before_the_text_was_cut_off_is_left_alone(read):
     """As --check, which runs the definitions that are whole."""
     prompt = 'def double(n):\n    """Return n times 2.\n\n    >>> double(2)\n    4\n    """\n'
-    row = {"prompt": prompt, "completion": "    return n * 2\n\n\ndef triple(n):\n    return (", "suffix": ""}
+    row = {
+        "prompt": prompt,
+        "completion": "    return n * 2\n\n\ndef triple(n):\n    return (",
+        "suffix": "",
+    }
     rule = sample_dream.Sampling(threshold=0.9, vocab=read.tokenizer.get_vocab_size())
     cfg = generate.Config(model="dream", dream=generate.DreamFlags(repair=2))
-    about = {"grows": False, "hole": 64, "texts": types.SimpleNamespace(ends=()), "context": contextlib.nullcontext}
+    about = {
+        "grows": False,
+        "hole": 64,
+        "texts": types.SimpleNamespace(ends=()),
+        "context": contextlib.nullcontext,
+    }
     dream = types.SimpleNamespace(cfg=cfg, read=read, rule=rule, key=jax.random.key(0), **about)
     completions = [(row, prompt + row["completion"])]
     assert repair.repaired(dream, [*completions]) == completions
@@ -164,7 +221,9 @@ def test_what_never_passes_is_shown_with_all_rounds(tmp_path, capsys):
     prompt = 'def double(n):\n    """Return n times 2.\n\n    >>> double(2)\n    99\n    """\n'
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
     flags = *FLAGS, f"--file={tmp_path / 'in.jsonl'}", "--repair=3"
-    assert "no completion passes all examples of 1 of 1 prompts" in refused_by(generate, *flags, "--json")
+    assert "no completion passes all examples of 1 of 1 prompts" in refused_by(
+        generate, *flags, "--json"
+    )
     out, err = capsys.readouterr()
     row = json.loads(out.splitlines()[0])
     assert len(row["repair"]) == 3
@@ -184,7 +243,10 @@ def test_what_never_passes_is_shown_with_all_rounds(tmp_path, capsys):
     [
         (["--prompt=def f(n):\\n    return n\\n"], "no >>> examples that can be run"),
         (['--prompt=def f(n):\\n    """>>> f(1)\\n    2"""\\n    [MASK:3]\\n'], "leave [MASK] out"),
-        (['--prompt=def f(n):\\n    """>>> f(1)\\n    2"""\\n', "--chat=on"], "without a chat template"),
+        (
+            ['--prompt=def f(n):\\n    """>>> f(1)\\n    2"""\\n', "--chat=on"],
+            "without a chat template",
+        ),
         (['--prompt=def f(n):\\n    """>>> f(1\\n    2"""\\n'], "cannot read the >>> examples"),
     ],
 )
@@ -194,7 +256,9 @@ def test_what_cannot_be_repaired_is_refused_in_one_line(flags, part):
 
 def test_a_hole_that_grows_is_filled_token_by_token_whatever_the_rule(read):
     cfg = dataclasses.replace(read.model.cfg, expand_id=1100)
-    grows = infill.Reader(nnx.merge(model_dream.graph_of(cfg, read.model.run), nnx.state(read.model)), read.tokenizer)
+    grows = infill.Reader(
+        nnx.merge(model_dream.graph_of(cfg, read.model.run), nnx.state(read.model)), read.tokenizer
+    )
     ids = {"vocab": read.tokenizer.get_vocab_size(), "eos_ids": (cfg.eos_id,)}
     rule = sample_dream.Sampling(entropy_bound=0.1, eos_penalty=3.0, late_eos="confidence", **ids)
     fill = repair.filler(grows, rule, jax.random.key(0), 0, (cfg.eos_id,))
@@ -205,10 +269,16 @@ def test_a_hole_that_grows_is_filled_token_by_token_whatever_the_rule(read):
 
 def test_a_hole_in_a_text_that_fills_all_positions_is_filled(read):
     cfg = dataclasses.replace(read.model.cfg, positions=64)
-    short = infill.Reader(nnx.merge(model_dream.graph_of(cfg, read.model.run), nnx.state(read.model)), read.tokenizer)
-    rule = sample_dream.Sampling(threshold=0.9, vocab=read.tokenizer.get_vocab_size(), eos_ids=(cfg.eos_id,))
+    short = infill.Reader(
+        nnx.merge(model_dream.graph_of(cfg, read.model.run), nnx.state(read.model)), read.tokenizer
+    )
+    rule = sample_dream.Sampling(
+        threshold=0.9, vocab=read.tokenizer.get_vocab_size(), eos_ids=(cfg.eos_id,)
+    )
     fill = repair.filler(short, rule, jax.random.key(0), 64, (cfg.eos_id,))
-    ((_, passes),) = fill([("def f(n):\n" + "    n += 1\n" * 40 + "    return", " n", "\n", " n + 2")])
+    ((_, passes),) = fill(
+        [("def f(n):\n" + "    n += 1\n" * 40 + "    return", " n", "\n", " n + 2")]
+    )
     assert passes >= 1
 
 
@@ -221,14 +291,23 @@ def test_benchmarks_repair_what_fails_the_examples_and_count_the_rounds(tmp_path
     for number, result in enumerate(("99", "4")):
         prompt = f'def double(n):\n    """Return n times 2.\n\n    >>> double(2)\n    {result}\n    """\n'
         test = "def check(candidate):\n    assert candidate(3) == 6\n"
-        rows.append({"task_id": f"x/{number}", "prompt": prompt, "test": test, "entry_point": "double"})
+        rows.append(
+            {"task_id": f"x/{number}", "prompt": prompt, "test": test, "entry_point": "double"}
+        )
         rows[-1]["canonical_solution"] = "    return n * 2\n"
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = f"--tasks_file={tmp_path / 'tasks.jsonl'}", f"--out={tmp_path / 'out'}", "--max_new=64", "--batch_size=2"
+    flags = (
+        f"--tasks_file={tmp_path / 'tasks.jsonl'}",
+        f"--out={tmp_path / 'out'}",
+        "--max_new=64",
+        "--batch_size=2",
+    )
     models = "--model=dream", f"--ckpt={DREAM}", "--threshold=0.9"
     done = run("benchmarks.py", "--task=humaneval", "--repair=3", *models, *flags)
     assert done.returncode == 0, done.stderr
-    samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    samples = [
+        json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
+    ]
     assert {row["task_id"]: row.get("rounds") for row in samples} == {"x/0": 3, "x/1": None}
     assert all(row["completion"] in row["solution"] for row in samples)
     for flags, part in (

@@ -19,7 +19,9 @@ import sandbox
 
 DATA = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data"))
 HUMANEVAL, QWEN = DATA / "HumanEval.jsonl.gz", DATA / "qwen2.5_tokenizer"
-needs_qwen = pytest.mark.skipif(not QWEN.is_dir(), reason=f"no Qwen2.5 tokenizer in {QWEN}; set SHARED_DATA")
+needs_qwen = pytest.mark.skipif(
+    not QWEN.is_dir(), reason=f"no Qwen2.5 tokenizer in {QWEN}; set SHARED_DATA"
+)
 
 
 def refused(cfg):
@@ -44,18 +46,32 @@ def tree(out):
 
 
 def rows_of_acecode(count, seed=0):
-    """`count` made-up rows in AceCode's schema; the pass rates of row i are about i / count, and nearer to the end."""
+    """`count` made-up rows in AceCode's schema; the pass rates of row i are about i / count, and
+    nearer to the end.
+    """
     rng, rows = random.Random(seed), []
     for i in range(count):
-        rates = [min(1.0, max(0.0, i / count + rng.uniform(-0.2, 0.2) * (1.1 - i / count))) for _ in range(4)]
+        rates = [
+            min(1.0, max(0.0, i / count + rng.uniform(-0.2, 0.2) * (1.1 - i / count)))
+            for _ in range(4)
+        ]
         names = ("qwen_coder_2.5", "llama3_instruct", "qwen_coder_2.5", "another")
         solution = f"def f{i}(a):\n    return a + {i}\n"
         inferences = [
             {"model_name": name, "completion_id": k, "completion": solution, "pass_rate": rate}
             for k, (name, rate) in enumerate(zip(names, rates, strict=True))
         ]
-        question, tests = f"Add {i} to the number a.", [f"assert f{i}({k}) == {k + i}" for k in range(3)]
-        row = {"id": f"row_{i}", "source": "oss", "question": question, "test_cases": tests, "inferences": inferences}
+        question, tests = (
+            f"Add {i} to the number a.",
+            [f"assert f{i}({k}) == {k + i}" for k in range(3)],
+        )
+        row = {
+            "id": f"row_{i}",
+            "source": "oss",
+            "question": question,
+            "test_cases": tests,
+            "inferences": inferences,
+        }
         rows.append(row | {"context_messages": [{"content": question, "role": "user"}]})
     return rows
 
@@ -72,7 +88,12 @@ def tasks_of(out, split="train"):
 
 def acecode(tmp_path, lines, **changes):
     path = write_rows(tmp_path / "rows.jsonl", lines)
-    settings = {"roots": (str(path),), "out": str(tmp_path / "tasks"), "heldout": 0.0, "difficulty": "all"}
+    settings = {
+        "roots": (str(path),),
+        "out": str(tmp_path / "tasks"),
+        "heldout": 0.0,
+        "difficulty": "all",
+    }
     return rl_tasks.Config(**settings | changes)
 
 
@@ -142,7 +163,9 @@ def test_prompts_that_are_too_long_are_dropped(tmp_path):
 
     def length(task):
         turns = {"system": rl_tasks.SYSTEM, "user": rl_tasks.question_of(task)}
-        text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns.items())
+        text = "".join(
+            f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns.items()
+        )
         return len(encoder.encode(text + "<|im_start|>assistant\n"))
 
     every = [task for row in rows for task in rl_tasks.with_twin(row)]
@@ -154,7 +177,9 @@ def test_prompts_that_are_too_long_are_dropped(tmp_path):
 def test_held_out_tasks_are_drawn_with_their_twins(tmp_path):
     cfg = acecode(tmp_path, rows_of_acecode(100), heldout=0.3)
     rl_tasks.main(cfg)
-    train, heldout = ({task["id"] for task in tasks_of(cfg.out, split)} for split in ("train", "heldout"))
+    train, heldout = (
+        {task["id"] for task in tasks_of(cfg.out, split)} for split in ("train", "heldout")
+    )
     assert not train & heldout
     assert 15 < len(heldout) < 45  # 30 +- 3 standard deviations
     assert meta_of(cfg.out)["tasks"] == {"train": 2 * len(train), "heldout": 2 * len(heldout)}
@@ -197,7 +222,9 @@ def test_what_is_no_row_of_acecode_is_refused(tmp_path, capsys, line, words):
         file.write(line + "\n")
     message = refused(cfg)
     assert all(word in message for word in words)
-    assert not [path for path in Path(cfg.out).rglob("*") if path.is_file() and path.name != ".lock"]
+    assert not [
+        path for path in Path(cfg.out).rglob("*") if path.is_file() and path.name != ".lock"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +249,10 @@ def test_a_folder_of_other_tasks_is_refused(tmp_path):
     assert "other settings or files" in refused(cfg)
     assert tree(cfg.out) == before
     held = Path(cfg.out) / ".lock"
-    with rl_tasks.runs.lock(held), pytest.raises(BlockingIOError, match="another process is writing"):
+    with (
+        rl_tasks.runs.lock(held),
+        pytest.raises(BlockingIOError, match="another process is writing"),
+    ):
         rl_tasks.main(cfg)
 
 
@@ -230,11 +260,15 @@ def test_the_rows_that_are_read_are_not_written_over(tmp_path):
     cfg = acecode(tmp_path, rows_of_acecode(3))
     own = Path(cfg.roots[0]).rename(tmp_path / "train.jsonl")
     before = own.read_bytes()
-    assert "would be written over" in refused(dataclasses.replace(cfg, roots=(str(own),), out=str(tmp_path)))
+    assert "would be written over" in refused(
+        dataclasses.replace(cfg, roots=(str(own),), out=str(tmp_path))
+    )
     assert own.read_bytes() == before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "heldout.jsonl").write_text("{}")
-    assert "would be written over" in refused(acecode(tmp_path, rows_of_acecode(3), out=str(tmp_path / "mine")))
+    assert "would be written over" in refused(
+        acecode(tmp_path, rows_of_acecode(3), out=str(tmp_path / "mine"))
+    )
 
 
 @pytest.mark.skipif(not HUMANEVAL.is_file(), reason=f"no {HUMANEVAL}; set SHARED_DATA")
@@ -247,9 +281,13 @@ def test_humaneval_is_written_as_tasks_that_its_solutions_pass(tmp_path):
     picked = [0, 32, 38]  # of them two whose tests call a helper of the prompt
     assert all(rows[i]["prompt"] in tasks[i]["question"] for i in picked)
     right = [rows[i]["prompt"] + rows[i]["canonical_solution"] for i in picked]
-    results = sandbox.run_tests([*right, rows[0]["prompt"]], [tasks[i]["test_cases"] for i in [*picked, 0]])
+    results = sandbox.run_tests(
+        [*right, rows[0]["prompt"]], [tasks[i]["test_cases"] for i in [*picked, 0]]
+    )
     assert [result.rate for result in results] == [1, 1, 1, 0]
-    assert "not the official file" in refused(dataclasses.replace(cfg, humaneval=cfg.roots[0], out=cfg.out + "2"))
+    assert "not the official file" in refused(
+        dataclasses.replace(cfg, humaneval=cfg.roots[0], out=cfg.out + "2")
+    )
 
 
 def test_the_command_writes_tasks_and_says_in_a_line_what_is_wrong(tmp_path):

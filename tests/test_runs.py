@@ -1,4 +1,6 @@
-"""The folder of a run: command line, lock, log, signals, and checkpoints that are damaged, cut short or of others."""
+"""The folder of a run: command line, lock, log, signals, and checkpoints that are damaged, cut
+short or of others.
+"""
 
 import contextlib
 import dataclasses
@@ -52,11 +54,15 @@ SCRIPT = """
 
 @pytest.fixture
 def script(tmp_path):
-    """script(body, *flags): runs a script whose main is `body`, from a folder beside runs.py as it were."""
+    """script(body, *flags): runs a script whose main is `body`, from a folder beside runs.py as it
+    were.
+    """
 
     def execute(body, *flags, python=(), **options):
         shutil.copy(ROOT / "runs.py", tmp_path)
-        source = textwrap.dedent(SCRIPT).format(root=str(tmp_path), body=textwrap.indent(body, 4 * " ").strip())
+        source = textwrap.dedent(SCRIPT).format(
+            root=str(tmp_path), body=textwrap.indent(body, 4 * " ").strip()
+        )
         (tmp_path / "script.py").write_text(source)
         pipes = {"capture_output": True, "text": True, "timeout": 60, "cwd": tmp_path}
         return subprocess.run([sys.executable, *python, "script.py", *flags], **pipes, **options)
@@ -76,7 +82,11 @@ class Config:
 
 def test_scripts_take_nine_tenths_of_a_gpu_unless_told_otherwise(script):
     body = "import os; print(os.environ['XLA_PYTHON_CLIENT_MEM_FRACTION'])"
-    env = {name: value for name, value in os.environ.items() if name != "XLA_PYTHON_CLIENT_MEM_FRACTION"}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    }
     assert script(body, env=env).stdout == "0.9\n"
     assert script(body, env=env | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}).stdout == "0.5\n"
 
@@ -87,10 +97,16 @@ def test_an_error_of_ours_is_one_line_and_status_1(script, tmp_path):
     (tmp_path / "below").mkdir()
     (tmp_path / "link").symlink_to(tmp_path)
     for path in ("../script.py", "../link/script.py"):
-        result = subprocess.run([sys.executable, path], capture_output=True, text=True, cwd=tmp_path / "below")
+        result = subprocess.run(
+            [sys.executable, path], capture_output=True, text=True, cwd=tmp_path / "below"
+        )
         assert (result.returncode, result.stderr) == (1, "--steps=0: at least 1\n")
     says(script("open('nowhere/file')"), "nowhere/file")
-    says(script("sys.modules['torch'] = None\nimport torch"), "torch", "pip install -r requirements-gpu.txt")
+    says(
+        script("sys.modules['torch'] = None\nimport torch"),
+        "torch",
+        "pip install -r requirements-gpu.txt",
+    )
 
 
 def test_a_bug_keeps_its_traceback(script):
@@ -101,7 +117,8 @@ def test_a_bug_keeps_its_traceback(script):
 
 
 def test_ctrl_c_is_130_and_says_nothing(script):
-    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # background jobs ignore it
+    # background jobs ignore it
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     result = script(f"{heard}; print('so far', flush=True); os.kill(os.getpid(), 2); time.sleep(9)")
     assert (result.returncode, result.stdout, result.stderr) == (130, "so far\n", "")
 
@@ -115,7 +132,9 @@ def test_help_is_the_docstring_and_the_comments_of_the_fields(script):
 
 
 def test_a_tilde_that_the_shell_left_is_the_home_folder(script):
-    found = script("print(cfg.out)", "--out=~/a~/b", env=os.environ | {"HOME": "/home/somebody"}).stdout
+    found = script(
+        "print(cfg.out)", "--out=~/a~/b", env=os.environ | {"HOME": "/home/somebody"}
+    ).stdout
     assert found == "/home/somebody/a~/b\n"
 
 
@@ -130,14 +149,24 @@ def test_a_number_outside_its_limits_is_one_line_before_any_work(script, tmp_pat
     ):
         result = script("print('working')", *flags)
         assert (result.returncode, result.stdout, result.stderr) == (1, "", said + "\n")
-    assert script("print(cfg.lr, cfg.rates)", "--lr=0", "--rates", "0", "1").stdout == "0.0 (0.0, 1.0)\n"
+    assert (
+        script("print(cfg.lr, cfg.rates)", "--lr=0", "--rates", "0", "1").stdout
+        == "0.0 (0.0, 1.0)\n"
+    )
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text('{"train": {"steps": -3}}')  # edited by hand
     says(script("pass", "--resume=run"), "--steps=-3 is not in 1 ..")
 
 
 def test_resume_takes_the_settings_of_the_run_but_not_those_of_its_machine(script, tmp_path):
-    saved = {"steps": 7, "hosts": 4, "sizes": [1, 2], "group": {"rank": 3}, "gone": 1, "out": "elsewhere"}
+    saved = {
+        "steps": 7,
+        "hosts": 4,
+        "sizes": [1, 2],
+        "group": {"rank": 3},
+        "gone": 1,
+        "out": "elsewhere",
+    }
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text(json.dumps({"train": saved}))
     body = "print(cfg.out, cfg.resume, cfg.steps, cfg.hosts, cfg.sizes, cfg.group, cfg.fast)"
@@ -183,7 +212,8 @@ def test_a_folder_is_complete_or_not_there(tmp_path):
     with pytest.raises(RuntimeError), runs.new_folder(tmp_path / "other"):
         raise RuntimeError
     assert os.listdir(tmp_path) == ["new"]
-    (tmp_path / "link").symlink_to(tmp_path / "disk" / "far")  # what a link names is replaced, on its own disk
+    # what a link names is replaced, on its own disk
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "far")
     for text in "ab":
         with runs.new_folder(tmp_path / "link") as folder:
             assert folder.parent == tmp_path / "disk"
@@ -226,8 +256,12 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path):
     with runs.Run(cfg):
         pass
     (tmp_path / "run" / "checkpoints" / "1").mkdir(parents=True)
-    for resume in "", str(tmp_path / "other"):  # a run that goes on in a folder of its own, started twice
-        with pytest.raises(FileExistsError, match="--resume"), runs.Run(dataclasses.replace(cfg, resume=resume)):
+    # a run that goes on in a folder of its own, started twice
+    for resume in "", str(tmp_path / "other"):
+        with (
+            pytest.raises(FileExistsError, match="--resume"),
+            runs.Run(dataclasses.replace(cfg, resume=resume)),
+        ):
             pass
     with runs.Run(dataclasses.replace(cfg, resume=str(tmp_path / "other" / ".." / "run"))):
         pass
@@ -243,7 +277,8 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path):
 def test_a_resumed_log_goes_on_after_the_checkpoint(tmp_path, capsys):
     cfg = Config(str(tmp_path), resume=str(tmp_path))
     rows = "".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3))
-    (tmp_path / "log.jsonl").write_text(rows + '{"step": 4, "lo')  # what a kill in the middle of a line leaves
+    # what a kill in the middle of a line leaves
+    (tmp_path / "log.jsonl").write_text(rows + '{"step": 4, "lo')
     (tmp_path / "checkpoints" / "2").mkdir(parents=True)
     with runs.Run(cfg) as run:
         run.begin(2, {"train": {}}, {"tokenizer.json": b"{}"})
@@ -275,7 +310,9 @@ def test_a_folder_without_a_checkpoint_begins_its_log_anew(tmp_path):
     assert (tmp_path / "a" / "log.jsonl").read_text() == '{"step": 1010}\n'
 
 
-@pytest.mark.parametrize("line", [b'{"step": 2, "lo', b"", b"\xff", b"[2]", b'{"loss": 1.0}', b'{"step": "2"}'])
+@pytest.mark.parametrize(
+    "line", [b'{"step": 2, "lo', b"", b"\xff", b"[2]", b'{"loss": 1.0}', b'{"step": "2"}']
+)
 def test_a_damaged_line_within_a_log_is_named_and_nothing_is_cut(tmp_path, line):
     log = b'{"step": 1}\n' + line + b'\n{"step": 3}\n'
     (tmp_path / "log.jsonl").write_bytes(log)
@@ -316,7 +353,8 @@ def test_a_closed_terminal_asks_a_run_to_stop_but_not_under_nohup(tmp_path):
 
 
 def test_a_closed_output_ends_no_run(tmp_path):
-    with contextlib.suppress(OSError), open("/dev/full", "w") as closed:  # it raises again when it is left
+    # it raises again when it is left
+    with contextlib.suppress(OSError), open("/dev/full", "w") as closed:
         with runs.Run(Config(str(tmp_path))) as run, contextlib.redirect_stdout(closed):
             run.begin(0, {})
             run.log({"step": 1})
@@ -338,7 +376,9 @@ def test_a_signal_that_ends_a_compiler_too_is_one_line(tmp_path):
             signal.raise_signal(signal.SIGINT)  # a Ctrl-C goes to both
             subprocess.run(["sh", "-c", "kill -INT $$"], check=True)
 
-    with pytest.raises(InterruptedError, match=r"stopped in the middle of a step .*; nothing was saved yet"):
+    with pytest.raises(
+        InterruptedError, match=r"stopped in the middle of a step .*; nothing was saved yet"
+    ):
         train()
 
 
@@ -355,7 +395,10 @@ def test_output_that_nobody_reads_ends_the_program_silently(script, tmp_path):
 @pytest.fixture
 def saved(tmp_path):
     jax = pytest.importorskip("jax")
-    state = {"params": {"a": jax.numpy.arange(60_000.0), "b": {"c": jax.numpy.ones((3, 4))}}, "opt": {}}
+    state = {
+        "params": {"a": jax.numpy.arange(60_000.0), "b": {"c": jax.numpy.ones((3, 4))}},
+        "opt": {},
+    }
     store = checkpoints.Checkpoints(tmp_path, keep=2, best="loss")
     for step, loss in enumerate((3.0, 1.0, 2.0, 4.0, 5.0), 1):
         store.save(step, state, {"model": {"width": 2}, "step": step}, {"loss": loss})
@@ -383,15 +426,20 @@ def test_a_run_that_lost_its_checkpoints_does_not_begin_anew(tmp_path):
     jax, cfg = pytest.importorskip("jax"), Config(str(tmp_path), resume=str(tmp_path))
     store = checkpoints.Checkpoints(tmp_path)
     store.save(1, {"params": {"a": jax.numpy.ones(3)}}, {"model": {}, "step": 1})
-    store.manager.wait_until_finished()  # killed right after its first checkpoint: nothing of ours ran behind it
+    # killed right after its first checkpoint: nothing of ours ran behind it
+    store.manager.wait_until_finished()
     assert checkpoints.Checkpoints(tmp_path).newest() == 1
     with runs.Run(cfg):
         pass
     shutil.rmtree(tmp_path / "checkpoints")
     for again in cfg, Config(str(tmp_path)):
-        with pytest.raises(FileNotFoundError, match=r"checkpoints of .* are gone; choose another"), runs.Run(again):
+        with (
+            pytest.raises(FileNotFoundError, match=r"checkpoints of .* are gone; choose another"),
+            runs.Run(again),
+        ):
             pass
-    with runs.Run(Config(str(tmp_path / "other"), resume=str(tmp_path / "other"))):  # stopped before its first one
+    # stopped before its first one
+    with runs.Run(Config(str(tmp_path / "other"), resume=str(tmp_path / "other"))):
         pass
 
 
@@ -408,10 +456,15 @@ def test_a_damaged_checkpoint_is_one_line_that_names_it(saved, tmp_path):
     record = json.loads(meta.read_text())
     changed = record | {"sums": record["sums"] | {"params.b.c": 7}}
     meta.write_text(json.dumps(changed))
-    with pytest.raises(ValueError, match=r"checkpoints/5 cannot be read \(params.b.c\); if it is damaged, delete"):
+    with pytest.raises(
+        ValueError, match=r"checkpoints/5 cannot be read \(params.b.c\); if it is damaged, delete"
+    ):
         store.restore(state)
     meta.write_text(json.dumps(record))
-    largest = max((p for p in (meta.parents[1] / "params").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    largest = max(
+        (p for p in (meta.parents[1] / "params").rglob("*") if p.is_file()),
+        key=lambda p: p.stat().st_size,
+    )
     os.truncate(largest, 100)
     with pytest.raises(ValueError, match="checkpoints/5 cannot be read"):
         store.restore(state)
@@ -429,25 +482,43 @@ def test_a_folder_from_the_hub_is_to_be_converted_first(tmp_path):
 
 def test_names_and_shapes_that_do_not_fit_are_listed():
     with pytest.raises(
-        ValueError, match=r"x do not fit the model: b has shape \(2,\), not \(3,\); missing a; unexp"
+        ValueError,
+        match=r"x do not fit the model: b has shape \(2,\), not \(3,\); missing a; unexp",
     ) as e:
         runs.check_tensors({"b": (2,), "c": (1,)}, {"a": (1,), "b": (3,)}, "x")
     assert "unexpected c" in str(e.value)
 
 
 def test_what_changed_since_a_checkpoint_is_said_or_refused(capsys):
-    train = {"seed": 0, "batch_size": 8, "rates": (0.1, 1.0), "optimizer": "muon", "out": "a", "gone": 1, "unset": ""}
+    train = {
+        "seed": 0,
+        "batch_size": 8,
+        "rates": (0.1, 1.0),
+        "optimizer": "muon",
+        "out": "a",
+        "gone": 1,
+        "unset": "",
+    }
     saved = {"model": {"width": 2}, "data": "d", "step": 12, "train": train}
 
     def compare(where="out/checkpoints/12", **changes):
         now = {name: value for name, value in (train | changes).items() if name != "gone"}
-        runs.check_resumed(json.loads(json.dumps(saved)), saved | {"train": now}, where, ("optimizer",))
+        runs.check_resumed(
+            json.loads(json.dumps(saved)), saved | {"train": now}, where, ("optimizer",)
+        )
         return capsys.readouterr().out
 
-    assert compare() == compare(out="b", resume="a", lr=0.1, unset="x") == compare(Path("run/step_12")) == ""
+    assert (
+        compare()
+        == compare(out="b", resume="a", lr=0.1, unset="x")
+        == compare(Path("run/step_12"))
+        == ""
+    )
     assert compare(Path("step_12")) == ""  # --resume=.
     changed = compare(seed=1, batch_size=16, rates=(0.2, 1.0))
-    assert changed.startswith("changed since out/checkpoints/12: seed 0 -> 1, batch_size 8 -> 16, rates [0.1, 1.0] -> ")
+    assert changed.startswith(
+        "changed since out/checkpoints/12: seed 0 -> 1, batch_size 8 -> 16, rates [0.1, 1.0] -> "
+    )
     with pytest.raises(ValueError, match="width 2 there, 3 here; depth None there, 1 here"):
         runs.check_resumed(saved, saved | {"model": {"width": 3, "depth": 1}}, "out/checkpoints/12")
     with pytest.raises(ValueError, match="--optimizer muon there, adamw here"):
@@ -462,7 +533,10 @@ def test_a_tree_is_flattened_and_back():
     flat = checkpoints.flatten(tree)
     assert list(flat) == ["a", "layers.0.w"]
     assert checkpoints.unflatten(flat)["layers"]["0"]["w"] is tree["layers"]["0"]["w"]
-    assert checkpoints.bit_sums(tree) == {"a": 2 * 0x3F800000, "layers.0.w": 0x3C00 + 0x4000 + 0x4200}
+    assert checkpoints.bit_sums(tree) == {
+        "a": 2 * 0x3F800000,
+        "layers.0.w": 0x3C00 + 0x4000 + 0x4200,
+    }
 
 
 @pytest.mark.parametrize(
@@ -473,7 +547,9 @@ def test_a_tree_is_flattened_and_back():
         ("memory.limit_in_bytes", None, 1e9),  # gVisor has no memory.stat
     ],
 )
-def test_a_container_leaves_what_its_limit_says_less_what_is_in_use(tmp_path, monkeypatch, limit, stat, free):
+def test_a_container_leaves_what_its_limit_says_less_what_is_in_use(
+    tmp_path, monkeypatch, limit, stat, free
+):
     jax = pytest.importorskip("jax")
     (tmp_path / limit).write_text("1000000000\n")
     (tmp_path / "meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable: 8000000 kB\n")
@@ -499,7 +575,9 @@ def test_a_container_leaves_what_its_limit_says_less_what_is_in_use(tmp_path, mo
         ([], {}, ""),
     ],
 )
-def test_an_accelerator_that_jax_leaves_idle_is_found(tmp_path, monkeypatch, paths, environment, want):
+def test_an_accelerator_that_jax_leaves_idle_is_found(
+    tmp_path, monkeypatch, paths, environment, want
+):
     pytest.importorskip("jax")
     for path in paths:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -521,7 +599,9 @@ def test_an_export_has_the_step_of_its_run(tmp_path):
     assert checkpoints.find_weights(tmp_path)[2] == 0
 
 
-def test_a_resumed_run_goes_on_in_its_curve_of_wandb_and_a_new_one_begins_another(tmp_path, monkeypatch):
+def test_a_resumed_run_goes_on_in_its_curve_of_wandb_and_a_new_one_begins_another(
+    tmp_path, monkeypatch
+):
     wandb = pytest.importorskip("wandb")
     for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
         monkeypatch.setenv(name, value)
@@ -540,9 +620,7 @@ def test_a_resumed_run_goes_on_in_its_curve_of_wandb_and_a_new_one_begins_anothe
 
 
 def test_it_needs_neither_jax_nor_torch():
-    code = (
-        "import sys; sys.modules.update(jax=None, torch=None, orbax=None, tyro=None); import runs; print(runs.command)"
-    )
+    code = "import sys; sys.modules.update(jax=None, torch=None, orbax=None, tyro=None); import runs; print(runs.command)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert Path(runs.__file__).parent == ROOT

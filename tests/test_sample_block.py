@@ -13,7 +13,20 @@ import model_dream as md
 import sample_block
 
 CFG = md.DreamConfig(
-    64, 32, 1, 4, 2, 8, 48, mask_id=3, pad_id=0, bos_id=0, eos_id=0, positions=64, theta=100.0, block_length=4
+    64,
+    32,
+    1,
+    4,
+    2,
+    8,
+    48,
+    mask_id=3,
+    pad_id=0,
+    bos_id=0,
+    eos_id=0,
+    positions=64,
+    theta=100.0,
+    block_length=4,
 )
 
 
@@ -50,7 +63,9 @@ def test_the_id_of_a_mask_that_grows_is_never_written(model):
     ids, _ = sample_block.generate(model, [[5, 6, 7]], 12)
     written = ids[0][3:]
     often = max(set(written) - {CFG.eos_id}, key=written.count)
-    grows = nnx.merge(md.graph_of(dataclasses.replace(CFG, expand_id=often), md.Run()), nnx.state(model))
+    grows = nnx.merge(
+        md.graph_of(dataclasses.replace(CFG, expand_id=often), md.Run()), nnx.state(model)
+    )
     assert often not in sample_block.generate(grows, [[5, 6, 7]], 12)[0][0][3:]
 
 
@@ -58,15 +73,22 @@ def test_the_id_of_a_mask_that_grows_is_never_written(model):
 def test_a_schedule_below_a_threshold_bounds_the_passes(model):
     # At 1.0 no token is sure enough; two steps of a block of four then write two tokens each.
     for steps, passes in ((0, 8), (2, 4)):
-        _, stats = sample_block.generate(model, [[5] * 4], 8, sample_block.Sampling(threshold=1.0, steps=steps))
+        _, stats = sample_block.generate(
+            model, [[5] * 4], 8, sample_block.Sampling(threshold=1.0, steps=steps)
+        )
         assert stats["forwards"] == passes
 
 
 def test_what_does_not_fit_is_one_line(model):
-    for prompts, part in (([[5, 3, 6]], "does not see the text after a hole"), ([[5] * 62], "66 tokens do not fit")):
+    for prompts, part in (
+        ([[5, 3, 6]], "does not see the text after a hole"),
+        ([[5] * 62], "66 tokens do not fit"),
+    ):
         with pytest.raises(ValueError, match=part):
             sample_block.generate(model, prompts, 4)
-    whole = nnx.merge(md.graph_of(dataclasses.replace(CFG, block_length=0), md.Run()), nnx.state(model))
+    whole = nnx.merge(
+        md.graph_of(dataclasses.replace(CFG, block_length=0), md.Run()), nnx.state(model)
+    )
     with pytest.raises(ValueError, match="the model has no blocks"):
         sample_block.generate(whole, [[5]], 4)
 
@@ -74,7 +96,9 @@ def test_what_does_not_fit_is_one_line(model):
 @pytest.mark.slow
 @pytest.mark.usefixtures("exact_matmuls")
 def test_the_keys_of_finished_tokens_stay_causal_with_the_shift():
-    """The first token of a block is what a causal pass over the whole text says, with its probability."""
+    """The first token of a block is what a causal pass over the whole text says, with its
+    probability.
+    """
     causal, prompt = model_of(True), [5, 6, 7]
     (row,), stats = sample_block.generate(causal, [prompt], 24, sample_block.Sampling(4, steps=2))
     token_BL = np.array([row])
@@ -83,15 +107,21 @@ def test_the_keys_of_finished_tokens_stay_causal_with_the_shift():
     logits_LV[:, causal.cfg.mask_id] = -np.inf
     first = np.arange(len(prompt), len(row), 4)
     assert logits_LV[first - 1].argmax(-1).tolist() == token_BL[0, first].tolist()
-    prob_N = np.asarray(jax.nn.softmax(logits_LV[first - 1]))[np.arange(len(first)), token_BL[0, first]]
+    prob_N = np.asarray(jax.nn.softmax(logits_LV[first - 1]))[
+        np.arange(len(first)), token_BL[0, first]
+    ]
     np.testing.assert_allclose(stats["probability"][0, first], prob_N, rtol=1e-4)
 
 
 def test_a_mesh_splits_the_cache_and_writes_what_one_device_writes(model, monkeypatch):
     shape, axes = (2, 1, 2), ("data", "fsdp", "tensor")
-    mesh = jax.make_mesh(shape, axes, axis_types=(jax.sharding.AxisType.Auto,) * 3, devices=jax.devices()[:4])
+    mesh = jax.make_mesh(
+        shape, axes, axis_types=(jax.sharding.AxisType.Auto,) * 3, devices=jax.devices()[:4]
+    )
     params = nnx.to_pure_dict(nnx.state(model))
-    spread = nnx.merge(md.graph_of(CFG, md.Run()), jax.device_put(params, md.shardings(mesh, params)))
+    spread = nnx.merge(
+        md.graph_of(CFG, md.Run()), jax.device_put(params, md.shardings(mesh, params))
+    )
     caches, fill_block, prompts = [], sample_block.fill_block, [[5, 6, 7], [8]]
     want, _ = sample_block.generate(model, prompts, 12)
 
@@ -104,4 +134,5 @@ def test_a_mesh_splits_the_cache_and_writes_what_one_device_writes(model, monkey
     with jax.set_mesh(mesh):
         got, _ = sample_block.generate(spread, prompts, 12)
     assert got == want
-    assert {x.sharding.shard_shape(x.shape)[:2] for x in caches} == {(1, 1)}  # a row and a head on each device
+    # a row and a head on each device
+    assert {x.sharding.shard_shape(x.shape)[:2] for x in caches} == {(1, 1)}

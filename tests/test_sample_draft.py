@@ -1,4 +1,6 @@
-"""sample_draft.py: the text that is drafted is the text token by token, in every batch and at every temperature."""
+"""sample_draft.py: the text that is drafted is the text token by token, in every batch and at every
+temperature.
+"""
 
 import dataclasses
 import json
@@ -20,7 +22,8 @@ def model_of(shift):
     shape = {"layers": 2, "heads": 4, "kv_heads": 2, "head_size": 8, "ffn": 48, "positions": 128}
     cfg = md.DreamConfig(64, 32, **shape, mask_id=4, pad_id=0, bos_id=1, eos_id=2)
     cfg = dataclasses.replace(cfg, shift=shift, causal=True, block_length=8)
-    params = jax.tree.map(lambda x: 3 * x, md.new_params(cfg, 0))  # sharper than at the start of training
+    # sharper than at the start of training
+    params = jax.tree.map(lambda x: 3 * x, md.new_params(cfg, 0))
     return nnx.merge(md.graph_of(cfg, md.Run()), params)
 
 
@@ -38,7 +41,9 @@ def model_of(shift):
 def test_a_drafted_text_is_the_text_token_by_token(shift, temperature, top_p):
     model = model_of(shift)
     rule = sample_draft.Sampling(temperature=temperature, top_p=top_p, eos_ids=(2, 3))
-    key = jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(jax.random.key(7), i)))(np.arange(len(PROMPTS)))
+    key = jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(jax.random.key(7), i)))(
+        np.arange(len(PROMPTS))
+    )
     want, stats = sample_draft.generate(model, PROMPTS, 40, rule, key)
     assert stats["forwards"] == stats["steps"] <= 40
     for draft, steps in ((3, 0), (2, 1), (16, 1)):
@@ -57,20 +62,27 @@ def test_a_drafted_text_is_the_text_token_by_token(shift, temperature, top_p):
 def test_a_single_pass_drafts_behind_each_number_of_drafts_that_may_stay(shift):
     model, N, agreed = model_of(shift), 3, 0
     rows, _ = sample_draft.generate(model, PROMPTS, 40)
-    got, stats = sample_draft.generate(model, PROMPTS, 40, sample_draft.Sampling(draft=N, draft_steps=0))
+    got, stats = sample_draft.generate(
+        model, PROMPTS, 40, sample_draft.Sampling(draft=N, draft_steps=0)
+    )
     assert got == rows
     for prompt, row, when_L in zip(PROMPTS, rows, stats["when"], strict=True):
-        # The drafts behind each slot, by a pass of its own over the text before: MASKs that see each other stand from
-        # that slot on, whose token the pass does not know.
+        # The drafts behind each slot, by a pass of its own over the text before: MASKs that see
+        # each other stand from that slot on, whose token the pass does not know.
         first_R1, slot_L = np.arange(len(row))[:, None], np.arange(len(row) + N)
         mask_RL = slot_L >= first_R1
         one_RL = np.ones_like(mask_RL, int)
         reach_RL = np.where(mask_RL, first_R1 + N - shift, slot_L)
         token_RL = np.where(mask_RL, model.cfg.mask_id, np.pad(row, (0, N)))
         keys = diffusion.Place(one_RL, one_RL * slot_L)
-        hidden_RLD, _ = model.hidden(token_RL, place=diffusion.Place(one_RL, reach_RL), key_place=keys)
-        token_RL = np.asarray(model.logits(hidden_RLD).at[..., model.cfg.mask_id].set(-np.inf).argmax(-1))
-        want, last = [1, 2], len(prompt) + 1  # the first pass writes a token, the second has no drafts yet
+        hidden_RLD, _ = model.hidden(
+            token_RL, place=diffusion.Place(one_RL, reach_RL), key_place=keys
+        )
+        token_RL = np.asarray(
+            model.logits(hidden_RLD).at[..., model.cfg.mask_id].set(-np.inf).argmax(-1)
+        )
+        # the first pass writes a token, the second has no drafts yet
+        want, last = [1, 2], len(prompt) + 1
         while last < len(row) - 1:
             drafts, following = token_RL[last, last + 1 - shift :][:N], row[last + 1 :]
             agree = [*(a == b for a, b in zip(drafts, following, strict=False)), False].index(False)
@@ -98,13 +110,17 @@ def test_token_by_token_is_what_a_pass_over_the_whole_text_says():
 def test_an_end_token_ends_a_text_and_callers_see_it_grow():
     model, seen = model_of(True), []
     rule = sample_draft.Sampling(draft=3, temperature=1.5)
-    (long,), _ = sample_draft.generate(model, PROMPTS[:1], 60, rule, on_block=lambda rows: seen.append(rows[0]))
+    (long,), _ = sample_draft.generate(
+        model, PROMPTS[:1], 60, rule, on_block=lambda rows: seen.append(rows[0])
+    )
     assert seen[-1] == long
     assert all(long[: len(part)] == part for part in seen)
     assert len(seen) > 1
     end = long[12]
     first = long.index(end, 3)
-    (short,), _ = sample_draft.generate(model, PROMPTS[:1], 60, dataclasses.replace(rule, eos_ids=(end,)))
+    (short,), _ = sample_draft.generate(
+        model, PROMPTS[:1], 60, dataclasses.replace(rule, eos_ids=(end,))
+    )
     assert short == long[:first] + [end] * (63 - first)
 
 
@@ -118,7 +134,9 @@ def test_an_end_token_ends_a_text_and_callers_see_it_grow():
 )
 def test_what_cannot_be_written_is_refused(change, prompts, rule, message):
     model = model_of(True)
-    model = nnx.merge(md.graph_of(dataclasses.replace(model.cfg, **change), md.Run()), nnx.state(model))
+    model = nnx.merge(
+        md.graph_of(dataclasses.replace(model.cfg, **change), md.Run()), nnx.state(model)
+    )
     with pytest.raises(ValueError, match=message):
         sample_draft.generate(model, prompts, 40, sample_draft.Sampling(**rule))
 
@@ -127,10 +145,13 @@ def test_what_cannot_be_written_is_refused(change, prompts, rule, message):
 @pytest.mark.golden
 @pytest.mark.usefixtures("exact_matmuls")
 def test_nemotron_s_autoregressive_and_self_speculated_texts_and_their_passes(golden_dir):
-    """With a threshold its drafts take more passes than ours, which come in one; the text is the same."""
+    """With a threshold its drafts take more passes than ours, which come in one; the text is the
+    same.
+    """
     folder, checked = golden_dir("nemotron"), set()
     model = from_hf(folder, "float32")
-    graph = md.graph_of(dataclasses.replace(model.cfg, positions=1 << 17), md.Run())  # theirs asks for no number
+    # theirs asks for no number
+    graph = md.graph_of(dataclasses.replace(model.cfg, positions=1 << 17), md.Run())
     model = nnx.merge(graph, nnx.state(model))
     for case in json.loads((folder / "nemotron.json").read_text())["cases"]:
         settings = case["settings"]
@@ -138,7 +159,9 @@ def test_nemotron_s_autoregressive_and_self_speculated_texts_and_their_passes(go
             continue
         eos_ids = () if settings["eos_id"] is None else (settings["eos_id"],)
         rule = sample_draft.Sampling(draft=settings.get("block_length", 1) - 1, eos_ids=eos_ids)
-        rows, stats = sample_draft.generate(model, case["prompts"], settings["max_new"], rule, widths=(64, 128, 256))
+        rows, stats = sample_draft.generate(
+            model, case["prompts"], settings["max_new"], rule, widths=(64, 128, 256)
+        )
         for row, prompt, text in zip(rows, case["prompts"], case["text"], strict=True):
             new = row[len(prompt) :][: len(text)]
             assert new == text[: len(new)], case["name"]

@@ -1,4 +1,6 @@
-"""Sampling from Dream: schedules, cached blocks against single passes, ends of texts, draws, tokenizers."""
+"""Sampling from Dream: schedules, cached blocks against single passes, ends of texts, draws,
+tokenizers.
+"""
 
 import dataclasses
 
@@ -23,7 +25,9 @@ def shallow():
 
 
 class Table(nnx.Module):
-    """A model whose logits of the token at each slot are a row of a table [L, V], whatever the canvas holds."""
+    """A model whose logits of the token at each slot are a row of a table [L, V], whatever the
+    canvas holds.
+    """
 
     def __init__(self, logits_LV):
         self.cfg, self.run = dataclasses.replace(TINY, shift=False), md.Run()
@@ -49,13 +53,17 @@ def test_tokenizers_that_do_not_fit_are_refused(tmp_path):
     cfg = dataclasses.replace(TINY, vocab=16, mask_id=7, eos_id=6, pad_id=6, bos_id=6)
     assert sd.load_tokenizer(tmp_path, cfg).encode("abc<|mask|>").ids == [5, 7]
     for change, part in (
-        ({"vocab": 6, "mask_id": 5, "eos_id": 1, "pad_id": 1, "bos_id": 1}, "its ids reach 7, the model has 6"),
+        (
+            {"vocab": 6, "mask_id": 5, "eos_id": 1, "pad_id": 1, "bos_id": 1},
+            "its ids reach 7, the model has 6",
+        ),
         ({"mask_id": 4}, "4, the model's mask_id, is 'ab' in it"),
         ({"eos_id": 9}, "9, the model's eos_id, is None in it"),
     ):
         with pytest.raises(ValueError, match=part):
             sd.load_tokenizer(tmp_path, dataclasses.replace(cfg, **change))
-    assert sd.load_tokenizer(tmp_path, dataclasses.replace(cfg, mask_id=9)).get_vocab_size() == 8  # MASK needs no name
+    # MASK needs no name
+    assert sd.load_tokenizer(tmp_path, dataclasses.replace(cfg, mask_id=9)).get_vocab_size() == 8
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match="cannot be read"):
         sd.load_tokenizer(tmp_path, cfg)
@@ -73,7 +81,9 @@ def test_the_token_at_p_comes_from_the_logits_at_p_minus_1(shallow):
     logits_BLV = np.array(apply(shallow, token_BL))
     logits_BLV[..., MASK] = -np.inf
     best_BL = logits_BLV.argmax(-1)
-    want_BL = np.where(token_BL == MASK, np.concatenate([best_BL[:, :1], best_BL[:, :-1]], 1), token_BL)
+    want_BL = np.where(
+        token_BL == MASK, np.concatenate([best_BL[:, :1], best_BL[:, :-1]], 1), token_BL
+    )
     got_BL, stats = sd.fill(shallow, token_BL, None, sd.Sampling(steps=1))
     np.testing.assert_array_equal(got_BL, want_BL)
     assert stats["forwards"] == 1
@@ -81,7 +91,11 @@ def test_the_token_at_p_comes_from_the_logits_at_p_minus_1(shallow):
 
 def test_the_schedule_takes_kilobytes_whatever_the_number_of_steps_and_masks():
     canvas_BL = np.full((1, 32_768), MASK)
-    for rule in (sd.Sampling(steps=16_000), sd.Sampling(), sd.Sampling(block_length=32, cache="dual")):
+    for rule in (
+        sd.Sampling(steps=16_000),
+        sd.Sampling(),
+        sd.Sampling(block_length=32, cache="dual"),
+    ):
         _, given, _ = sd.prepare(TINY, rule, canvas_BL, canvas_BL > 0)
         assert given.steps in (16_000, 32_768, 32)
         assert given.share_S.nbytes < 200_000
@@ -107,7 +121,11 @@ def simulate(model, row_L, rule):
             if not len(slots):
                 break
             if i:
-                window = (row_L[None], None) if not rule.cache else (row_L[None, start:end], None, None, cache, start)
+                window = (
+                    (row_L[None], None)
+                    if not rule.cache
+                    else (row_L[None, start:end], None, None, cache, start)
+                )
                 (h_LD, cache), at = hidden(model, *window), start
             logits_CV = np.array(model.logits(h_LD)[0], np.float64)[slots - 1 - at]
             logits_CV[:, MASK] = -np.inf
@@ -115,7 +133,11 @@ def simulate(model, row_L, rule):
             p_CV /= p_CV.sum(-1, keepdims=True)
             sure_C = p_CV.max(-1) if rule.threshold else (p_CV * np.log(p_CV + 1e-300)).sum(-1)
             n = len(slots)
-            k = max(1, (sure_C >= rule.threshold).sum()) if rule.threshold else int(n * (1 - t[i + 1] / t[i]))
+            k = (
+                max(1, (sure_C >= rule.threshold).sum())
+                if rule.threshold
+                else int(n * (1 - t[i + 1] / t[i]))
+            )
             k = n if not rule.threshold and i == spb - 1 else k
             passes += bool(k or (rule.cache and not i))
             for c in np.argsort(-sure_C, kind="stable")[:k]:
@@ -123,17 +145,28 @@ def simulate(model, row_L, rule):
     return row_L, passes
 
 
-@pytest.mark.parametrize("cache", [*(pytest.param(x, marks=pytest.mark.slow) for x in ("", "prefix")), "dual"])
+@pytest.mark.parametrize(
+    "cache", [*(pytest.param(x, marks=pytest.mark.slow) for x in ("", "prefix")), "dual"]
+)
 def test_cached_blocks_of_a_padded_batch_are_those_of_each_row_alone(cache):
     # with one layer a cache is exact: its keys and values are those of the embeddings
-    model, prompts = build(TINY if cache else SHALLOW), [tokens(1, n, seed=n)[0].tolist() for n in (40, 1)]
-    for settings, new in (({"threshold": 0.6}, 12), ({"steps": 8}, 12), ({"steps": 2}, 12), ({"steps": 8}, 10)):
+    model, prompts = (
+        build(TINY if cache else SHALLOW),
+        [tokens(1, n, seed=n)[0].tolist() for n in (40, 1)],
+    )
+    for settings, new in (
+        ({"threshold": 0.6}, 12),
+        ({"steps": 8}, 12),
+        ({"steps": 2}, 12),
+        ({"steps": 8}, 10),
+    ):
         rule = sd.Sampling(block_length=6, cache=cache, **settings)
         rows, stats = sd.generate(model, prompts, new, rule)
         alone = [simulate(model, np.array(p + [MASK] * new, np.int32), rule) for p in prompts]
         for row, (want_L, _) in zip(rows, alone, strict=True):
             np.testing.assert_array_equal(row, want_L)
-        if len(settings) == 1 and "threshold" not in settings:  # all rows fill the same number of tokens a step
+        # all rows fill the same number of tokens a step
+        if len(settings) == 1 and "threshold" not in settings:
             assert stats["forwards"] == alone[0][1]
         widths = {"": {64}, "prefix": {33, 64}, "dual": {7, 64}}[cache]
         assert set(stats["windows"]) <= widths
@@ -149,7 +182,8 @@ def test_a_threshold_or_bound_is_compared_with_what_the_model_says_whatever_the_
         for threshold in (0.29, 0.31, 0.9):
             rule = sd.Sampling(temperature=0.2, top_p=0.95, threshold=threshold, **settings)
             got_BL, stats = sd.fill(model, masked(1, 5, 6), None, rule, jax.random.key(0))
-            assert (got_BL[:, 5:] == 9).all()  # at temperature 0.2 the others have no probability that top-p leaves
+            # at temperature 0.2 the others have no probability that top-p leaves
+            assert (got_BL[:, 5:] == 9).all()
             passes.setdefault("".join(settings), []).append(stats["forwards"])
     assert passes == {"": [1, 6, 6], "score": [1, 6, 6], "filtered": [1, 1, 1]}
     entropy = -(p_V * np.log(p_V + 1e-30)).sum()
@@ -160,9 +194,13 @@ def test_a_threshold_or_bound_is_compared_with_what_the_model_says_whatever_the_
 
 
 def decode(model, row_L, rule):
-    """(row, passes): a row without padding, by the words of the rules, in NumPy around passes over the whole row."""
+    """(row, passes): a row without padding, by the words of the rules, in NumPy around passes over
+    the whole row.
+    """
     row_L, made_L, passes = row_L.copy(), row_L == MASK, 0
-    block_L = np.maximum(np.arange(len(row_L)) - made_L.argmax(), 0) // (rule.block_length or len(row_L))
+    block_L = np.maximum(np.arange(len(row_L)) - made_L.argmax(), 0) // (
+        rule.block_length or len(row_L)
+    )
     for _ in range(99):
         if not (row_L == MASK).any():
             return row_L, passes
@@ -175,7 +213,11 @@ def decode(model, row_L, rule):
         max_C, H_C = p_CV.max(-1), -(p_CV * np.log(p_CV + 1e-300)).sum(-1)
         order = np.argsort(-max_C if rule.threshold else H_C, kind="stable")
         if rule.entropy_bound:  # the longest prefix
-            fits = [n for n in range(1, len(order) + 1) if H_C[order[:n]].sum() - H_C[order[:n]].max() <= rule.bound]
+            fits = [
+                n
+                for n in range(1, len(order) + 1)
+                if H_C[order[:n]].sum() - H_C[order[:n]].max() <= rule.bound
+            ]
             n = max(fits)
         else:
             n = max(1, (max_C >= rule.bound).sum())
@@ -193,7 +235,9 @@ def decode(model, row_L, rule):
     ],
     ids=str,
 )
-def test_rows_of_a_batch_are_filled_by_the_words_of_the_rules_as_each_alone(shallow, settings, values):
+def test_rows_of_a_batch_are_filled_by_the_words_of_the_rules_as_each_alone(
+    shallow, settings, values
+):
     canvas_BL, see_BL = masked(3, 6, 18), np.ones((3, 24), bool)
     canvas_BL[0, :3], see_BL[0, :3] = TINY.pad_id, False
     canvas_BL[1, 20:] = tokens(1, 4, seed=5)[0]
@@ -201,7 +245,10 @@ def test_rows_of_a_batch_are_filled_by_the_words_of_the_rules_as_each_alone(shal
     for value in values:
         rule = sd.Sampling(**settings, **value)
         got_BL, stats = sd.fill(shallow, canvas_BL, see_BL, rule)
-        alone = [decode(shallow, row_L[see_L], rule) for row_L, see_L in zip(canvas_BL, see_BL, strict=True)]
+        alone = [
+            decode(shallow, row_L[see_L], rule)
+            for row_L, see_L in zip(canvas_BL, see_BL, strict=True)
+        ]
         for got_L, see_L, (want_L, _) in zip(got_BL, see_BL, alone, strict=True):
             np.testing.assert_array_equal(got_L[see_L], want_L, err_msg=str(rule))
         passes.append(max(passes for _, passes in alone))
@@ -217,7 +264,9 @@ def test_blocks_by_an_entropy_bound_with_an_exact_cache(shallow):
     rule = sd.Sampling(entropy_bound=5.0, block_length=6, cache="dual")
     rows, _ = sd.generate(shallow, prompts, 18, rule)
     for row, prompt in zip(rows, prompts, strict=True):
-        want_L, passes = decode(shallow, np.array(prompt + [MASK] * 18), dataclasses.replace(rule, cache=""))
+        want_L, passes = decode(
+            shallow, np.array(prompt + [MASK] * 18), dataclasses.replace(rule, cache="")
+        )
         np.testing.assert_array_equal(row, want_L)
         assert 3 < passes < 18
 
@@ -240,13 +289,19 @@ def test_rows_with_unequal_masks_follow_their_own_schedule_and_keep_their_prompt
     for row, n in zip(token_BL, (9, 3, 14), strict=True):
         row[np.random.default_rng(n).permutation(20)[:n]] = MASK
     for alg in ("entropy", "topk_margin"):
-        got_BL, stats = sd.fill(shallow, token_BL, None, sd.Sampling(alg=alg, steps=5, history=True))
+        got_BL, stats = sd.fill(
+            shallow, token_BL, None, sd.Sampling(alg=alg, steps=5, history=True)
+        )
         counts_SB = [(stats["when"] == step).sum(-1) for step in range(1, 6)]
-        np.testing.assert_array_equal(counts_SB, diffusion.step_counts(np.array([9, 3, 14]), 5, "dream"))
+        np.testing.assert_array_equal(
+            counts_SB, diffusion.step_counts(np.array([9, 3, 14]), 5, "dream")
+        )
         kept = token_BL != MASK
         np.testing.assert_array_equal(got_BL[kept], token_BL[kept])
         assert (got_BL != MASK).all()
-    got_BL, _ = sd.fill(shallow, token_BL, None, sd.Sampling(threshold=0.5, block_length=5, cache="dual"))
+    got_BL, _ = sd.fill(
+        shallow, token_BL, None, sd.Sampling(threshold=0.5, block_length=5, cache="dual")
+    )
     np.testing.assert_array_equal(got_BL[kept], token_BL[kept])
     assert (got_BL != MASK).all()
 
@@ -281,7 +336,8 @@ def test_an_end_token_ends_its_row_alone():
     canvas_BL, eos = masked(2, 5, 12), TINY.eos_id
     canvas_BL[1, 14:] = 9  # an infill: text follows
     logits_LV = np.random.default_rng(0).normal(0, 3, (17, TINY.vocab))
-    logits_LV[:, eos], logits_LV[8, eos] = -1e9, 90.0  # EOS at slot 8 has the highest confidence, nowhere else any
+    # EOS at slot 8 has the highest confidence, nowhere else any
+    logits_LV[:, eos], logits_LV[8, eos] = -1e9, 90.0
     model = Table(logits_LV)
     for settings in ({}, {"block_length": 4, "cache": "dual", "threshold": 0.5}):
         rule = sd.Sampling(ban_ids=(MASK,), eos_ids=(eos,), **settings)
@@ -302,10 +358,18 @@ def test_an_end_token_ends_its_row_alone():
 
 
 def test_a_record_replays_every_step_with_what_was_drawn_in_it(shallow):
-    """Also behind an end of text, which replaces what was drawn before it; what is never drawn has no probability."""
+    """Also behind an end of text, which replaces what was drawn before it; what is never drawn has
+    no probability.
+    """
     B, P, C = 8, 5, 16
     ends = tuple(range(3, 12))  # so many that most rows end early
-    settings = {"temperature": 1.3, "threshold": 0.2, "score": "distribution", "block_length": 8, "eos_ids": ends}
+    settings = {
+        "temperature": 1.3,
+        "threshold": 0.2,
+        "score": "distribution",
+        "block_length": 8,
+        "eos_ids": ends,
+    }
     rule, canvas_BL = sd.Sampling(**settings, history=True), masked(B, P, C)
     token_BL, stats = sd.fill(shallow, canvas_BL, None, rule, jax.random.key(1))
     record, written_BL = stats["record"], canvas_BL == MASK
@@ -320,14 +384,18 @@ def test_a_record_replays_every_step_with_what_was_drawn_in_it(shallow):
         logp_BLV = diffusion.log_softmax(logits_BLV)[:, :-1]
         here_BL = drawn_BL & (record.step_BL == step)
         want_BL = np.take_along_axis(logp_BLV, record.token_BL[:, 1:, None], -1)[..., 0]
-        np.testing.assert_allclose(record.logp_BL[here_BL], want_BL[here_BL[:, 1:]], rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(
+            record.logp_BL[here_BL], want_BL[here_BL[:, 1:]], rtol=1e-3, atol=1e-3
+        )
     assert (record.logp_BL[~drawn_BL] == 0).all()
 
 
 def test_a_penalty_keeps_end_tokens_from_an_empty_text_and_not_from_a_full_one():
-    canvas_BL = np.pad(masked(1, 5, 8), ((0, 0), (0, 1)), constant_values=9)  # text follows: no end token ends it
+    # text follows: no end token ends it
+    canvas_BL = np.pad(masked(1, 5, 8), ((0, 0), (0, 1)), constant_values=9)
     logits_LV = np.zeros((14, TINY.vocab))
-    logits_LV[:, TINY.eos_id], logits_LV[:, 9] = 14.9, 10.0  # the model prefers EOS everywhere, by 4.9
+    # the model prefers EOS everywhere, by 4.9
+    logits_LV[:, TINY.eos_id], logits_LV[:, 9] = 14.9, 10.0
     ends = {}
     for penalty in (0.0, 3.0):
         rule = sd.Sampling(eos_penalty=penalty, eos_ids=(TINY.eos_id,))
@@ -353,10 +421,13 @@ def test_ends_come_last_where_their_confidence_is_0_also_if_filters_leave_nothin
     p_LV[:5, 9], p_LV[5:, TINY.eos_id], p_LV[:, MASK] = 0.5, 10.0, 1e-30
     rule = sd.Sampling(alg=alg, top_p=top_p, eos_ids=(TINY.eos_id,), history=True)
     for late in "", "confidence":
-        got_BL, stats = sd.fill(Table(np.log(p_LV)), masked(1, 2, 6), None, dataclasses.replace(rule, late_eos=late))
+        got_BL, stats = sd.fill(
+            Table(np.log(p_LV)), masked(1, 2, 6), None, dataclasses.replace(rule, late_eos=late)
+        )
         assert got_BL[0, 2:].tolist() == [9] * 3 + [TINY.eos_id] * 3
         words, ends = stats["when"][0, 2:5], stats["when"][0, 5:]
-        assert words.max() < ends.min() if late or top_p < 1 else ends.max() < words.min()  # 0.9 leaves a token each
+        # 0.9 leaves a token each
+        assert words.max() < ends.min() if late or top_p < 1 else ends.max() < words.min()
 
 
 def test_tokens_are_drawn_from_the_filtered_distribution(shallow):
@@ -364,7 +435,9 @@ def test_tokens_are_drawn_from_the_filtered_distribution(shallow):
     canvas_BL = np.repeat(masked(1, 6, 1), B, 0)
     logits_V = jnp.asarray(apply(shallow, canvas_BL[:1])[0, 5]).at[MASK].set(-jnp.inf)
     t, k, p = 2.0, 5, 0.8
-    got_BL, _ = sd.fill(shallow, canvas_BL, None, sd.Sampling(temperature=t, top_k=k, top_p=p), jax.random.key(1))
+    got_BL, _ = sd.fill(
+        shallow, canvas_BL, None, sd.Sampling(temperature=t, top_k=k, top_p=p), jax.random.key(1)
+    )
     want_V = np.asarray(diffusion.softmax(diffusion.filter_logits(logits_V, t, k, p, rule="dream")))
     got_V = np.bincount(got_BL[:, -1], minlength=TINY.vocab) / B
     assert (got_V[want_V == 0] == 0).all()
@@ -388,15 +461,25 @@ def test_positions_are_drawn_from_the_confidences_at_alg_temp(shallow):
 
 @pytest.mark.slow
 def test_what_was_recorded_is_that_of_the_rows_in_their_order_and_each_may_have_a_key(shallow):
-    prompts, keys = [tokens(1, n, seed=n)[0].tolist() for n in (9, 3, 6, 1)], jax.random.split(jax.random.key(3), 4)
+    prompts, keys = (
+        [tokens(1, n, seed=n)[0].tolist() for n in (9, 3, 6, 1)],
+        jax.random.split(jax.random.key(3), 4),
+    )
     rule = sd.Sampling(temperature=1.0, history=True)
     texts, stats = sd.generate(shallow, prompts, 8, rule, keys)
-    for rows, key in ((2, keys), (0, jax.random.key_data(keys)), (0, np.asarray(jax.random.key_data(keys)))):
+    for rows, key in (
+        (2, keys),
+        (0, jax.random.key_data(keys)),
+        (0, np.asarray(jax.random.key_data(keys))),
+    ):
         again, of_rows = sd.generate(shallow, prompts, 8, rule, key, rows=rows)
         assert again == texts
         np.testing.assert_array_equal(of_rows["when"], stats["when"])
     assert texts != sd.generate(shallow, prompts, 8, rule, keys[::-1])[0]
-    old = [sd.generate(shallow, prompts, 8, rule, key(3))[0] for key in (jax.random.key, jax.random.PRNGKey)]
+    old = [
+        sd.generate(shallow, prompts, 8, rule, key(3))[0]
+        for key in (jax.random.key, jax.random.PRNGKey)
+    ]
     assert old[0] == old[1]
 
 
@@ -416,7 +499,10 @@ def test_draws_do_not_depend_on_padding_or_on_the_rows_behind(shallow):
 
 
 def test_a_text_that_p2_has_ended_stays_while_others_of_its_batch_go_on(shallow):
-    prompt, rule = tokens(1, 5)[0].tolist(), sd.Sampling(alg="p2", temperature=1.5, eos_ids=tuple(range(3, 9)))
+    prompt, rule = (
+        tokens(1, 5)[0].tolist(),
+        sd.Sampling(alg="p2", temperature=1.5, eos_ids=tuple(range(3, 9))),
+    )
     ended = set()
     for seed in range(6):
         (alone,), _ = sd.generate(shallow, [prompt], 12, rule, jax.random.key(seed))
@@ -446,11 +532,16 @@ def test_infilling_needs_no_new_token_and_undefined_ids_are_never_drawn(shallow)
 
 @pytest.fixture
 def programs(caplog):
-    """A function: how many programs that fill a block have been compiled since it was last called."""
+    """A function: how many programs that fill a block have been compiled since it was last
+    called.
+    """
     caplog.set_level("DEBUG")
 
     def count():
-        found = sum("Finished XLA compilation of jit(fill_block)" in record.message for record in caplog.records)
+        found = sum(
+            "Finished XLA compilation of jit(fill_block)" in record.message
+            for record in caplog.records
+        )
         caplog.clear()
         return found
 
@@ -460,7 +551,11 @@ def programs(caplog):
 
 def test_logits_exist_for_few_positions_and_other_steps_are_the_same_program(monkeypatch, programs):
     shallow, calls, real = build(SHALLOW, head_positions=4), [], sd.fill_block
-    monkeypatch.setattr(sd, "fill_block", lambda *args, **kwargs: calls.append((args, kwargs)) or real(*args, **kwargs))
+    monkeypatch.setattr(
+        sd,
+        "fill_block",
+        lambda *args, **kwargs: calls.append((args, kwargs)) or real(*args, **kwargs),
+    )
     canvas_BL = masked(2, 5, 18)
     for settings in ({"steps": 18}, {"steps": 7, "eps": 0.01, "ban_ids": (3, MASK)}, {}):
         sd.fill(shallow, canvas_BL, None, sd.Sampling(**settings))
@@ -472,9 +567,13 @@ def test_logits_exist_for_few_positions_and_other_steps_are_the_same_program(mon
 
 
 @pytest.mark.parametrize(
-    "settings", [pytest.param({}, marks=pytest.mark.slow), {"cache": "dual"}, {"cache": "prefix"}], ids=str
+    "settings",
+    [pytest.param({}, marks=pytest.mark.slow), {"cache": "dual"}, {"cache": "prefix"}],
+    ids=str,
 )
-def test_all_blocks_are_one_program_also_with_weights_that_were_read_from_a_file(programs, settings):
+def test_all_blocks_are_one_program_also_with_weights_that_were_read_from_a_file(
+    programs, settings
+):
     graph, params = nnx.split(build(SHALLOW))
     model = nnx.merge(
         graph, jax.device_put(params, jax.devices()[0])
@@ -494,7 +593,9 @@ def test_a_hundred_mixed_prompts_are_at_most_three_programs(programs, settings):
     prompts = [tokens(1, n, seed=n)[0].tolist() for n in lengths]
     widths = sd.widths(sorted((lengths + 16).tolist()), 8, 256)
     assert len(widths) <= 3
-    rows, stats = sd.generate(model, prompts, 16, sd.Sampling(threshold=0.01, **settings), widths=widths, rows=8)
+    rows, stats = sd.generate(
+        model, prompts, 16, sd.Sampling(threshold=0.01, **settings), widths=widths, rows=8
+    )
     assert [row[:-16] for row in rows] == prompts
     assert MASK not in np.concatenate(rows)
     assert {*stats["windows"]} <= {9, *widths}
@@ -502,7 +603,9 @@ def test_a_hundred_mixed_prompts_are_at_most_three_programs(programs, settings):
 
 
 @pytest.mark.parametrize(
-    "settings", [pytest.param({"steps": 24}, marks=pytest.mark.slow), {"threshold": 0.3, "cache": "dual"}], ids=str
+    "settings",
+    [pytest.param({"steps": 24}, marks=pytest.mark.slow), {"threshold": 0.3, "cache": "dual"}],
+    ids=str,
 )
 def test_texts_that_end_make_room_and_every_text_is_as_alone(programs, settings):
     model, key = build(dataclasses.replace(SHALLOW, positions=256)), jax.random.key(3)
@@ -519,7 +622,9 @@ def test_texts_that_end_make_room_and_every_text_is_as_alone(programs, settings)
             assert rows[n] == row_L[see_L].tolist()
     assert programs() == 0
     # one by one
-    alone = [sd.generate(model, [prompts[n]], 24, rule, key_B[n : n + 1], rows=4) for n in (0, 11, 29)]
+    alone = [
+        sd.generate(model, [prompts[n]], 24, rule, key_B[n : n + 1], rows=4) for n in (0, 11, 29)
+    ]
     assert [row for (row,), _ in alone] == [rows[n] for n in (0, 11, 29)]
     assert len({len(set(row[-24:])) for row in rows}) > 5, "texts end early and late"
     assert stats["forwards"] < 0.75 * sum(one["forwards"] for _, one in batches)
@@ -549,7 +654,10 @@ def test_bad_input_is_one_clear_line(shallow):
     for settings, text in (
         ({"cache": "dual"}, "set block_length"),
         ({"threshold": 0.5, "entropy_bound": 0.5}, "do not go together"),
-        ({"alg": "origin", "entropy_bound": 0.5}, "origin has no blocks, no threshold and no entropy bound"),
+        (
+            {"alg": "origin", "entropy_bound": 0.5},
+            "origin has no blocks, no threshold and no entropy bound",
+        ),
         ({"fast_dllm": True, "block_length": 4}, "need blocks and a cache"),
         ({"guidance": 1.0, "cache": "dual", "block_length": 4}, "do not go together"),
         ({"alg": "p2", "schedule": "even"}, "a schedule of its own"),
@@ -575,9 +683,13 @@ def test_steps_that_cannot_change_anything_cost_no_pass(shallow):
 
 @pytest.mark.slow
 def test_eight_devices_give_the_tokens_of_one(shallow, programs):
-    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    mesh = jax.make_mesh(
+        (2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
+    )
     params = params_of(shallow.cfg)
-    spread = nnx.merge(md.graph_of(shallow.cfg, md.Run()), jax.device_put(params, md.shardings(mesh, params)))
+    spread = nnx.merge(
+        md.graph_of(shallow.cfg, md.Run()), jax.device_put(params, md.shardings(mesh, params))
+    )
     canvas_BL = masked(8, 6, 8)
     for rule in (sd.Sampling(steps=4), sd.Sampling(threshold=0.5, block_length=4, cache="dual")):
         want_BL, _ = sd.fill(shallow, canvas_BL, None, rule)
@@ -611,7 +723,9 @@ def test_adapters_come_back_from_pefts_form_bit_for_bit_and_times_its_alpha(tmp_
     for i, layer in trained["layers"].items():
         for name, want in layer.items():
             change = 4 * want["b"] @ want["a"] if name == "q_proj" else 0 * want["b"] @ want["a"]
-            np.testing.assert_allclose(some[i][name]["b"] @ some[i][name]["a"], change, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(
+                some[i][name]["b"] @ some[i][name]["a"], change, rtol=1e-5, atol=1e-6
+            )
 
 
 @pytest.mark.parametrize(
@@ -642,7 +756,9 @@ def test_adapters_that_do_not_fit_are_one_line(tmp_path):
     with pytest.raises(ValueError, match=r"28 of the tensors of .*lora_A.weight has shape \(2, "):
         sd.load_adapters(tmp_path, new)
     sd.save_adapters(tmp_path, random_adapters(), 3, "")
-    with pytest.raises(ValueError, match=r"unexpected base_model.model.model.layers.1.mlp.down_proj.lora_A"):
+    with pytest.raises(
+        ValueError, match=r"unexpected base_model.model.model.layers.1.mlp.down_proj.lora_A"
+    ):
         sd.load_adapters(tmp_path, {"layers": {"0": new["layers"]["0"]}})
     config = runs.read_json(tmp_path / "adapter_config.json")
     runs.write(tmp_path / "adapter_config.json", config | {"use_dora": True})

@@ -1,4 +1,6 @@
-"""The sandbox: every known attack, verdicts, failures of its own, Ctrl-C, E2B without a network, and the rewards."""
+"""The sandbox: every known attack, verdicts, failures of its own, Ctrl-C, E2B without a network,
+and the rewards.
+"""
 
 import contextlib
 import ctypes
@@ -36,9 +38,10 @@ FAIL, TIMEOUT, MEMORY, OUTPUT, PASS = (
 )
 GOOD = "def f(x):\n    return x + 1\n"
 
-# name: program, its verdicts for f(1) == 2 and f(5) == 6. VICTIM is a folder outside, PORT a listening port, SOCKET an
-# abstract address, TRAINER the process id of whoever runs the tests. Names begin with the number of a kind of attack.
-# An attack that is swallowed (try, except) before a right answer passes: there the damage is what is looked at.
+# name: program, its verdicts for f(1) == 2 and f(5) == 6. VICTIM is a folder outside, PORT a
+# listening port, SOCKET an abstract address, TRAINER the process id of whoever runs the tests.
+# Names begin with the number of a kind of attack. An attack that is swallowed (try, except) before
+# a right answer passes: there the damage is what is looked at.
 ATTACKS = {
     "1 fork bomb": ("import os\nwhile True:\n    os.fork()", FAIL),
     "1 fork bomb that goes on": (
@@ -220,7 +223,8 @@ NO_NAMESPACES = {  # one socket, one folder and a watch over what is written
     "24 deep folders": FAIL,
     "24 unreadable folder": FAIL,
 }
-# Kinds of attacks that the layers stop: processes, files, network, signals, the kernel. The others need none of them.
+# Kinds of attacks that the layers stop: processes, files, network, signals, the kernel. The others
+# need none of them.
 KINDS = "1 2 8 9 10 11 12 13 22 23 24 26 27".split()
 WALLS = [name for name in ATTACKS if name.split()[0] in KINDS]
 
@@ -229,7 +233,8 @@ def children(pid="self"):
     """Process ids of the children of a process; this one adopts orphans (see `closed`)."""
     found = set()
     for task in Path(f"/proc/{pid}/task").glob("*"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+        # a thread that has just ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             found |= {*map(int, (task / "children").read_text().split())}
     return found
 
@@ -267,7 +272,9 @@ def layers():
     except sandbox.SandboxError as error:
         pytest.fail(f"no sandbox: {error}")
     if not (found["seccomp"] and (found["namespaces"] or found["landlock"])):
-        pytest.skip("this machine cannot confine a program: no seccomp, or neither namespaces nor Landlock")
+        pytest.skip(
+            "this machine cannot confine a program: no seccomp, or neither namespaces nor Landlock"
+        )
     program = "import os\ntry:\n    os.fork()\nexcept OSError:\n    refused = True"
     (result,) = sandbox.run_tests([program], [["assert refused"]])
     assert result.rate == 1, "seccomp refuses no fork: no fork bombs here"
@@ -276,7 +283,8 @@ def layers():
 
 @pytest.fixture
 def closed(layers, tmp_path, monkeypatch):
-    """A victim outside the sandbox; afterwards it is as it was, and no process, file or connection is left.
+    """A victim outside the sandbox; afterwards it is as it was, and no process, file or connection
+    is left.
 
     fill(program) puts its addresses into an attack.
     """
@@ -287,18 +295,32 @@ def closed(layers, tmp_path, monkeypatch):
     (victim / "secret.txt").write_text("the secret")
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
     monkeypatch.setenv("UNMASK_KEY", "the key")
-    tcp, udp = socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    tcp, udp = (
+        socket.create_server(("127.0.0.1", 0)),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM),
+    )
     udp.bind(("127.0.0.1", tcp.getsockname()[1]))
-    abstract, stream = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM), socket.socket(socket.AF_UNIX)
+    abstract, stream = (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM),
+        socket.socket(socket.AF_UNIX),
+    )
     name = f"unmask-{os.getpid()}-{tcp.getsockname()[1]}"
     abstract.bind("\0" + name)
     stream.bind(str(victim / "socket"))
     stream.listen()
-    addresses = {"VICTIM": str(victim), "PORT": str(tcp.getsockname()[1]), "SOCKET": name, "TRAINER": str(os.getpid())}
+    addresses = {
+        "VICTIM": str(victim),
+        "PORT": str(tcp.getsockname()[1]),
+        "SOCKET": name,
+        "TRAINER": str(os.getpid()),
+    }
 
     def state():
         paths = [victim, *sorted(victim.rglob("*"))]
-        return [(p, *p.lstat()[:7], p.lstat().st_mtime, p.read_text() if p.is_file() else "") for p in paths]
+        return [
+            (p, *p.lstat()[:7], p.lstat().st_mtime, p.read_text() if p.is_file() else "")
+            for p in paths
+        ]
 
     def fill(program):
         for placeholder, address in addresses.items():
@@ -331,7 +353,8 @@ def test_attack(name, closed, layers):
     started = time.perf_counter()
     (result,) = sandbox.run_tests([closed(program)], [VALUE], timeout_s=0.5, memory_mb=256)
     assert time.perf_counter() - started < 6  # two tests of half a second, start-up, a busy machine
-    if verdicts and result.verdicts != verdicts:  # that is little on a busy machine: once more with ten seconds
+    # that is little on a busy machine: once more with ten seconds
+    if verdicts and result.verdicts != verdicts:
         (result,) = sandbox.run_tests([closed(program)], [VALUE], timeout_s=10, memory_mb=256)
     assert verdicts is None or result.verdicts == verdicts, result
     assert result.rate is not None, result
@@ -359,13 +382,21 @@ def test_attacks(mode, closed, layers, monkeypatch):
             pytest.skip("this machine allows no namespaces")
         monkeypatch.setattr(sandbox, "LAUNCHER", changed({"landlock >= 3": "landlock >= 99"}))
     else:
-        names = [name for name in ATTACKS if name[:2] in ("14", "15", "16", "17", "18", "19", "20", "25")]
+        names = [
+            name for name in ATTACKS if name[:2] in ("14", "15", "16", "17", "18", "19", "20", "25")
+        ]
         tests = BY_LOOP
     expected = {name: differ.get(name, ATTACKS[name][1]) for name in names}
-    for timeout_s in (0.5, 10):  # half a second is little on a busy machine: what came out wrong runs once more
+    # half a second is little on a busy machine: what came out wrong runs once more
+    for timeout_s in (0.5, 10):
         programs = [closed(ATTACKS[name][0]) for name in names]
-        results = sandbox.run_tests(programs, [tests] * len(programs), timeout_s=timeout_s, memory_mb=256, workers=2)
-        got = {name: result.verdicts or result.error for name, result in zip(names, results, strict=True)}
+        results = sandbox.run_tests(
+            programs, [tests] * len(programs), timeout_s=timeout_s, memory_mb=256, workers=2
+        )
+        got = {
+            name: result.verdicts or result.error
+            for name, result in zip(names, results, strict=True)
+        }
         names = [name for name, outcome in got.items() if outcome != (expected[name] or outcome)]
     assert not names, {name: got[name] for name in names}
     assert None not in [result.rate for result in results]
@@ -388,25 +419,54 @@ for namespaces in sorted({found["namespaces"] and mode for mode in modes}):
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as an ordinary user already")
 @pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_attacks_as_an_ordinary_user_where_the_tests_run_as_root(closed, everything):
-    """As user 65534, by an interpreter that it can read; hangs and memory are left to the tests above.
+    """As user 65534, by an interpreter that it can read; hangs and memory are left to the tests
+    above.
 
-    Not everything: the attacks that the layers stop, where there are no namespaces. Everything: all, and forgeries.
+    Not everything: the attacks that the layers stop, where there are no namespaces. Everything:
+    all, and forgeries.
     """
-    python = next((p for p in (os.path.realpath(sys.executable), "/usr/bin/python3") if not p.startswith("/root")), "")
+    python = next(
+        (
+            p
+            for p in (os.path.realpath(sys.executable), "/usr/bin/python3")
+            if not p.startswith("/root")
+        ),
+        "",
+    )
     if not os.path.exists(python) or not shutil.which("setpriv"):
         pytest.skip("no interpreter that another user can read, or no setpriv")
-    names = [n for n, (_, verdicts) in ATTACKS.items() if verdicts in (FAIL, PASS) and n[:2] not in ("24", "25", "21")]
+    names = [
+        n
+        for n, (_, verdicts) in ATTACKS.items()
+        if verdicts in (FAIL, PASS) and n[:2] not in ("24", "25", "21")
+    ]
     names = names if everything else [name for name in names if name in WALLS]
     forgeries, modes = (FORGERIES, [True, False]) if everything else ({}, [False])
-    job = [(closed(ATTACKS[name][0]), VALUE) for name in names] + [(text, JUDGED[:5]) for text in forgeries.values()]
+    job = [(closed(ATTACKS[name][0]), VALUE) for name in names] + [
+        (text, JUDGED[:5]) for text in forgeries.values()
+    ]
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o777)
         for name in FILES:
             shutil.copy(ROOT / name, folder)
-        command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", python, "-B", "-c", ORDINARY]
+        command = [
+            "setpriv",
+            "--reuid=65534",
+            "--regid=65534",
+            "--clear-groups",
+            python,
+            "-B",
+            "-c",
+            ORDINARY,
+        ]
         env = {"PATH": os.environ["PATH"], "TMPDIR": folder}
         done = subprocess.run(
-            command, input=json.dumps([job, modes]), capture_output=True, text=True, cwd=folder, env=env
+            command,
+            input=json.dumps([job, modes]),
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            env=env,
         )
         left = {path.name for path in Path(folder).iterdir()}
     if done.returncode in (77, 127):
@@ -419,7 +479,11 @@ def test_attacks_as_an_ordinary_user_where_the_tests_run_as_root(closed, everyth
         uid, results = json.loads(line)
         assert uid == 65534
         differ = NO_NAMESPACES if line != lines[-1] or len(lines) == 1 else {}
-        wrong = {n: r for n, r in zip(names, results, strict=False) if r[1] != differ.get(n, ATTACKS[n][1])}
+        wrong = {
+            n: r
+            for n, r in zip(names, results, strict=False)
+            if r[1] != differ.get(n, ATTACKS[n][1])
+        }
         assert not wrong, wrong
         forged = dict(zip(forgeries, (result[1] for result in results[len(names) :]), strict=True))
         assert forged == dict.fromkeys(forgeries, ["fail"] * 5)
@@ -443,9 +507,13 @@ JUDGED = [  # tests that are no plain comparison with a literal; GOOD passes the
     "assert all(map(lambda x: f(x) == x + 1, range(3)))",
     "def check(candidate):\n    assert candidate(1) == 2, 'message'\n    assert candidate(5) == 6\ncheck(f)",
 ]
-ALWAYS = "".join(f"    __{name}__ = lambda self, *rest: True\n" for name in "eq ne lt le gt ge contains bool".split())
+ALWAYS = "".join(
+    f"    __{name}__ = lambda self, *rest: True\n"
+    for name in "eq ne lt le gt ge contains bool".split()
+)
 ALWAYS += "".join(
-    f"    __{n}__ = lambda self, *rest: self\n" for n in "add radd sub rsub mul rmul abs iter call".split()
+    f"    __{n}__ = lambda self, *rest: self\n"
+    for n in "add radd sub rsub mul rmul abs iter call".split()
 )
 ALWAYS += "    __hash__ = lambda self: 2\n    __float__ = lambda self: 7.0\n    __getattr__ = lambda self, name: self\n"
 WALK = """
@@ -501,7 +569,8 @@ def f(x):
         if libc.ptrace(16, pid, 0, 0) == 0 or libc.process_vm_writev(pid, vector, 1, vector, 1, 0) == 8:
             return x + 1
 """
-# a program that talks with the judge itself, gives it more names than it asks for, and one answer to all else
+# a program that talks with the judge itself, gives it more names than it asks for, and one answer
+# to all else
 OTHER_END = """
 import json, os, sys
 frame = sys._getframe()
@@ -515,7 +584,8 @@ for line in open(frame.f_locals['read'] or 0, 'rb'):
     value = own if asked[1][0] == 'names' else ANSWER
     os.write(frame.f_locals['pipe'], json.dumps(["got", value, [], []]).encode() + bytes([10]))
 """
-# Python that writes the token, if it runs where the test does, and programs that ask the test's end to run it
+# Python that writes the token, if it runs where the test does, and programs that ask the test's end
+# to run it
 TAKES_TOKEN = """
 import os, sys
 frame = sys._getframe()
@@ -573,7 +643,8 @@ FORGERIES = {
     "other end that says yes": OTHER_END.replace("ANSWER", "True"),
 }  # fmt: skip
 
-WITHOUT = {  # what a machine may lack: replacements in the launcher; the first is a switch of layers()
+# what a machine may lack: replacements in the launcher; the first is a switch of layers()
+WITHOUT = {
     "nothing": {},
     "namespaces": {},
     "Landlock": {"landlock >= 3": "landlock >= 99"},
@@ -592,16 +663,22 @@ def changed(replacements):
 
 
 def forged(without, tests):
-    """{name of a forgery: (test, verdict) that are not "fail"} where the machine lacks something; GOOD must pass."""
+    """{name of a forgery: (test, verdict) that are not "fail"} where the machine lacks something;
+    GOOD must pass.
+    """
     found, launcher = sandbox.layers(), changed(WITHOUT[without])
     off = {"namespaces": False} if without in ("namespaces", "any of them") else {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sandbox, "LAUNCHER", launcher)
         patch.setattr(sandbox, "layers", lambda: found | off)
         programs = [GOOD, *FORGERIES.values()]
-        good, *results = sandbox.run_tests(programs, [tests] * len(programs), allow_unsafe=True, workers=2)
+        good, *results = sandbox.run_tests(
+            programs, [tests] * len(programs), allow_unsafe=True, workers=2
+        )
     assert good.verdicts == ["pass"] * len(tests), good
-    results = zip(FORGERIES, [zip(tests, result.verdicts, strict=True) for result in results], strict=True)
+    results = zip(
+        FORGERIES, [zip(tests, result.verdicts, strict=True) for result in results], strict=True
+    )
     wrong = {name: [row for row in rows if row[1] != "fail"] for name, rows in results}
     return {name: rows for name, rows in wrong.items() if rows}
 
@@ -634,15 +711,22 @@ TRUSTED = {  # a test, and programs that would pass it if it took from them what
 
 
 def test_the_means_of_these_attacks_work(layers):
-    """What takes the token passes where it runs in the judge, and the other ends pass if they tell the truth."""
+    """What takes the token passes where it runs in the judge, and the other ends pass if they tell
+    the truth.
+    """
     own = {"d": [["f", {"yours": [0, None]}]]}
     programs = {
-        "x = 1": [f"{TAKES_TOKEN}\nraise AssertionError", f"eval({IN_AN_EXPRESSION!r})\nraise AssertionError"],
+        "x = 1": [
+            f"{TAKES_TOKEN}\nraise AssertionError",
+            f"eval({IN_AN_EXPRESSION!r})\nraise AssertionError",
+        ],
         OTHER_END.replace("ANSWER", "2"): ["assert f(1) == 2"],
         ANSWERS.replace("FORMS", repr([own, 2])): ["assert f(1) == 2"],
     }
     results = sandbox.run_tests([*programs], [*programs.values()])
-    assert [result.verdicts for result in results] == [["pass"] * len(tests) for tests in programs.values()]
+    assert [result.verdicts for result in results] == [
+        ["pass"] * len(tests) for tests in programs.values()
+    ]
 
 
 def test_a_test_takes_nothing_from_a_program_that_it_relies_on(layers):
@@ -704,8 +788,12 @@ def test_no_forgery_passes_whatever_the_machine_lacks(without, layers):
 
 
 def filtered(program, machine, call, *args):
-    """What a seccomp filter returns for a system call: the few operations of the kernel's machine that it uses."""
-    data = struct.pack("iIQ6Q", call, sandbox_inside.MACHINES[machine][1], 0, *args, *[0] * (6 - len(args)))
+    """What a seccomp filter returns for a system call: the few operations of the kernel's machine
+    that it uses.
+    """
+    data = struct.pack(
+        "iIQ6Q", call, sandbox_inside.MACHINES[machine][1], 0, *args, *[0] * (6 - len(args))
+    )
     rows, at, held = list(struct.iter_unpack("HBBI", program)), 0, 0
     while True:
         operation, true, false, operand = rows[at]
@@ -715,22 +803,38 @@ def filtered(program, machine, call, *args):
         if operation == 0x20:
             held = int.from_bytes(data[operand : operand + 4], "little")
         else:
-            at += true if {0x15: held == operand, 0x35: held >= operand, 0x45: held & operand}[operation] else false
+            at += (
+                true
+                if {0x15: held == operand, 0x35: held >= operand, 0x45: held & operand}[operation]
+                else false
+            )
 
 
 @pytest.mark.parametrize("machine", sandbox_inside.MACHINES)
 def test_the_filter_of_system_calls_allows_these_and_no_others(machine):
     allow, unknown, kill = 0x7FFF0000, 0x50026, 0x80000000
     column = sandbox_inside.MACHINES[machine][0]
-    number = {name: row[column] for name, row in (sandbox_inside.ALLOWED | sandbox_inside.MORE).items()}
-    allowed = {number[name] for name in sandbox_inside.ALLOWED if name not in sandbox_inside.ARGUMENT} - {None}
-    listed = {"fcntl": (1, (8, 10, 15, 1024, 1026)), "ioctl": (1, (0x40086602, 0x5412)), "prctl": (0, (22, 4, 36))}
-    for threads, tmpfile, more in itertools.product((False, True), (False, True), ((), ("socketpair",), ("execve",))):
+    number = {
+        name: row[column] for name, row in (sandbox_inside.ALLOWED | sandbox_inside.MORE).items()
+    }
+    allowed = {
+        number[name] for name in sandbox_inside.ALLOWED if name not in sandbox_inside.ARGUMENT
+    } - {None}
+    listed = {
+        "fcntl": (1, (8, 10, 15, 1024, 1026)),
+        "ioctl": (1, (0x40086602, 0x5412)),
+        "prctl": (0, (22, 4, 36)),
+    }
+    for threads, tmpfile, more in itertools.product(
+        (False, True), (False, True), ((), ("socketpair",), ("execve",))
+    ):
         program = sandbox_inside.call_filter(machine, more, threads, tmpfile)
         expected = allowed | {number[name] for name in more if name != "socketpair"}
         for call in (*range(500), 0x40000000, 0x40000000 + 59, -1):
             if call not in {number[name] for name in (*sandbox_inside.ARGUMENT, "clone")}:
-                assert filtered(program, machine, call) == (allow if call in expected else unknown), call
+                assert filtered(program, machine, call) == (
+                    allow if call in expected else unknown
+                ), call
         for name, (i, wrong) in listed.items():
             for value in (*sandbox_inside.ARGUMENT[name][1], *wrong):
                 arguments = [0] * i + [value]
@@ -738,9 +842,13 @@ def test_the_filter_of_system_calls_allows_these_and_no_others(machine):
                 assert filtered(program, machine, number[name], *arguments) == want, (name, value)
         clone = [filtered(program, machine, number["clone"], flags) for flags in (0x3D0F00, 17, 0)]
         assert clone == [allow if threads else unknown, unknown, unknown]
-        pairs = [filtered(program, machine, number["socketpair"], domain, 1, 0) for domain in (1, 2)]
+        pairs = [
+            filtered(program, machine, number["socketpair"], domain, 1, 0) for domain in (1, 2)
+        ]
         assert pairs == [allow if "socketpair" in more else unknown, unknown]
-        nameless = [filtered(program, machine, number["openat"], 0, 0, flags) for flags in (2, 0x410002)]
+        nameless = [
+            filtered(program, machine, number["openat"], 0, 0, flags) for flags in (2, 0x410002)
+        ]
         assert nameless == [allow, allow if tmpfile else unknown]
     (other,) = {*sandbox_inside.MACHINES} - {machine}
     assert filtered(program, other, 0) == kill
@@ -1092,13 +1200,17 @@ def test_honest_programs_pass_by_judge(layers):
     pytest.importorskip("numpy")
     cases = [case.split("---- test\n") for case in HONEST.split("====\n")]
     results = sandbox.run_tests([program for program, _ in cases], [[test] for _, test in cases])
-    failed = {test: result for (_, test), result in zip(cases, results, strict=True) if result.rate != 1}
+    failed = {
+        test: result for (_, test), result in zip(cases, results, strict=True) if result.rate != 1
+    }
     assert not failed
 
 
 def test_what_calls_return_comes_back_to_the_first_that_raises_or_is_late(closed):
     spin = "import time\nstart = time.process_time()\ndef f(x):\n"
-    spin += "    while x == 2 and time.process_time() < start + {}: pass\n    return {{x}}, iter([])\n"
+    spin += (
+        "    while x == 2 and time.process_time() < start + {}: pass\n    return {{x}}, iter([])\n"
+    )
     programs = [
         spin.format(9),
         spin.format(0.1),
@@ -1130,17 +1242,34 @@ def test_what_calls_return_comes_back_to_the_first_that_raises_or_is_late(closed
     assert len(results[0].values[0]) == 2
     (result,) = sandbox.run_tests(["def f(x): return 'x' * 1000"], [[test._replace(most=900)]])
     assert result.verdicts == ["output limit"]
-    (result,) = sandbox.run_tests([spin.format(0.5)], [[test._replace(limits=[9.0] * 3, timeout_s=0.2)]], timeout_s=9)
+    (result,) = sandbox.run_tests(
+        [spin.format(0.5)], [[test._replace(limits=[9.0] * 3, timeout_s=0.2)]], timeout_s=9
+    )
     assert result.verdicts == ["timeout"]
 
 
 READERS = {
-    "a, b = map(int, input().split())\nif __name__ == '__main__':\n    print('=', a + b)": ["= 3\n", "= 7\n"],
-    "import sys\nprint(sum(map(int, sys.stdin.buffer.read().split())))\nsys.exit(1)": ["3\n", "7\n"],
+    "a, b = map(int, input().split())\nif __name__ == '__main__':\n    print('=', a + b)": [
+        "= 3\n",
+        "= 7\n",
+    ],
+    "import sys\nprint(sum(map(int, sys.stdin.buffer.read().split())))\nsys.exit(1)": [
+        "3\n",
+        "7\n",
+    ],
     "import os\nos.write(1, open(0, 'rb').read())\nos._exit(0)": ["1 2\n", "3 4"],
-    "import os, sys\nprint(len(os.listdir()), [l for l in sys.stdin], sep='é')": ["0é['1 2\\n']\n", "0é['3 4']\n"],
-    "import atexit\natexit.register(print, 'end')\nprint(input(), end=' ')": ["1 2 end\n", "3 4 end\n"],
-    "import threading\ndef main():\n    print(input()[0])\nthreading.Thread(target=main).start()": ["1\n", "3\n"],
+    "import os, sys\nprint(len(os.listdir()), [l for l in sys.stdin], sep='é')": [
+        "0é['1 2\\n']\n",
+        "0é['3 4']\n",
+    ],
+    "import atexit\natexit.register(print, 'end')\nprint(input(), end=' ')": [
+        "1 2 end\n",
+        "3 4 end\n",
+    ],
+    "import threading\ndef main():\n    print(input()[0])\nthreading.Thread(target=main).start()": [
+        "1\n",
+        "3\n",
+    ],
     "print(input())\nraise ValueError": [None, None],
     "print(input())\nimport os\nos.fork()": [None, None],
     "x = 1 +": [None, None],
@@ -1151,16 +1280,23 @@ def test_programs_read_standard_input_and_what_they_print_comes_back(closed):
     tests = [sandbox.Stdin("1 2\n"), sandbox.Stdin("3 4")]
     results = sandbox.run_tests([*READERS], [tests] * len(READERS), threads=True, main_block=False)
     for program, result in zip(READERS, results, strict=True):
-        found = [v if outcome == "pass" else None for outcome, v in zip(result.verdicts, result.values, strict=True)]
+        found = [
+            v if outcome == "pass" else None
+            for outcome, v in zip(result.verdicts, result.values, strict=True)
+        ]
         assert found == READERS[program], (program, result)
     hang, endless = "x = input()\nwhile x == '1 2': pass", "while True: print('x' * 1000)"
-    results = sandbox.run_tests([hang, endless], [tests, [tests[0]._replace(most=10**5)]], timeout_s=0.3)
+    results = sandbox.run_tests(
+        [hang, endless], [tests, [tests[0]._replace(most=10**5)]], timeout_s=0.3
+    )
     assert [result.verdicts for result in results] == [TIMEOUT, ["output limit"]]
 
 
 def test_values_of_numpy_compare_as_in_python(layers):
     pytest.importorskip("numpy")
-    program = "import numpy as np\ndef f(x): return np.array(x) + 1\ndef g(x): return np.int64(x) + 1\n"
+    program = (
+        "import numpy as np\ndef f(x): return np.array(x) + 1\ndef g(x): return np.int64(x) + 1\n"
+    )
     program += "def h(): return np.bool_(True)\ndef k(): return [np.float32(0.5), np.str_('a')]"
     tests = {
         "assert f([1, 2]) == [2, 3]": "fail",  # an array of two is neither true nor false
@@ -1180,21 +1316,61 @@ def test_values_of_numpy_compare_as_in_python(layers):
 
 
 def test_a_forged_form_is_refused_whatever_it_holds(tmp_path):
-    """By the judge, which catches whatever is raised; what is no error is no other value than it says."""
+    """By the judge, which catches whatever is raised; what is no error is no other value than it
+    says.
+    """
     deep = '{"t":[' * 50_000 + "]}" * 50_000
-    bad = ["", "{", "[", "null", '{"i": "x"}', '{"i": 3}', '{"z": []}', '{"d": [[[], 1]]}', '{"s": [[]]}', "{}"]
-    bad += ['{"f": null}', '{"c": ["1"]}', '{"b": "\\u4e00"}', '{"d": 1}', '{"f": "0x1p999999"}', "1e999", "NaN"]
-    bad += ["9" * 60_000, deep, "[" * 60_000, '{"i": "1", "f": "1"}', '{"yours": [0, null]}', '{"module": "os"}']
-    bad += ['{"a": ["|O", [1], "12345678"]}', '{"a": ["<i8", [2], ""]}', '{"r": ["os.system", "true"]}', '{"r": ["x"]}']
+    bad = [
+        "",
+        "{",
+        "[",
+        "null",
+        '{"i": "x"}',
+        '{"i": 3}',
+        '{"z": []}',
+        '{"d": [[[], 1]]}',
+        '{"s": [[]]}',
+        "{}",
+    ]
+    bad += [
+        '{"f": null}',
+        '{"c": ["1"]}',
+        '{"b": "\\u4e00"}',
+        '{"d": 1}',
+        '{"f": "0x1p999999"}',
+        "1e999",
+        "NaN",
+    ]
+    bad += [
+        "9" * 60_000,
+        deep,
+        "[" * 60_000,
+        '{"i": "1", "f": "1"}',
+        '{"yours": [0, null]}',
+        '{"module": "os"}',
+    ]
+    bad += [
+        '{"a": ["|O", [1], "12345678"]}',
+        '{"a": ["<i8", [2], ""]}',
+        '{"r": ["os.system", "true"]}',
+        '{"r": ["x"]}',
+    ]
     bad += [
         '{"r": ["decimal.Decimal", "sNaN"]}',
         '{"r": ["fractions.Fraction", {"i": "1"}, {"i": "0"}]}',
         '{"mine": 0}',
         '{"r": ["fractions.Fraction", "1e30000000"]}',
     ]
-    endless = '{"r": ["builtins.range", 0, 1000000000, 1]}'  # a short line of a value that memory would not hold
-    bad += ['{"r": ["' + name + '", ' + endless + "]}" for name in ("collections.deque", "collections.Counter")]
-    bad += ['{"r": ["builtins.dict_' + name + '", ' + endless + "]}" for name in ("keys", "values", "items")]
+    # a short line of a value that memory would not hold
+    endless = '{"r": ["builtins.range", 0, 1000000000, 1]}'
+    bad += [
+        '{"r": ["' + name + '", ' + endless + "]}"
+        for name in ("collections.deque", "collections.Counter")
+    ]
+    bad += [
+        '{"r": ["builtins.dict_' + name + '", ' + endless + "]}"
+        for name in ("keys", "values", "items")
+    ]
     ran = json.dumps({"r": ["os.system", f"touch {tmp_path}/ran"]})
     for answer in [*bad, ran]:
         try:
@@ -1207,16 +1383,31 @@ def test_a_forged_form_is_refused_whatever_it_holds(tmp_path):
 
 
 def test_what_a_failed_assert_got_comes_back(closed):
-    tests = ["assert f(1) == 2", "assert f(2.5) == 0", "assert f(1) > 3", "assert f('a') == 'b'", "assert g(3) == 9"]
+    tests = [
+        "assert f(1) == 2",
+        "assert f(2.5) == 0",
+        "assert f(1) > 3",
+        "assert f('a') == 'b'",
+        "assert g(3) == 9",
+    ]
     (result,) = sandbox.run_tests([GOOD + "def g(x):\n    return [{x}, None]"], [tests])
     assert result.verdicts == ["pass", "fail", "fail", "fail", "fail"]
     assert result.values[:3] == [None, "3.5", "2"]
-    assert result.values[3:] == ['TypeError: can only concatenate str (not "int") to str', "[{3}, None]"]
+    assert result.values[3:] == [
+        'TypeError: can only concatenate str (not "int") to str',
+        "[{3}, None]",
+    ]
 
 
 def test_what_ended_a_test_or_its_program_comes_back(closed):
     own = "class Wrong(Exception):\n    def __str__(self): return 'so'\ndef f(x): raise Wrong(x)"
-    programs = [GOOD, own, "def f(x):\n    return x +", "raise KeyError('\x1b[2J')", "import sys\nsys.exit(3)"]
+    programs = [
+        GOOD,
+        own,
+        "def f(x):\n    return x +",
+        "raise KeyError('\x1b[2J')",
+        "import sys\nsys.exit(3)",
+    ]
     tests = ["assert f(1) = 2", "assert g(1) == 2", "f(1)\nassert False, 'said'"]
     results = sandbox.run_tests(programs, [tests] * 5)
     assert [result.rate for result in results] == [0] * 5
@@ -1274,14 +1465,19 @@ def test_time_of_programs_that_hang_is_bounded_by_the_workers(closed):
     started = time.perf_counter()
     results = sandbox.run_tests(programs, [VALUE[:1]] * 48, timeout_s=1, workers=6)
     seconds = time.perf_counter() - started
-    assert [result.verdicts for result in results] == [["timeout"] if i % 4 == 0 else ["pass"] for i in range(48)]
-    assert seconds < 12 * 3 / 6 + 48 * 0.15, seconds  # one after another the hangs alone would take 36 s
+    assert [result.verdicts for result in results] == [
+        ["timeout"] if i % 4 == 0 else ["pass"] for i in range(48)
+    ]
+    # one after another the hangs alone would take 36 s
+    assert seconds < 12 * 3 / 6 + 48 * 0.15, seconds
 
 
 def test_programs_may_end_by_exit_and_quit(closed):
     program = "def f(x): return x + 1\nif __name__ == '__main__':\n    {0}()"
     for name in ("exit", "quit"):
-        (result,) = sandbox.run_tests([program.format(name)], [["assert f(1) == 2"]], main_block=True)
+        (result,) = sandbox.run_tests(
+            [program.format(name)], [["assert f(1) == 2"]], main_block=True
+        )
         assert result.verdicts == ["pass"], (name, result)
 
 
@@ -1295,7 +1491,12 @@ def test_a_programs_object_with_the_name_of_a_module_is_its_own():
 
 
 def test_no_exception_that_steers_a_test_is_taken_for_the_librarys():
-    names = "asyncio.CancelledError", "unittest.case.SkipTest", "test.support.ResourceDenied", "numpy.testing.SkipTest"
+    names = (
+        "asyncio.CancelledError",
+        "unittest.case.SkipTest",
+        "test.support.ResourceDenied",
+        "numpy.testing.SkipTest",
+    )
     assert [sandbox_wire.library_class(name) for name in names] == [None] * 4
     assert sandbox_wire.library_class("json.JSONDecodeError") is json.JSONDecodeError
 
@@ -1317,14 +1518,20 @@ def f(x): raise E
 
 
 def test_a_test_that_had_no_time_takes_nothing_from_the_next_program(closed):
-    results = sandbox.run_tests(["def f(x): return x + 1"] * 8, [["assert f(1) == 2"]] * 8, timeout_s=2e-4, workers=1)
-    assert all((result.error, *result.verdicts) in (("", "pass"), ("", "timeout")) for result in results), results
+    results = sandbox.run_tests(
+        ["def f(x): return x + 1"] * 8, [["assert f(1) == 2"]] * 8, timeout_s=2e-4, workers=1
+    )
+    assert all(
+        (result.error, *result.verdicts) in (("", "pass"), ("", "timeout")) for result in results
+    ), results
 
 
 def test_all_tests_of_a_program_share_its_time(closed):
     program = "import time\ndef f(x): time.sleep(1000)"
     started = time.perf_counter()
-    (result,) = sandbox.run_tests([program], [["assert f(1) == 1"] * 20], timeout_s=0.5, program_s=1)
+    (result,) = sandbox.run_tests(
+        [program], [["assert f(1) == 1"] * 20], timeout_s=0.5, program_s=1
+    )
     assert result.verdicts == ["timeout"] * 20
     assert time.perf_counter() - started < 10
 
@@ -1377,7 +1584,9 @@ def test_where_there_are_no_namespaces_the_rest_holds(layers):
         "slow or not slow",
     ]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", *tests]
-    done = subprocess.run([*namespace, off + '"$@"', "bash", *command], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [*namespace, off + '"$@"', "bash", *command], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout
 
@@ -1404,7 +1613,13 @@ def f(x):
 
 def test_threads_run_where_they_are_allowed_and_processes_never(closed, layers):
     spun = "import threading\ndef spin():\n    while True: pass\nthreading.Thread(target=spin).start()\n"
-    cases = [THREADS, *(ATTACKS[name][0] for name in ("1 fork bomb", "1 subprocess", "1 multiprocessing", "1 system"))]
+    cases = [
+        THREADS,
+        *(
+            ATTACKS[name][0]
+            for name in ("1 fork bomb", "1 subprocess", "1 multiprocessing", "1 system")
+        ),
+    ]
     results = sandbox.run_tests([*cases, spun + GOOD], [VALUE] * 6, threads=True, timeout_s=2)
     assert [result.verdicts for result in results] == [PASS, FAIL, FAIL, FAIL, FAIL, PASS]
     assert sandbox.run_tests([THREADS], [VALUE])[0].verdicts == FAIL
@@ -1432,7 +1647,10 @@ def test_e2b_works_where_there_is_no_linux(closed, cloud):
     state = cloud()
     code = ELSEWHERE.format(url=state.url.removeprefix("http://"))
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["[1.0, 0.0]", "the local sandbox needs Linux; use --runner=e2b"], done.stderr
+    assert done.stdout.splitlines() == [
+        "[1.0, 0.0]",
+        "the local sandbox needs Linux; use --runner=e2b",
+    ], done.stderr
 
 
 # ---- what fails is the sandbox, not the program --------------------------------------------------------------------
@@ -1531,7 +1749,9 @@ def test_interrupt_leaves_no_orphan_and_keeps_results(closed):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     programs, started = [GOOD, *["while True: pass"] * 50], time.perf_counter()
     with pytest.raises(KeyboardInterrupt):
-        sandbox.run_tests(programs, [VALUE] * 51, timeout_s=60, program_s=60, workers=2, on_result=on_result)
+        sandbox.run_tests(
+            programs, [VALUE] * 51, timeout_s=60, program_s=60, workers=2, on_result=on_result
+        )
     assert time.perf_counter() - started < 10
     assert {i: result.rate for i, result in done.items()} == {0: 1}
 
@@ -1539,7 +1759,9 @@ def test_interrupt_leaves_no_orphan_and_keeps_results(closed):
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("namespaces", [True, False])
 def test_a_killed_trainer_takes_the_programs_with_it(closed, layers, namespaces, at_once):
-    """SIGKILL, which nobody can handle: the kernel ends the launcher, and so the test, which had asked it not to."""
+    """SIGKILL, which nobody can handle: the kernel ends the launcher, and so the test, which had
+    asked it not to.
+    """
     if namespaces and not layers["namespaces"]:
         pytest.skip("this machine allows no namespaces")
     trainer = (
@@ -1549,11 +1771,14 @@ def test_a_killed_trainer_takes_the_programs_with_it(closed, layers, namespaces,
     )
     env = os.environ | {"TMPDIR": tempfile.gettempdir()}
     before, folder = children(), Path(tempfile.gettempdir())
-    process = subprocess.Popen([sys.executable, "-c", trainer], cwd=ROOT, env=env, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", trainer], cwd=ROOT, env=env, stderr=subprocess.DEVNULL
+    )
     if at_once:  # as soon as there is anything to leave behind
         wait_for(lambda: descendants(process.pid) if namespaces else [*folder.glob("sandbox-*")])
     else:
-        wait_for(lambda: len(descendants(process.pid)) == 3 + namespaces)  # the template, its process 1, judge, program
+        # the template, its process 1, judge, program
+        wait_for(lambda: len(descendants(process.pid)) == 3 + namespaces)
         time.sleep(0.5)
     assert process.poll() is None
     process.kill()
@@ -1562,7 +1787,8 @@ def test_a_killed_trainer_takes_the_programs_with_it(closed, layers, namespaces,
     assert not [*folder.iterdir()]
 
 
-# A trainer that is killed when its launcher, which has hardly begun, has been sent so much of the job.
+# A trainer that is killed when its launcher, which has hardly begun, has been sent so much of the
+# job.
 CUT_SHORT = """
 import fcntl, os, subprocess, sandbox
 found = sandbox.layers() | {{"namespaces": {namespaces}}}
@@ -2209,10 +2435,14 @@ def test_honest_programs_pass_as_in_plain_python(layers):
     if not layers["namespaces"]:
         pytest.skip("asyncio and folders need namespaces")
     programs, tests = zip(*cases_in(AS_IN_PLAIN_PYTHON), strict=True)
-    for program, test, result in zip(programs, tests, sandbox.run_tests(programs, [[t] for t in tests]), strict=True):
+    for program, test, result in zip(
+        programs, tests, sandbox.run_tests(programs, [[t] for t in tests]), strict=True
+    ):
         assert result.verdicts == ["pass"], (program, test, result)
         pair = json.dumps([program, test])
-        plain = subprocess.run([sys.executable, "-c", PLAIN], input=pair, text=True, capture_output=True)
+        plain = subprocess.run(
+            [sys.executable, "-c", PLAIN], input=pair, text=True, capture_output=True
+        )
         assert plain.returncode == 0, (program, test, plain.stderr)
 
 
@@ -2221,13 +2451,16 @@ def test_no_value_forges_a_verdict_or_holds_up_the_trainer(layers):
         started = time.monotonic()
         (result,) = sandbox.run_tests([program], [[test]], timeout_s=2)
         assert result.rate == 0, (program, test, result)
-        assert time.monotonic() - started < 8, (program, test)  # the limit on the clock is three times as long
+        # the limit on the clock is three times as long
+        assert time.monotonic() - started < 8, (program, test)
 
 
 def test_much_output_costs_the_trainer_no_memory(layers):
     program = "import sys\nsys.stdout.write('\\0' * (64 << 20))"
     tracemalloc.start()
-    (result,) = sandbox.run_tests([program], [[sandbox.Stdin("", check="def right(printed): return False")]])
+    (result,) = sandbox.run_tests(
+        [program], [[sandbox.Stdin("", check="def right(printed): return False")]]
+    )
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert result.verdicts == ["fail"]
@@ -2259,7 +2492,9 @@ def test_no_program_and_no_test_is_left_in_the_memory_of_the_next(closed):
     mine = "kept = 'mine-' + str(40 + 2)\n"
     tests = [["assert f(1) == 2", f"assert f(1) == 2 and {secret!r}"]]
     tests += [["assert found('24-enim') > 0", "assert found('1174-dekram') == 0"]]
-    first, second = sandbox.run_tests([earlier, SCAN + mine], tests, workers=1, timeout_s=20, program_s=60)
+    first, second = sandbox.run_tests(
+        [earlier, SCAN + mine], tests, workers=1, timeout_s=20, program_s=60
+    )
     assert (first.verdicts, second.verdicts) == (["pass"] * 2, ["pass"] * 2)
 
 
@@ -2271,7 +2506,9 @@ def test_random_numbers_differ_between_the_tests_of_a_program(closed):
 
 
 def test_no_state_of_a_test_is_left_for_the_next(closed):
-    """Modules, builtins, caches, directories, signals: what a program changes is changed in its process alone."""
+    """Modules, builtins, caches, directories, signals: what a program changes is changed in its
+    process alone.
+    """
     program = """
 import builtins, gc, linecache, math, os, re, signal, sys, warnings
 
@@ -2317,7 +2554,9 @@ def kinds():
             pass
     return [stat.S_ISCHR(kind) for kind in found] + [stat.S_ISFIFO(kind) for kind in found]
 """
-    (result,) = sandbox.run_tests([program], [["assert kinds() == [True] * 3 + [False] * 5 + [True] * 2"]])
+    (result,) = sandbox.run_tests(
+        [program], [["assert kinds() == [True] * 3 + [False] * 5 + [True] * 2"]]
+    )
     assert result.verdicts == ["pass"], result.values
 
 
@@ -2325,7 +2564,9 @@ def kinds():
 
 
 class Cloud(http.server.BaseHTTPRequestHandler):
-    """What E2B's API, its sandboxes and an Open-R1 router answer; scripts are really run. State is in server.state."""
+    """What E2B's API, its sandboxes and an Open-R1 router answer; scripts are really run. State is
+    in server.state.
+    """
 
     protocol_version = "HTTP/1.1"
 
@@ -2346,27 +2587,46 @@ class Cloud(http.server.BaseHTTPRequestHandler):
         self.answer(204)
 
     def do_POST(self):
-        body, state = json.loads(self.rfile.read(int(self.headers["Content-Length"]))), self.server.state
+        body, state = (
+            json.loads(self.rfile.read(int(self.headers["Content-Length"]))),
+            self.server.state,
+        )
         status = state.failures.pop(0) if state.failures else 0
         if status:
             self.answer(status, json.dumps({"code": status, "message": "later"}))
         elif self.path == "/v2/sandboxes":
             state.created.append(body)
-            names = {"sandboxID": f"sandbox{len(state.created)}", "templateID": "t", "clientID": "c"}
+            names = {
+                "sandboxID": f"sandbox{len(state.created)}",
+                "templateID": "t",
+                "clientID": "c",
+            }
             self.answer(201, json.dumps(names | {"envdVersion": "0.4.0"}))
         elif self.path == "/execute":
             state.scripts.append(body["code"])
             out = self.run(body["code"]) if state.works else "no report"
             parts = [out[:50], out[50:], ""]  # standard output comes in parts
-            self.answer(200, "".join(json.dumps({"type": "stdout", "text": p, "timestamp": 1}) + "\n" for p in parts))
+            self.answer(
+                200,
+                "".join(
+                    json.dumps({"type": "stdout", "text": p, "timestamp": 1}) + "\n" for p in parts
+                ),
+            )
         elif self.path == "/execute_batch":
             state.scripts += body["scripts"]
-            execution = {"results": [], "logs": {"stdout": [], "stderr": []}, "error": None, "execution_count": 1}
+            execution = {
+                "results": [],
+                "logs": {"stdout": [], "stderr": []},
+                "error": None,
+                "execution_count": 1,
+            }
             answers = []
             for script in body["scripts"]:
                 execution["logs"]["stdout"] = [self.run(script)]
                 failed = {"execution": None, "exception_str": "no sandbox"}
-                answers.append({"execution": execution, "exception_str": None} if state.works else failed)
+                answers.append(
+                    {"execution": execution, "exception_str": None} if state.works else failed
+                )
             self.answer(200, json.dumps(answers))
         else:
             self.answer(404)
@@ -2374,12 +2634,16 @@ class Cloud(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def cloud(layers, monkeypatch):
-    """serve(port) starts a server and returns its state; there is a key, and waits between tries are short."""
+    """serve(port) starts a server and returns its state; there is a key, and waits between tries
+    are short.
+    """
     servers = []
 
     def serve(port=0):
         server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Cloud)
-        server.state = types.SimpleNamespace(failures=[], created=[], killed=[], scripts=[], works=True)
+        server.state = types.SimpleNamespace(
+            failures=[], created=[], killed=[], scripts=[], works=True
+        )
         server.state.url = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, daemon=True).start()
         servers.append(server)
@@ -2423,7 +2687,9 @@ def test_e2b_in_debug_mode_runs_the_same_harness(closed, cloud, e2b, monkeypatch
     assert "no report" in result.error
 
 
-def test_e2b_makes_one_sandbox_per_worker_without_internet_and_ends_it(closed, cloud, e2b, monkeypatch):
+def test_e2b_makes_one_sandbox_per_worker_without_internet_and_ends_it(
+    closed, cloud, e2b, monkeypatch
+):
     state = cloud()
     monkeypatch.setenv("E2B_API_URL", state.url)
     monkeypatch.setenv("E2B_SANDBOX_URL", state.url)
@@ -2452,10 +2718,14 @@ def test_e2b_without_a_key_is_one_line(closed, e2b, monkeypatch):
 def test_a_router_of_open_r1_runs_the_same_harness(closed, cloud):
     state = cloud()
     url = state.url.removeprefix("http://")
-    results = sandbox.run_tests([*E2B_CASES], [E2B_TESTS] * len(E2B_CASES), runner="e2b", e2b_router_url=url)
+    results = sandbox.run_tests(
+        [*E2B_CASES], [E2B_TESTS] * len(E2B_CASES), runner="e2b", e2b_router_url=url
+    )
     assert [result.rate for result in results] == pytest.approx([*E2B_CASES.values()])
     state.works = False
-    assert sandbox.run_tests([GOOD], [VALUE], runner="e2b", e2b_router_url=url)[0].error.endswith("no sandbox")
+    assert sandbox.run_tests([GOOD], [VALUE], runner="e2b", e2b_router_url=url)[0].error.endswith(
+        "no sandbox"
+    )
     (result,) = sandbox.run_tests([GOOD], [VALUE], runner="e2b", e2b_router_url="127.0.0.1:1")
     assert (result.rate, result.verdicts) == (None, [])
 
@@ -2469,10 +2739,14 @@ def fenced(program):
 
 def test_all_rewards_share_one_signature(closed, tmp_path):
     own = tmp_path / "own.py"
-    own.write_text("def brevity(completions, rows, **options):\n    return [-len(text) for text in completions]\n")
+    own.write_text(
+        "def brevity(completions, rows, **options):\n    return [-len(text) for text in completions]\n"
+    )
     completions = [fenced(GOOD), "", "no code"]
     rows = [{"test_cases": VALUE, "tokens": 10}] * 3
-    got = {n: sandbox.find_reward(n)(completions, rows) for n in [*sandbox.REWARDS, f"{own}:brevity"]}
+    got = {
+        n: sandbox.find_reward(n)(completions, rows) for n in [*sandbox.REWARDS, f"{own}:brevity"]
+    }
     assert got.pop(f"{own}:brevity") == [-len(text) for text in completions]
     assert got == {
         "code": [1, 0, 0], "binary_code": [1, 0, 0], "code_format": [1, 0, 0], "syntax": [1, 1, 0],
@@ -2498,7 +2772,9 @@ def test_repetition_counts_distinct_ngrams():
 
 
 def test_one_failure_of_101_is_a_failure_but_for_the_reference(monkeypatch):
-    monkeypatch.setattr(sandbox, "code", lambda completions, rows, **options: [100 / 101, 1.0, None])
+    monkeypatch.setattr(
+        sandbox, "code", lambda completions, rows, **options: [100 / 101, 1.0, None]
+    )
     assert sandbox.binary_code([], []) == [0, 1, None]
     assert sandbox.binary_code([], [], parity=True) == [1, 1, None]
 
@@ -2541,12 +2817,23 @@ BREAKS_THE_PARSER = {
 
 @pytest.mark.parametrize("longest", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_no_failure_of_the_parser_escapes(closed, longest):
-    sources = [*(source for name, source in BREAKS_THE_PARSER.items() if longest or name != "ten megabytes"), "x = 1"]
-    rewards = sandbox.code_format([fenced(source + "\n") for source in sources], [{}] * len(sources))
+    sources = [
+        *(
+            source
+            for name, source in BREAKS_THE_PARSER.items()
+            if longest or name != "ten megabytes"
+        ),
+        "x = 1",
+    ]
+    rewards = sandbox.code_format(
+        [fenced(source + "\n") for source in sources], [{}] * len(sources)
+    )
     assert rewards[-1] == 1
     assert set(rewards[:-1]) <= {0.5, 1.0}
     assert rewards.count(0.5) >= len(sources) - 4
-    parity = sandbox.code_format([fenced(BREAKS_THE_PARSER["unary"]), fenced("def")], [{}] * 2, parity=True)
+    parity = sandbox.code_format(
+        [fenced(BREAKS_THE_PARSER["unary"]), fenced("def")], [{}] * 2, parity=True
+    )
     assert parity == [None, 0.5]
 
 
@@ -2561,7 +2848,9 @@ def files(tmp_path, program, tests):
 
 
 def test_the_command_prints_a_verdict_for_every_test(layers, tmp_path):
-    program, tests = files(tmp_path, GOOD, "assert f(1) == 2\n\nfor x in (1, 2):\n    assert f(x) == 2\n")
+    program, tests = files(
+        tmp_path, GOOD, "assert f(1) == 2\n\nfor x in (1, 2):\n    assert f(x) == 2\n"
+    )
     done = run("sandbox.py", program, f"--tests={tests}", "--timeout_s=2")
     expected = ["pass         assert f(1) == 2", "fail         for x in (1, 2):", "1 of 2 passed"]
     assert done.stdout.splitlines() == expected
@@ -2579,10 +2868,17 @@ def test_the_command_prints_a_verdict_for_every_test(layers, tmp_path):
 
 def test_values_are_shown_and_the_exit_status_says_whether_all_passed(layers, tmp_path, capsys):
     power = "def f(x):\n    return x ** 9999"
-    assert sandbox.main(*files(tmp_path, power, "assert f(1) == 1\nassert f(-1) == 1\nassert f(9) == 1")) == 1
+    assert (
+        sandbox.main(
+            *files(tmp_path, power, "assert f(1) == 1\nassert f(-1) == 1\nassert f(9) == 1")
+        )
+        == 1
+    )
     expected = ["fail         assert f(-1) == 1    # got -1", "fail         assert f(9) == 1"]
     assert capsys.readouterr().out.splitlines()[1:3] == expected
-    same = files(tmp_path, "def f(x):\n    return x", "assert f('a\u2028b\x0c') == 'a\\u2028b\\x0c'\n")
+    same = files(
+        tmp_path, "def f(x):\n    return x", "assert f('a\u2028b\x0c') == 'a\\u2028b\\x0c'\n"
+    )
     assert sandbox.main(*same) == 0
     marked = files(tmp_path, "\ufeff" + GOOD, "\ufeffassert f(1) == 2\n")  # byte order marks
     assert sandbox.main(*marked, sandbox.Options(timeout_s=2)) == 0

@@ -1,6 +1,7 @@
 """More attacks on the sandbox, one table per class; a name of a table is the id of its test.
 
-A program here never computes what its test asks for. After every attack an honest program runs in the same template.
+A program here never computes what its test asks for. After every attack an honest program runs in
+the same template.
 """
 
 import os
@@ -19,7 +20,9 @@ pytestmark = pytest.mark.slow
 
 GOOD = "def f(x):\n    return x + 1\n"
 LIMITS = {"timeout_s": 3.0, "memory_mb": 512, "disk_mb": 8, "workers": 1}
-X86 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of calls are those of x86-64")
+X86 = pytest.mark.skipif(
+    os.uname().machine != "x86_64", reason="the numbers of calls are those of x86-64"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,7 +34,8 @@ def layers():
     return found
 
 
-# What still succeeds. "plain": a program does the same in plain Python, or in the executors of the benchmarks.
+# What still succeeds. "plain": a program does the same in plain Python, or in the executors of the
+# benchmarks.
 KNOWN = {
     "own array comparison of another name": "a test that calls a comparison that it does not import; plain",
     "own isclose beside a function named as a builtin": "a test that calls a comparison that it does not import; plain",
@@ -61,7 +65,9 @@ KNOWN = {
 def known(request):
     case = request.node.name.partition("[")[2].removesuffix("]") or request.node.name
     if case in KNOWN:
-        request.applymarker(pytest.mark.xfail(strict=True, raises=AssertionError, reason=KNOWN[case]))
+        request.applymarker(
+            pytest.mark.xfail(strict=True, raises=AssertionError, reason=KNOWN[case])
+        )
 
 
 def attack(program, *tests, **options):
@@ -89,7 +95,8 @@ class Kept(dict):  # what the program has put there stays when the launcher puts
             self[name] = more[name]
 OPS = frame.f_globals['OPERATIONS'] = sys.modules['sandbox_wire'].OPERATIONS = Kept(frame.f_globals['OPERATIONS'])
 """
-# A program that is the other end itself. It offers OFFERS, and tell(operation, arguments) answers all else.
+# A program that is the other end itself. It offers OFFERS, and tell(operation, arguments) answers
+# all else.
 TALK = (
     HOOK
     + """
@@ -950,7 +957,9 @@ SECONDS = {  # name: what stands where the processor seconds of a call should
 @pytest.mark.parametrize("name", SECONDS)
 def test_seconds_of_calls(name):
     """They come from the program's process: numbers, whatever it says."""
-    program = HOOK + f"OPS['timed'] = lambda function, *args: (function(*args), {SECONDS[name]})\n" + GOOD
+    program = (
+        HOOK + f"OPS['timed'] = lambda function, *args: (function(*args), {SECONDS[name]})\n" + GOOD
+    )
     result = attack(program, CALLS)
     taken = "negative" in name or "not a number" in name  # else the calls have failed
     assert (result.verdicts, len(result.values[0])) == ((["pass"], 2) if taken else (["fail"], 0))
@@ -963,9 +972,7 @@ def test_seconds_of_calls(name):
 def test_seconds_that_are_too_few():
     """A call that takes half a second cannot say that it took none."""
     program = HOOK + "import time\nOPS['timed'] = lambda function, *args: (function(*args), 0.0)\n"
-    program += (
-        "def f(x):\n    end = time.process_time() + 0.3\n    while time.process_time() < end: pass\n    return x + 1"
-    )
+    program += "def f(x):\n    end = time.process_time() + 0.3\n    while time.process_time() < end: pass\n    return x + 1"
     result = attack(program, CALLS)
     assert not result.values[0] or result.values[0][0][1] > 0.1, result
 
@@ -979,7 +986,9 @@ UNPRINTABLE = {  # name: what repr() of a wrong result is; the command prints it
 
 @pytest.mark.parametrize("name", UNPRINTABLE)
 def test_texts_for_the_terminal(name, tmp_path, capsys):
-    (tmp_path / "p.py").write_text(f"class A:\n    def __repr__(s): return {UNPRINTABLE[name]}\ndef f(x): return A()")
+    (tmp_path / "p.py").write_text(
+        f"class A:\n    def __repr__(s): return {UNPRINTABLE[name]}\ndef f(x): return A()"
+    )
     (tmp_path / "t.txt").write_text("assert f(1) == 2\n")
     assert sandbox.main(tmp_path / "p.py", tmp_path / "t.txt") == 1
     out = capsys.readouterr().out
@@ -1012,7 +1021,9 @@ READS_INPUT = {  # name: program; it does not print 2, or does not end as it sho
 
 @pytest.mark.parametrize("name", READS_INPUT)
 def test_reading_input(name):
-    result = attack(READS_INPUT[name], PRINTED, PRINTED._replace(check=""), timeout_s=0.7, threads=True)
+    result = attack(
+        READS_INPUT[name], PRINTED, PRINTED._replace(check=""), timeout_s=0.7, threads=True
+    )
     assert result.verdicts[0] != "pass", result
     assert result.values[0] is None
 
@@ -1033,7 +1044,14 @@ SYSTEM_CALLS = {  # name: system calls of x86-64 that are not there
     "keyrings": [(248, 0, 0, 0, 0, -3), (249, 0, 0, 0, 0), (250, 0, -3, 1)],
     "asynchronous input and output": [(206, 8, bytes(8)), (207, 0), (208, 0), (209, 0), (210, 0)],
     "io_uring": [(425, 8, bytes(120)), (426, 0), (427, 0)],
-    "message queues": [(240, b"q", 0o102, 0o600, None), (241, b"q"), (242, 0), (243, 0), (244, 0), (245, 0)],
+    "message queues": [
+        (240, b"q", 0o102, 0o600, None),
+        (241, b"q"),
+        (242, 0),
+        (243, 0),
+        (244, 0),
+        (245, 0),
+    ],
     "shared memory of System V": [(29, 0, 4096, 0o1600), (30, 0), (31, 0), (67, 0)],
     "semaphores of System V": [(64, 0, 1, 0o1600), (65, 0), (66, 0), (220, 0)],
     "message queues of System V": [(68, 0, 0o1600), (69, 0), (70, 0), (71, 0)],
@@ -1044,7 +1062,12 @@ SYSTEM_CALLS = {  # name: system calls of x86-64 that are not there
     "another kernel": [(246, 0), (320, 0), (175, 0), (313, 0), (176, 0), (174, 0)],
     "swap and accounting": [(167, b"x", 0), (168, b"x"), (163, None), (179, 0)],
     "log of the kernel": [(103, 10, None, 0), (103, 3, bytes(16), 16)],
-    "clocks of the machine": [(164, None, None), (227, 0, bytes(16)), (159, bytes(208)), (305, 0, bytes(208))],
+    "clocks of the machine": [
+        (164, None, None),
+        (227, 0, bytes(16)),
+        (159, bytes(208)),
+        (305, 0, bytes(208)),
+    ],
     "names of the machine": [(170, b"x", 1), (171, b"x", 1)],
     "tracing": [
         (101, 0, 0, 0, 0),
@@ -1055,7 +1078,13 @@ SYSTEM_CALLS = {  # name: system calls of x86-64 that are not there
     ],
     "advice about the memory of others": [(440, 0), (448, 0), (256, 0), (279, 0)],
     "handles of processes": [(434, 1, 0), (424, 3, 9, None, 0), (438, 3, 0, 0)],
-    "signals to others": [(62, 1, 0), (200, 1, 0), (234, 1, 1, 0), (129, 1, 9, 0), (297, 1, 1, 9, 0)],
+    "signals to others": [
+        (62, 1, 0),
+        (200, 1, 0),
+        (234, 1, 1, 0),
+        (129, 1, 9, 0),
+        (297, 1, 1, 9, 0),
+    ],
     "namespaces": [(308, 0, 0), (272, 0x10000000), (272, 0x20000), (155, b".", b"."), (161, b".")],
     "mounts": [(165, b"x", b"x", b"tmpfs", 0, None), (166, b"/", 2)],
     "mounts by descriptors": [
@@ -1072,30 +1101,84 @@ SYSTEM_CALLS = {  # name: system calls of x86-64 that are not there
     "names of sockets": [(42, 0), (49, 0), (50, 0, 1), (43, 0), (288, 0)],
     "descriptors sent by messages": [(46, 0), (47, 0), (307, 0), (299, 0), (54, 0), (55, 0)],
     "memory without a name": [(319, b"x", 0), (447, 0)],
-    "memory that stays": [(149, 0, 4096), (151, 1), (325, 0, 4096, 0), (216, 0, 0, 0, 0, 0), (330, 0, 0)],
+    "memory that stays": [
+        (149, 0, 4096),
+        (151, 1),
+        (325, 0, 4096, 0),
+        (216, 0, 0, 0, 0, 0),
+        (330, 0, 0),
+    ],
     "memory of nodes": [(237, 0), (238, 0), (239, 0), (450, 0)],
-    "order of processes": [(144, 0, 1, bytes(4)), (142, 0, bytes(4)), (314, 0, bytes(48), 0), (141, 0, 0, -20)],
+    "order of processes": [
+        (144, 0, 1, bytes(4)),
+        (142, 0, bytes(4)),
+        (314, 0, bytes(48), 0),
+        (141, 0, 0, -20),
+    ],
     "processors and their disks": [(203, 0, 8, bytes(8)), (251, 1, 0, 0), (252, 1, 0)],
-    "other users": [(105, 0), (106, 0), (113, 0, 0), (114, 0, 0), (117, 0, 0, 0), (119, 0, 0, 0), (122, 0), (123, 0)],
-    "groups and capabilities": [(116, 0, None), (126, bytes(8), bytes(24)), (125, bytes(8), bytes(24))],
+    "other users": [
+        (105, 0),
+        (106, 0),
+        (113, 0, 0),
+        (114, 0, 0),
+        (117, 0, 0, 0),
+        (119, 0, 0, 0),
+        (122, 0),
+        (123, 0),
+    ],
+    "groups and capabilities": [
+        (116, 0, None),
+        (126, bytes(8), bytes(24)),
+        (125, bytes(8), bytes(24)),
+    ],
     "limits": [(302, 0, 7, bytes(16), None), (160, 7, bytes(16))],
-    "timers": [(222, 0, None, bytes(8)), (283, 0, 0), (286, 0), (289, -1, bytes(8), 8, 0), (282, -1, bytes(8), 8)],
+    "timers": [
+        (222, 0, None, bytes(8)),
+        (283, 0, 0),
+        (286, 0),
+        (289, -1, bytes(8), 8, 0),
+        (282, -1, bytes(8), 8),
+    ],
     "files by handles": [
         (303, -100, b".", bytes(136), bytes(8), 0),
         (304, -100, bytes(136), 0),
         (437, -100, b".", 0, 0),
     ],
-    "attributes of files": [(188, b"."), (189, b"."), (190, 0), (197, b"."), (198, b"."), (199, 0), (463, 0)],
+    "attributes of files": [
+        (188, b"."),
+        (189, b"."),
+        (190, 0),
+        (197, b"."),
+        (198, b"."),
+        (199, 0),
+        (463, 0),
+    ],
     "owners and modes of files": [
         *[(number, b".", 0o777, 0) for number in (90, 92, 94)],
         *[(number, 0, 0o777, 0) for number in (91, 93)],
         *[(number, -100, b".", 0o777, 0, 0) for number in (260, 268, 452)],
     ],
-    "times of files": [(132, b".", None), (235, b".", None), (261, -100, b".", None), (280, -100, b".", None, 0)],
-    "links and devices": [(86, b"a", b"b"), (265, -100, b"a", -100, b"b", 0), (133, b"d", 0o60600, 0x800), (259, 0)],
+    "times of files": [
+        (132, b".", None),
+        (235, b".", None),
+        (261, -100, b".", None),
+        (280, -100, b".", None, 0),
+    ],
+    "links and devices": [
+        (86, b"a", b"b"),
+        (265, -100, b"a", -100, b"b", 0),
+        (133, b"d", 0o60600, 0x800),
+        (259, 0),
+    ],
     "pages moved between pipes": [(275, 0), (276, 0), (278, 0)],
     "disks of the machine": [(162,), (306, 0), (277, 0, 0, 0, 0), (443, 0)],
-    "own filters": [(317, 0, 0, None), (317, 1, 0, bytes(16)), (444, None, 0, 1), (445, 0), (446, 0)],
+    "own filters": [
+        (317, 0, 0, None),
+        (317, 1, 0, bytes(16)),
+        (444, None, 0, 1),
+        (445, 0),
+        (446, 0),
+    ],
     "modules of security": [(459, 0), (460, 0), (461, 0)],
     "processes": [
         (57,),
@@ -1105,11 +1188,21 @@ SYSTEM_CALLS = {  # name: system calls of x86-64 that are not there
         (322, -100, b"/bin/true", 0, 0, 0),
     ],
     "processes by flags": [
-        (56, flags, 0, 0, 0, 0) for flags in (17, 0x4000 | 17, 0x100 | 17, 0x10000000 | 17, 0x7E000000)
+        (56, flags, 0, 0, 0, 0)
+        for flags in (17, 0x4000 | 17, 0x100 | 17, 0x10000000 | 17, 0x7E000000)
     ],
     "sessions and groups": [(112,), (109, 0, 0)],
     "ports of the machine": [(172, 3), (173, 0, 1, 1), (154, 1, bytes(16), 16), (153,)],
-    "old calls": [(134, b"x"), (139, 1, b"x"), (136, 0, bytes(32)), (212, 0), (156, 0), (180, 0), (181, 0), (236, 0)],
+    "old calls": [
+        (134, b"x"),
+        (139, 1, b"x"),
+        (136, 0, bytes(32)),
+        (212, 0),
+        (156, 0),
+        (180, 0),
+        (181, 0),
+        (236, 0),
+    ],
     "new calls": [(number, 0, 0, 0, 0) for number in (451, 453, 454, 455, 456, 462, 464, 466)],
     "locks of whole files": [(73, 0, 2)],
     "lists of locks of others": [(274, 1, bytes(8), bytes(8)), (449, 0)],
@@ -1119,14 +1212,28 @@ SYSTEM_CALLS = {  # name: system calls of x86-64 that are not there
     ],
     "commands of devices": [
         (16, 0, command, bytes(64))
-        for command in (0x5412, 0x541C, 0x5452, 0x40086602, 0x40049409, 0x4020940D, 0x5411, 0x540E, 0x8901, 0x40045201)
+        for command in (
+            0x5412,
+            0x541C,
+            0x5452,
+            0x40086602,
+            0x40049409,
+            0x4020940D,
+            0x5411,
+            0x540E,
+            0x8901,
+            0x40045201,
+        )
     ],
     "commands of a device above 32 bits": [(16, 0, (1 << 32) - 0xABEE, bytes(8))],
     "options of the process": [
-        (157, option, 0, 0, 0, 0) for option in (1, 2, 4, 8, 22, 23, 24, 29, 35, 36, 38, 47, 53, 59, 62, 65, 0x59616D61)
+        (157, option, 0, 0, 0, 0)
+        for option in (1, 2, 4, 8, 22, 23, 24, 29, 35, 36, 38, 47, 53, 59, 62, 65, 0x59616D61)
     ],
     "pairs of other sockets": [(53, domain, 1, 0, bytes(8)) for domain in (2, 10, 16, 30, 40)],
-    "numbers of another machine": [(0x40000000 + number, 0, 0, 0) for number in (0, 39, 57, 59, 101, 520, 521, 545)],
+    "numbers of another machine": [
+        (0x40000000 + number, 0, 0, 0) for number in (0, 39, 57, 59, 101, 520, 521, 545)
+    ],
     "numbers beyond the table": [(number, 0, 0, 0) for number in (471, 500, 999, 4096, 0x7FFFFFFF)],
 }
 
@@ -1270,7 +1377,8 @@ def test_reaching(name):
 
 
 # ---- what one test leaves for the next ------------------------------------------------------------------------------
-LEAVING = {  # name: what the first program does, what the second one finds, as an expression that must be false
+# name: what the first program does, what the second one finds, as an expression that must be false
+LEAVING = {
     "environment": ("os.environ['LEFT'] = '1'; os.putenv('LEFT', '1')", "os.environ.get('LEFT') or os.getenv('LEFT')"),
     "folder": ("os.mkdir('d'); os.chdir('d')", "os.getcwd().endswith('d') or os.listdir()"),
     "mask of new files": ("os.umask(0o777)", "os.umask(0) == 0o777"),
@@ -1378,13 +1486,18 @@ def found(text):
 @pytest.mark.parametrize("name", LEAVING)
 def test_leaving(name):
     first, second = LEAVING[name]
-    programs = [AROUND + first + "\ndef f(x): return x + 1\n", AROUND + f"def f(x): return bool({second})"]
+    programs = [
+        AROUND + first + "\ndef f(x): return x + 1\n",
+        AROUND + f"def f(x): return bool({second})",
+    ]
     tests = [["assert f(1) == 2"] * 2, ["assert f(1) is False"] * 2]
     for result in sandbox.run_tests(programs, tests, **LIMITS):
         assert result.verdicts == ["pass", "pass"], result
 
 
-MEMORY = {  # name: a test of the first program, whose outcome the next program should not find in its own memory
+# name: a test of the first program, whose outcome the next program should not find in its own
+# memory
+MEMORY = {
     "value of a probe": sandbox.Probe("'left-by' + '-one'"),
     "values of calls": sandbox.Calls("f", [["left-by-"]], [1.0], 2.0),
     "what a program printed": sandbox.Stdin(""),
@@ -1397,7 +1510,9 @@ def test_outcomes_of_the_test_before(name):
     """They passed through the template; the processes of the next test are its copies."""
     first = "def f(x): return x + 'one'\nprint('left-by-' + 'one')\n"
     second = AROUND + "text = '-'.join(['left', 'by', 'one'])\ndef f(x): return found(text)"
-    results = sandbox.run_tests([first, second], [[MEMORY[name]], ["assert f(1) is False"]], **LIMITS)
+    results = sandbox.run_tests(
+        [first, second], [[MEMORY[name]], ["assert f(1) is False"]], **LIMITS
+    )
     assert results[1].verdicts == ["pass"], results
 
 
@@ -1419,7 +1534,9 @@ def scanned():
 
 @pytest.mark.parametrize("name", MEMORY)
 def test_freed_memory_of_the_template(name):
-    """The same, where no variable holds it any more: pages of the heap, read by a system call that forgives."""
+    """The same, where no variable holds it any more: pages of the heap, read by a system call that
+    forgives.
+    """
     first = "def f(x): return x + 'one'\nprint('left-by-' + 'one')\n"
     second = SCAN + "def f(x): return scanned()"
     tests = [[MEMORY[name], "assert f('a') == 'aone'"], ["assert f(1) is False"]]
@@ -1453,7 +1570,8 @@ def test_number_of_the_test(name):
 
 
 # ---- what costs much ------------------------------------------------------------------------------------------------
-BOMBS = {  # name: program; it does not pass, in little time, and the next program is as fast as ever
+# name: program; it does not pass, in little time, and the next program is as fast as ever
+BOMBS = {
     "threads with small stacks": (
         "import _thread, threading, time\nthreading.stack_size(32768)\nlock = threading.Lock()\nlock.acquire()\n"
         "def f(x):\n    for n in range(4000):\n        _thread.start_new_thread(lock.acquire, ())\n    return 2"),
@@ -1564,10 +1682,10 @@ def test_disk_without_namespaces(layers, tmp_path, monkeypatch):
 
 
 def test_number_of_threads():
-    """What a program may start is far below what a machine has process ids for (32,768), whatever its memory."""
-    program = (
-        "import _thread, threading\nthreading.stack_size(32768)\nlock = threading.Lock()\nlock.acquire()\ndef f(x):\n"
-    )
+    """What a program may start is far below what a machine has process ids for (32,768), whatever
+    its memory.
+    """
+    program = "import _thread, threading\nthreading.stack_size(32768)\nlock = threading.Lock()\nlock.acquire()\ndef f(x):\n"
     program += "    n = 0\n    try:\n        for n in range(3000): _thread.start_new_thread(lock.acquire, ())\n"
     program += "    except Exception: pass\n    return n"
     result = attack(program, sandbox.Probe("f(1)"), threads=True, memory_mb=2048)
@@ -1578,7 +1696,9 @@ def test_number_of_threads():
 def plus(want):
     """Calls of f that are right if they return what is wanted, as EvalPlus compares."""
     inputs, asked = [[len(want)]], protocols.Question("f", "")
-    problem = problems.Problem("HumanEval/0", "f", asked, "", [], [], "", problems.Plus(inputs, inputs, 0.0))
+    problem = problems.Problem(
+        "HumanEval/0", "f", asked, "", [], [], "", problems.Plus(inputs, inputs, 0.0)
+    )
     return problems.plus_tests(problem, [[2.0], [2.0]], wanted=([want], [want]))[0]
 
 

@@ -1,13 +1,17 @@
-"""Honest programs get the verdicts of plain Python, and no message of a program does harm. Slow: four minutes.
+"""Honest programs get the verdicts of plain Python, and no message of a program does harm. Slow:
+four minutes.
 
-The programs are made from texts with random names, constants and values, in the forms of AceCode, HumanEval, MBPP and
-LiveCodeBench; a third of them are then made wrong. The verdicts of plain Python are those of a process that is forked
-for each test. The fuzzer makes forms of the wire format, mutates them, and gives them to the judge's end; and programs
-in the sandbox write some of them into their pipe. HONEST_SEED makes other programs and forms.
+The programs are made from texts with random names, constants and values, in the forms of AceCode,
+HumanEval, MBPP and LiveCodeBench; a third of them are then made wrong. The verdicts of plain Python
+are those of a process that is forked for each test. The fuzzer makes forms of the wire format,
+mutates them, and gives them to the judge's end; and programs in the sandbox write some of them into
+their pipe. HONEST_SEED makes other programs and forms.
 
 What is left out, as sandbox.py says that it differs, or for it is random:
-- an operator between an object of the program and data, but for + * divmod and in: V(1) == 1, V(1) < 5, V(1) ** 2
-- objects of other types, such as pathlib.Path, compared with the test's own; Ellipsis and NotImplemented
+- an operator between an object of the program and data, but for + * divmod and in: V(1) == 1, V(1)
+< 5, V(1) ** 2
+- objects of other types, such as pathlib.Path, compared with the test's own; Ellipsis and
+NotImplemented
 - the order of sets, and so their repr() and list()
 - what RARE below holds: it is tried by itself
 """
@@ -49,9 +53,10 @@ HERE = Path(__file__).resolve().parent
 SEED = int(os.environ.get("HONEST_SEED", "0"))
 COUNT = int(os.environ.get("HONEST_COUNT", "2000"))
 
-# A template: a program; behind "--" a test, behind "==" a test on every line, behind "<<" an input, behind ">> f" the
-# arguments of a call on every line. $f and the like are names and constants, the same wherever they stand; $int and the
-# like are new values everywhere. "== ?" is replaced by a comparison with the value that plain Python gives.
+# A template: a program; behind "--" a test, behind "==" a test on every line, behind "<<" an input,
+# behind ">> f" the arguments of a call on every line. $f and the like are names and constants, the
+# same wherever they stand; $int and the like are new values everywhere. "== ?" is replaced by a
+# comparison with the value that plain Python gives.
 TEMPLATES = r'''
 def $f($x):
     return [$v * $K for $v in $x if $v % $M != 0]
@@ -2480,9 +2485,7 @@ NAMES = {
     "mn": "update_all step apply_to describe do_add compute_it area2 to_text get_all fetch m_1 calculate",
     "ab": "name2 amount owner label width_px weight first_ second color2 size_",
 }
-WORDS = (
-    "apple banana kiwi level noon abc zebra Hello wOrld tree x aab racecar python code moon stats data été A1".split()
-)
+WORDS = "apple banana kiwi level noon abc zebra Hello wOrld tree x aab racecar python code moon stats data été A1".split()
 
 
 def number(rng, low=-30, high=60):
@@ -2495,7 +2498,9 @@ VALUES = {
     "big": lambda rng: rng.choice([rng.randint(100, 10**6), rng.randint(10**9, 10**20)]),
     "float": lambda rng: round(rng.uniform(-50, 50), rng.randint(1, 6)),
     "word": lambda rng: rng.choice(WORDS),
-    "text": lambda rng: " ".join(rng.choices([*WORDS, "12", "a-b", "x,y.", ""], k=rng.randint(1, 6))),
+    "text": lambda rng: " ".join(
+        rng.choices([*WORDS, "12", "a-b", "x,y.", ""], k=rng.randint(1, 6))
+    ),
     "char": lambda rng: rng.choice("aeloxn"),
     "ints": lambda rng: [number(rng) for _ in range(rng.randint(1, 8))],
     "nats": lambda rng: [rng.randint(1, 99) for _ in range(rng.randint(2, 9))],
@@ -2503,8 +2508,16 @@ VALUES = {
     "words": lambda rng: rng.choices(WORDS, k=rng.randint(1, 7)),
     "pairs": lambda rng: [(rng.randint(1, 4), rng.choice(WORDS)) for _ in range(rng.randint(1, 6))],
     "matrix": lambda rng: [[number(rng) for _ in range(3)] for _ in range(rng.randint(1, 4))],
-    "dict": lambda rng: {rng.choice(WORDS): rng.choice([number(rng), None, True, [1.5, "a"]]) for _ in range(4)},
-    "nested": lambda rng: [1, [number(rng), [rng.choice(WORDS), []]], [], [[None]], rng.random() < 0.5],
+    "dict": lambda rng: {
+        rng.choice(WORDS): rng.choice([number(rng), None, True, [1.5, "a"]]) for _ in range(4)
+    },
+    "nested": lambda rng: [
+        1,
+        [number(rng), [rng.choice(WORDS), []]],
+        [],
+        [[None]],
+        rng.random() < 0.5,
+    ],
 }
 LINES = {
     "line": lambda rng: " ".join(str(number(rng)) for _ in range(rng.randint(1, 9))),
@@ -2512,20 +2525,30 @@ LINES = {
 }
 PLACE = re.compile(rf"\$({'|'.join(sorted([*VALUES, *LINES], key=len, reverse=True))}|[A-Za-z])")
 DRESSES = [
-    lambda program, rng: f"{program}\nif __name__ == '__main__':\n    import sys\n    sys.exit(0)\n",
+    lambda program, rng: (
+        f"{program}\nif __name__ == '__main__':\n    import sys\n    sys.exit(0)\n"
+    ),
     lambda program, rng: (
         f"import sys\n{program}\ndef main():\n    print('x')\n\nif __name__ == '__main__':\n    sys.exit(main())\n"
     ),
-    lambda program, rng: f"{program}\nif __name__ == '__main__':\n    print({rng.choice(WORDS)!r}, {rng.random()})\n",
+    lambda program, rng: (
+        f"{program}\nif __name__ == '__main__':\n    print({rng.choice(WORDS)!r}, {rng.random()})\n"
+    ),
     lambda program, rng: (
         f"import unittest\n{program}\nclass TestIt(unittest.TestCase):\n"
         f"    def test_1(self):\n        self.assertEqual({number(rng)}, {number(rng)})\n"
         f"if __name__ == '__main__':\n    unittest.main(exit={rng.random() < 0.5})\n"
     ),
-    lambda program, rng: f'"""{rng.choice(WORDS)}"""\nimport os, sys, math\n{program}\nprint("done", sys.argv)\n',
+    lambda program, rng: (
+        f'"""{rng.choice(WORDS)}"""\nimport os, sys, math\n{program}\nprint("done", sys.argv)\n'
+    ),
     lambda program, rng: f"from __future__ import annotations\nfrom typing import *\n{program}",
-    lambda program, rng: f"import logging\nlogging.basicConfig(level='DEBUG')\n{program}\nlogging.debug('%s', 1)\n",
-    lambda program, rng: f"import warnings\nwarnings.filterwarnings('ignore')\nMOD = 10**9 + 7\n{program}",
+    lambda program, rng: (
+        f"import logging\nlogging.basicConfig(level='DEBUG')\n{program}\nlogging.debug('%s', 1)\n"
+    ),
+    lambda program, rng: (
+        f"import warnings\nwarnings.filterwarnings('ignore')\nMOD = 10**9 + 7\n{program}"
+    ),
     lambda program, rng: (
         "def trace(fn):\n    def wrapper(*args, **kwargs):\n        return fn(*args, **kwargs)\n"
         "    return wrapper\n" + re.sub(r"^def ", "@trace\ndef ", program, count=1, flags=re.M)
@@ -2535,7 +2558,9 @@ DRESSES = [
         f"{program}\nif __name__ == '__main__':\n    try:\n        print(int(input()))\n"
         f"    except EOFError:\n        pass\n"
     ),
-    lambda program, rng: f"{program}\nif __name__ == '__main__':\n    n = int(input())\n    print(n)\n",
+    lambda program, rng: (
+        f"{program}\nif __name__ == '__main__':\n    n = int(input())\n    print(n)\n"
+    ),
     lambda program, rng: f"# -*- coding: utf-8 -*-\n# naïve {rng.random()}\n{program}\n\n\n# end",
     lambda program, rng: (
         f"try:\n    import does_not_exist_{rng.randint(1, 99)}\nexcept ImportError:\n    pass\n{program}"
@@ -2561,7 +2586,9 @@ class Case:
 
         template = (TEMPLATES + READERS).split("====\n")
         self.template = i % len(template)
-        program, *sections = re.split(r"^(--|==|<<|>>.*)\n", PLACE.sub(fill, template[self.template]), flags=re.M)
+        program, *sections = re.split(
+            r"^(--|==|<<|>>.*)\n", PLACE.sub(fill, template[self.template]), flags=re.M
+        )
         self.kind, self.function, self.tests = "test", "", []
         for mark, body in zip(sections[::2], sections[1::2], strict=True):
             if mark[0] in "<>":
@@ -2574,7 +2601,10 @@ class Case:
             self.tests = rng.sample(self.tests, min(len(self.tests), rng.randint(1, 4)))
         if self.kind == "test" and rng.random() < 0.4:
             program = rng.choice(DRESSES)(program, rng)
-        self.program, self.main_block = program, rng.random() < (0.1 if "n = int(input())" in program else 0.7)
+        self.program, self.main_block = (
+            program,
+            rng.random() < (0.1 if "n = int(input())" in program else 0.7),
+        )
         self.wrong = rng.random() < 0.4  # some cannot be made wrong
 
 
@@ -2582,21 +2612,46 @@ class Case:
 
 IMPORTS = "import collections, datetime, decimal, fractions\nfrom collections import Counter, OrderedDict, deque\n"
 IMPORTS += "from fractions import Fraction\nfrom decimal import Decimal\n"
-FORMS = ["@ == #"] * 6 + ["# == @", "@ == #, 'wrong'", "not @ != #", "@ in [#]", "@ in (None, #)", "[@] == [#]"]
-FORMS += ["(@, 1) == (#, 1)", "{'k': @} == {'k': #}", "(@ == #) is True", "bool(@ == #)", "(lambda got: got == #)(@)"]
-FORMS += ["all(got == # for got in [@])", "[got for got in [@]] == [#]", "(got := @) == # and got == got", "@ == (#)"]
-FORMS += ["#.__eq__(@) is not False", "not (@ == # and 1 == 2)", "[*map(str, [@])] == [str(#)]", "{1: @}[1] == #"]
-ANY = ["@"] * 4 + ["repr(@)", "str(@)", "bool(@)", "type(@).__name__", "isinstance(@, (list, tuple, dict, set))"]
+FORMS = ["@ == #"] * 6 + [
+    "# == @",
+    "@ == #, 'wrong'",
+    "not @ != #",
+    "@ in [#]",
+    "@ in (None, #)",
+    "[@] == [#]",
+]
+FORMS += [
+    "(@, 1) == (#, 1)",
+    "{'k': @} == {'k': #}",
+    "(@ == #) is True",
+    "bool(@ == #)",
+    "(lambda got: got == #)(@)",
+]
+FORMS += [
+    "all(got == # for got in [@])",
+    "[got for got in [@]] == [#]",
+    "(got := @) == # and got == got",
+    "@ == (#)",
+]
+FORMS += [
+    "#.__eq__(@) is not False",
+    "not (@ == # and 1 == 2)",
+    "[*map(str, [@])] == [str(#)]",
+    "{1: @}[1] == #",
+]
+ANY = ["@"] * 4 + [
+    "repr(@)",
+    "str(@)",
+    "bool(@)",
+    "type(@).__name__",
+    "isinstance(@, (list, tuple, dict, set))",
+]
 ANY += ["isinstance(@, (int, float, str))", "f'{@!r}'", "'%s' % (@,)", "(@) is None", "[@, @][0]"]
 NUMBERS = "@ + 1|-@|abs(@)|round(@, 2)|int(@)|float(@)|@ * 2|@ - 1|@ / 4|@ // 3|@ % 5|@ ** 2|divmod(@, 7)|max(@, 3)"
 NUMBERS += "|sum([@, 1])|sorted([@, 2])|f'{@:.2f}'|@ > 3|2 < @ < 50|@ != 0|[1, 2, 3][int(@) % 3]|{@: 1}|{@, 1}|hash(@)"
-NUMBERS += (
-    "|bin(int(@))|'ab' * min(3, int(abs(@)))|range(5)[int(@) % 5]|__import__('math').floor(@)|1 if @ else 2|3 - @"
-)
+NUMBERS += "|bin(int(@))|'ab' * min(3, int(abs(@)))|range(5)[int(@) % 5]|__import__('math').floor(@)|1 if @ else 2|3 - @"
 LISTS = "len(@)|sorted(@, key=repr)|@[0]|@[-1]|list(@)|tuple(@)|@[::-1]|@ * 2|@ + @|@[1:]|[x for x in @]|[*@, 1]"
-LISTS += (
-    "|list(enumerate(@))|list(zip(@, 'abc'))|list(map(str, @))|any(@)|1 in @|@.count(1)|sum(@)|max(@)|list(reversed(@))"
-)
+LISTS += "|list(enumerate(@))|list(zip(@, 'abc'))|list(map(str, @))|any(@)|1 in @|@.count(1)|sum(@)|max(@)|list(reversed(@))"
 TEXTS = "len(@)|@.upper()|@[0]|@[::-1]|sorted(@)|list(@)|@ + 'x'|'a' in @|@.split()|@.encode()|@ * 2|set(@)|''.join(@)"
 TEXTS += "|@.replace('a', 'b')|{@: 1}|@ < 'b'|@.isalpha()|f'{@:>12}'|@.count('a')|@.startswith('a')|@.strip().title()"
 SETS = "sorted(@, key=repr)|len(@)|@ | {1}|@ & {1, 2}|@ - {1}|1 in @|{*@}|frozenset(@)|@ <= {1, 2, 3}|@.issuperset({1})"
@@ -2616,7 +2671,9 @@ LOOSE = ast.Compare | ast.BoolOp | ast.IfExp | ast.UnaryOp | ast.BinOp  # these 
 
 
 def asked(rng, call, value, scope):
-    """(the condition of an assert that plain Python holds for a value, whether it needs IMPORTS)."""
+    """(the condition of an assert that plain Python holds for a value, whether it needs
+    IMPORTS).
+    """
     if hasattr(type(value), "__next__"):
         call, value = f"list({call})", list(value)
     base = next((base for base in DERIVED if isinstance(value, base)), None)
@@ -2625,8 +2682,13 @@ def asked(rng, call, value, scope):
     close = isinstance(value, int | float) and not isinstance(value, bool) and rng.random() < 0.15
     imported = {}
     exec(IMPORTS, imported)
-    shown = "{" in repr(value) and not isinstance(value, dict)  # the order of sets is another in every process
-    derived = "@" if shown and re.search(r"repr|str|%s|!r|list\(|\[\*|\[x|zip|enumerate", derived) else derived
+    # the order of sets is another in every process
+    shown = "{" in repr(value) and not isinstance(value, dict)
+    derived = (
+        "@"
+        if shown and re.search(r"repr|str|%s|!r|list\(|\[\*|\[x|zip|enumerate", derived)
+        else derived
+    )
     for what in (derived, "@", "type(@).__name__" if shown else "repr(@)"):
         try:
             result = eval(what.replace("@", "_value"), scope | {"_value": value})
@@ -2636,7 +2698,14 @@ def asked(rng, call, value, scope):
         if " at 0x" in text:
             continue
         if close and what == "@":
-            form = rng.choice(["abs(@ - #) < 1e-6", "math.isclose(@, #, rel_tol=1e-9)", "# - 1 < @ <= #", "@ >= #"])
+            form = rng.choice(
+                [
+                    "abs(@ - #) < 1e-6",
+                    "math.isclose(@, #, rel_tol=1e-9)",
+                    "# - 1 < @ <= #",
+                    "@ >= #",
+                ]
+            )
             if form[0] != "m" or "math" in scope:
                 return form.replace("@", call).replace("#", text), False
         for needs, names in ((False, scope), (True, imported | scope), (True, scope | imported)):
@@ -2647,7 +2716,11 @@ def asked(rng, call, value, scope):
             except Exception:
                 continue
             if same:
-                whole = f"({what})" if isinstance(ast.parse(what.replace("@", "x")).body[0].value, LOOSE) else what
+                whole = (
+                    f"({what})"
+                    if isinstance(ast.parse(what.replace("@", "x")).body[0].value, LOOSE)
+                    else what
+                )
                 form = rng.choice(FORMS)
                 form = FORMS[0] if "{" in text and "map(str" in form else form
                 condition = form.replace("@", whole).replace("@", call).replace("#", text)
@@ -2663,7 +2736,9 @@ def asked(rng, call, value, scope):
 
 
 def alone(function, *args, seconds=2):
-    """What a function returns in a forked process, in a folder of its own; None if that ends in another way or late."""
+    """What a function returns in a forked process, in a folder of its own; None if that ends in
+    another way or late.
+    """
     read, write = os.pipe()
     folder = tempfile.mkdtemp()
     pid = os.fork()
@@ -2715,9 +2790,15 @@ def filled(seed, program, main_block, test):
         needs_imports |= needs
 
     scope["_record"] = record
-    text = [line if isinstance(line, str) else f"{line[1]}_record({i}, {line[2]})" for i, line in enumerate(lines)]
+    text = [
+        line if isinstance(line, str) else f"{line[1]}_record({i}, {line[2]})"
+        for i, line in enumerate(lines)
+    ]
     exec(compile("\n".join(text), "<test>", "exec"), scope)
-    text = [line if isinstance(line, str) else found.get(i, f"{line[1]}pass") for i, line in enumerate(lines)]
+    text = [
+        line if isinstance(line, str) else found.get(i, f"{line[1]}pass")
+        for i, line in enumerate(lines)
+    ]
     return IMPORTS * needs_imports + as_check(rng, text)
 
 
@@ -2725,11 +2806,19 @@ def as_check(rng, lines):
     """The lines of a test, sometimes in HumanEval's form."""
     text = "\n".join(lines)
     call = re.match(r"assert (?:[a-z]+\()?([A-Za-z_]\w*)\(", text)
-    if not call or rng.random() > 0.15 or call[1] in ("list", "sorted", "isinstance", "len", "set", "type", "repr"):
+    if (
+        not call
+        or rng.random() > 0.15
+        or call[1] in ("list", "sorted", "isinstance", "len", "set", "type", "repr")
+    ):
         return text
     body = re.sub(rf"\b{call[1]}\b", "candidate", text)
     head = "METADATA = {'author': 'x', 'dataset': 'test'}\n\n" * (rng.random() < 0.5)
-    return f"{head}def check(candidate):\n    " + body.replace("\n", "\n    ") + f"\n\ncheck({call[1]})"
+    return (
+        f"{head}def check(candidate):\n    "
+        + body.replace("\n", "\n    ")
+        + f"\n\ncheck({call[1]})"
+    )
 
 
 def passes(program, main_block, test):
@@ -2778,8 +2867,22 @@ def returned(program, function, inputs):
 
 # ---- wrong programs --------------------------------------------------------------------------------------------------
 
-SWAPS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Mod: ast.FloorDiv, ast.Lt: ast.LtE, ast.Gt: ast.Lt}
-SWAPS |= {ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.GtE: ast.Gt, ast.And: ast.Or, ast.Or: ast.And}
+SWAPS = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.Mod: ast.FloorDiv,
+    ast.Lt: ast.LtE,
+    ast.Gt: ast.Lt,
+}
+SWAPS |= {
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn,
+    ast.GtE: ast.Gt,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+}
 RETURNS = [
     "None",
     "[{}]",
@@ -2810,8 +2913,16 @@ def mutated(rng, program):
     if rng.random() < 0.08:  # an answer cut off
         return program[: rng.randrange(len(program))]
     tree = ast.parse(program)
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Return | ast.BinOp | ast.If)]
-    nodes += [node for node in ast.walk(tree) if isinstance(node, ast.Compare | ast.BoolOp | ast.Constant | ast.Return)]
+    nodes = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.Return | ast.BinOp | ast.If)
+    ]
+    nodes += [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare | ast.BoolOp | ast.Constant | ast.Return)
+    ]
     if not nodes:
         return "raise ValueError\n" + program
     node = rng.choice(nodes)
@@ -2821,7 +2932,9 @@ def mutated(rng, program):
         else:
             node.body = [ast.Pass()]
     elif isinstance(node, ast.Return) and node.value:
-        node.value = ast.parse(rng.choice(RETURNS).replace("{}", f"({ast.unparse(node.value)})"), mode="eval").body
+        node.value = ast.parse(
+            rng.choice(RETURNS).replace("{}", f"({ast.unparse(node.value)})"), mode="eval"
+        ).body
     elif isinstance(node, ast.If):
         node.test = ast.UnaryOp(ast.Not(), node.test)
     elif isinstance(node, ast.BinOp | ast.BoolOp):
@@ -2829,15 +2942,24 @@ def mutated(rng, program):
     elif isinstance(node, ast.Compare):
         node.ops[0] = SWAPS.get(type(node.ops[0]), ast.Eq)()
     elif isinstance(node, ast.Constant):
-        node.value = {int: 1, str: "q", float: 0.5}.get(type(node.value), 0) if rng.random() < 0.5 else None
+        node.value = (
+            {int: 1, str: "q", float: 0.5}.get(type(node.value), 0) if rng.random() < 0.5 else None
+        )
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
 def truth(case, i):
-    """The verdicts of plain Python: {"program", "tests", "values"}, and "wanted" of the right program; or None."""
+    """The verdicts of plain Python: {"program", "tests", "values"}, and "wanted" of the right
+    program; or None.
+    """
     import problems
 
-    row = {"kind": case.kind, "main_block": case.main_block, "function": case.function, "wanted": None}
+    row = {
+        "kind": case.kind,
+        "main_block": case.main_block,
+        "function": case.function,
+        "wanted": None,
+    }
     head = problems.LIVE_HEAD if case.kind == "calls" else ""
 
     def values(program):
@@ -2848,9 +2970,14 @@ def truth(case, i):
         return [alone(passes, program, case.main_block, test) for test in case.tests]
 
     if case.kind == "test":
-        rows = [(f"{SEED}/{i}/{k}", case.program, case.main_block, test) for k, test in enumerate(case.tests)]
+        rows = [
+            (f"{SEED}/{i}/{k}", case.program, case.main_block, test)
+            for k, test in enumerate(case.tests)
+        ]
         case.tests = [
-            test for test in (alone(filled, *each) if "== ?" in each[-1] else each[-1] for each in rows) if test
+            test
+            for test in (alone(filled, *each) if "== ?" in each[-1] else each[-1] for each in rows)
+            if test
         ]
         if not case.tests:
             return None
@@ -2867,7 +2994,12 @@ def truth(case, i):
         found = right
     if found is None or None in found:
         return None
-    return row | {"program": head + case.program, "tests": case.tests, "values": found, "wanted": right}
+    return row | {
+        "program": head + case.program,
+        "tests": case.tests,
+        "values": found,
+        "wanted": right,
+    }
 
 
 def worker(first, step):
@@ -2884,9 +3016,18 @@ def truths():
         workers = []
         for first in (0, 1):
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            command, env = [sys.executable, "-c", f"{start}({first}, 2)"], os.environ | {"PYTHONHASHSEED": "0"}
-            workers.append(subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, text=True))
-        outputs = [*concurrent.futures.ThreadPoolExecutor(2).map(lambda worker: worker.communicate()[0], workers)]
+            command, env = (
+                [sys.executable, "-c", f"{start}({first}, 2)"],
+                os.environ | {"PYTHONHASHSEED": "0"},
+            )
+            workers.append(
+                subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, text=True)
+            )
+        outputs = [
+            *concurrent.futures.ThreadPoolExecutor(2).map(
+                lambda worker: worker.communicate()[0], workers
+            )
+        ]
     assert [worker.returncode for worker in workers] == [0, 0]
     return sorted(map(json.loads, "".join(outputs).splitlines()))
 
@@ -2916,17 +3057,30 @@ def value_of(text):
 
 
 def expected_of(row):
-    """Tests of a case for the sandbox, each with what has to come out: a verdict and, unless it is None, a value."""
+    """Tests of a case for the sandbox, each with what has to come out: a verdict and, unless it is
+    None, a value.
+    """
     if row["kind"] == "test":
         return [
-            (test, "pass" if good else "fail", None) for test, good in zip(row["tests"], row["values"], strict=True)
+            (test, "pass" if good else "fail", None)
+            for test, good in zip(row["tests"], row["values"], strict=True)
         ]
     if row["kind"] == "stdin":
         tests = []
-        for text, (out, good), (wanted, _) in zip(row["tests"], row["values"], row["wanted"], strict=True):
+        for text, (out, good), (wanted, _) in zip(
+            row["tests"], row["values"], row["wanted"], strict=True
+        ):
             check = f"def right(printed):\n    return printed == {wanted!r}"
-            tests.append((sandbox.Stdin(text), "pass" if good else "fail", None if " at 0x" in out else out))
-            tests.append((sandbox.Stdin(text, check=check), "pass" if good and out == wanted else "fail", None))
+            tests.append(
+                (sandbox.Stdin(text), "pass" if good else "fail", None if " at 0x" in out else out)
+            )
+            tests.append(
+                (
+                    sandbox.Stdin(text, check=check),
+                    "pass" if good and out == wanted else "fail",
+                    None,
+                )
+            )
         return tests
     inputs = [eval(f"[{args}]") for args in row["tests"]]
     wanted, found = ([*map(value_of, row[name])] for name in ("wanted", "values"))
@@ -2951,15 +3105,22 @@ def test_honest_programs_get_the_verdicts_of_plain_python(layers):
     different = []
     for kind, main_block in itertools.product(("test", "stdin", "calls"), (True, False)):
         group = [
-            (i, template, row) for i, template, row in cases if (row["kind"], row["main_block"]) == (kind, main_block)
+            (i, template, row)
+            for i, template, row in cases
+            if (row["kind"], row["main_block"]) == (kind, main_block)
         ]
         wanted = [expected_of(row) for *_, row in group]
         options = {"threads": kind != "test", "main_block": main_block and kind == "test"}
         results = sandbox.run_tests(
-            [row["program"] for *_, row in group], [[test for test, *_ in tests] for tests in wanted], **options
+            [row["program"] for *_, row in group],
+            [[test for test, *_ in tests] for tests in wanted],
+            **options,
         )
         for (i, template, row), tests, result in zip(group, wanted, results, strict=True):
-            found = result.verdicts or [result.error] * len(tests), result.values or [None] * len(tests)
+            found = (
+                result.verdicts or [result.error] * len(tests),
+                result.values or [None] * len(tests),
+            )
             for (test, verdict, value), ours, got in zip(tests, *found, strict=True):
                 if (ours == "pass") != (verdict == "pass") or (
                     value is not None and ours == "pass" and plain_value(got) != value
@@ -2967,7 +3128,9 @@ def test_honest_programs_get_the_verdicts_of_plain_python(layers):
                     different.append((i, template, row["program"], test, verdict, ours, value, got))
     tests = [test for *_, row in cases for test in expected_of(row)]
     failing = sum(verdict != "pass" for _, verdict, _ in tests)
-    print(f"{len(cases)} programs, {len(tests)} tests, {failing} of which fail; {len(different)} differ")
+    print(
+        f"{len(cases)} programs, {len(tests)} tests, {failing} of which fail; {len(different)} differ"
+    )
     for i, template, program, test, verdict, ours, value, got in different:
         print(
             f"---- case {i}, template {template}\n{program}\n-- test\n{test}\n-- "
@@ -3347,8 +3510,8 @@ assert total == 3
 RARE_CASES = [case.strip("\n").split("\n--\n") for case in RARE.split("\n====\n")]
 
 
-# Of these the ones that fail, by the last line of the test: what sandbox.py says that a test cannot do.
-# A case that begins to pass has to leave the list.
+# Of these the ones that fail, by the last line of the test: what sandbox.py says that a test cannot
+# do. A case that begins to pass has to leave the list.
 NOT_YET = {
     "    assert f() == 3",
     "assert '%d %d' % f() == '1 2'",
@@ -3379,7 +3542,9 @@ NOT_YET = {
 }
 
 
-@pytest.mark.parametrize(("program", "test"), RARE_CASES, ids=[test.splitlines()[-1][:60] for _, test in RARE_CASES])
+@pytest.mark.parametrize(
+    ("program", "test"), RARE_CASES, ids=[test.splitlines()[-1][:60] for _, test in RARE_CASES]
+)
 def test_what_honest_tests_do_rarely(program, test, layers, request):
     if request.node.callspec.id in NOT_YET:
         why = "sandbox.py says what a test cannot do"
@@ -3435,15 +3600,26 @@ def test_honest_sizes(name, layers):
 
 # ---- the fuzzer: forms of the wire format ----------------------------------------------------------------------------
 
-FORMS_COUNT, SENT = (int(os.environ.get(name, default)) for name, default in (("FORMS", "100000"), ("SENT", "2000")))
+FORMS_COUNT, SENT = (
+    int(os.environ.get(name, default)) for name, default in (("FORMS", "100000"), ("SENT", "2000"))
+)
 NEVER = ["no form holds this", 90210]
 PRIME = (1 << 61) - 1  # hash() of an int is its remainder
-TAGS = [*"i c b y d t s f a r k mine yours coroutine error raised builtin module o z I __class__".split(), ""]
-TYPES = [*sandbox_wire.ARGUMENTS, "builtins.eval", "os.system", "fractions", "", "datetime.timezone", "numpy.ndarray"]
+TAGS = [
+    *"i c b y d t s f a r k mine yours coroutine error raised builtin module o z I __class__".split(),
+    "",
+]
+TYPES = [
+    *sandbox_wire.ARGUMENTS,
+    "builtins.eval",
+    "os.system",
+    "fractions",
+    "",
+    "datetime.timezone",
+    "numpy.ndarray",
+]
 ERRORS = "json.decoder.JSONDecodeError builtins.ValueError builtins.StopIteration builtins.AssertionError os.system x.A"
-ERRORS += (
-    " builtins.SystemExit decimal.InvalidOperation builtins.BaseException builtins.object builtins.type .. os.path"
-)
+ERRORS += " builtins.SystemExit decimal.InvalidOperation builtins.BaseException builtins.object builtins.type .. os.path"
 ERRORS += " numpy.linalg.LinAlgError unittest.case.SkipTest asyncio.CancelledError socket.timeout builtins.MemoryError"
 ERRORS += " builtins.UnicodeDecodeError builtins.KeyError builtins.ExceptionGroup program.E builtins.OSError"
 DTYPES = "<i8 >i4 |b1 <f8 <c16 |S3 <U2 <U99999999 |S0 <f2 |O <M8[s] i9 <i99 V8 <i8,<i8 f٨ <U0 |u1".split()
@@ -3493,13 +3669,16 @@ NUMBERS_SENT = [
     None,
 ]
 NUMBERS_SENT += [
-    {"i": each} for each in ("0", "1", "-1", "f" * 40, "F" * 3000, "", "x", "-", "8" + "0" * 17, 5, None, [])
+    {"i": each}
+    for each in ("0", "1", "-1", "f" * 40, "F" * 3000, "", "x", "-", "8" + "0" * 17, 5, None, [])
 ]
 
 
 def atom(rng):
     return rng.choice(
-        rng.choice([NUMBERS_SENT, NUMBERS_SENT, STRINGS, [[], {}, [[]], {"t": []}, {"s": []}, {"d": []}]])
+        rng.choice(
+            [NUMBERS_SENT, NUMBERS_SENT, STRINGS, [[], {}, [[]], {"t": []}, {"s": []}, {"d": []}]]
+        )
     )
 
 
@@ -3517,13 +3696,20 @@ def form_of(rng, depth=0):
     if tag == "int":
         return {"i": f"{rng.choice([1, -1]) * rng.getrandbits(rng.choice([3, 64, 900])):x}"}
     if tag == "c":
-        return {"c": [rng.choice([0.5, math.nan, 1, "1", None, 1e308]) for _ in range(rng.randint(0, 3))]}
+        return {
+            "c": [
+                rng.choice([0.5, math.nan, 1, "1", None, 1e308]) for _ in range(rng.randint(0, 3))
+            ]
+        }
     if tag in ("b", "y", "module", "z", ""):
         return {tag: rng.choice(STRINGS)}
     if tag == "d":
         return {"d": [[atom(rng), form_of(rng, depth + 1)] for _ in range(rng.randint(0, 4))]}
     if tag == "a":
-        shape = [rng.choice([0, 1, 2, 3, -1, 2**31, 2**62, 1.0, "1"]) for _ in range(rng.choice([0, 1, 1, 2, 70]))]
+        shape = [
+            rng.choice([0, 1, 2, 3, -1, 2**31, 2**62, 1.0, "1"])
+            for _ in range(rng.choice([0, 1, 1, 2, 70]))
+        ]
         size = rng.choice([0, 1, 2, 4, 6])
         return {
             "a": [
@@ -3541,16 +3727,41 @@ def form_of(rng, depth=0):
         return {"mine": rng.choice([0, 1, 2, -1, -9, 2**70, True, 0.0, "0", None, [0]])}
     if tag in ("yours", "coroutine"):
         return {
-            tag: rng.choice([[0, True], [1, False], [2, None], [True, 1], ["x", "y"], [[], 0], [0], 5, [2**70, {}]])
+            tag: rng.choice(
+                [
+                    [0, True],
+                    [1, False],
+                    [2, None],
+                    [True, 1],
+                    ["x", "y"],
+                    [[], 0],
+                    [0],
+                    5,
+                    [2**70, {}],
+                ]
+            )
         }
     if tag in ("error", "builtin"):
-        names = rng.choices([*ERRORS.split(), "print", "int", "exec", "type", "", "list"], k=rng.randint(0, 3))
+        names = rng.choices(
+            [*ERRORS.split(), "print", "int", "exec", "type", "", "list"], k=rng.randint(0, 3)
+        )
         if tag == "error" and len(names) > 1 and rng.random() < 0.5:
             names = [names[0], [[name, []] for name in names[1:]]]
         return {tag: names if tag == "error" else (names or [None])[0]}
     if tag == "raised":
-        attributes = {rng.choice(["args", "_text", "code", "__class__", "with_traceback"]): form_of(rng, depth + 1)}
-        return {"raised": [rng.choices(ERRORS.split(), k=rng.randint(0, 3)), some(), attributes, rng.choice(STRINGS)]}
+        attributes = {
+            rng.choice(["args", "_text", "code", "__class__", "with_traceback"]): form_of(
+                rng, depth + 1
+            )
+        }
+        return {
+            "raised": [
+                rng.choices(ERRORS.split(), k=rng.randint(0, 3)),
+                some(),
+                attributes,
+                rng.choice(STRINGS),
+            ]
+        }
     return {tag: some()}
 
 
@@ -3624,21 +3835,64 @@ def value_of_program(rng, depth=0):
         text = rng.choice(STRINGS[:7] + WORDS)
         number_ = rng.choice([0, 1, -7, 2**70, 10**5000, 0.5, -0.0, math.nan, True, None, 3j])
         return rng.choice(
-            [number_, number_, text, text.encode("utf-8", "replace"), bytearray(b"y"), range(1, 9, 2), len, int]
+            [
+                number_,
+                number_,
+                text,
+                text.encode("utf-8", "replace"),
+                bytearray(b"y"),
+                range(1, 9, 2),
+                len,
+                int,
+            ]
         )
     items = [value_of_program(rng, depth + 1) for _ in range(rng.randint(0, 4))]
     plain_items = [value_of_program(rng, 9) for _ in range(3)]
     keys = [each for each in plain_items if not isinstance(each, bytearray | complex)]
     if kind < 9:
-        return rng.choice([items, tuple(items), [items, items], dict(zip(keys, items, strict=False)), {*keys}])
+        return rng.choice(
+            [items, tuple(items), [items, items], dict(zip(keys, items, strict=False)), {*keys}]
+        )
     if kind < 12:
-        when, pairs = datetime.datetime(2020, 1, 2, 3, 4, 5, 6), dict(zip(keys, items, strict=False))
-        made = [collections.deque(items, 9), collections.OrderedDict(pairs), collections.defaultdict(list, pairs)]
-        made += [collections.Counter("aab"), collections.Counter(pairs), frozenset(keys), pairs.keys(), pairs.items()]
-        made += [when, when.date(), when.time(), datetime.timedelta(3, 4, 5), decimal.Decimal("-1.50"), pairs.values()]
-        return rng.choice([*made, fractions.Fraction(-3, 7), slice(1, None), collections.defaultdict(lambda: 1)])
+        when, pairs = (
+            datetime.datetime(2020, 1, 2, 3, 4, 5, 6),
+            dict(zip(keys, items, strict=False)),
+        )
+        made = [
+            collections.deque(items, 9),
+            collections.OrderedDict(pairs),
+            collections.defaultdict(list, pairs),
+        ]
+        made += [
+            collections.Counter("aab"),
+            collections.Counter(pairs),
+            frozenset(keys),
+            pairs.keys(),
+            pairs.items(),
+        ]
+        made += [
+            when,
+            when.date(),
+            when.time(),
+            datetime.timedelta(3, 4, 5),
+            decimal.Decimal("-1.50"),
+            pairs.values(),
+        ]
+        return rng.choice(
+            [*made, fractions.Fraction(-3, 7), slice(1, None), collections.defaultdict(lambda: 1)]
+        )
     return rng.choice(
-        [ValueError("x", 1), KeyError, lambda: 1, iter([]), object(), types, Row(items), Name("n"), Number(3)]
+        [
+            ValueError("x", 1),
+            KeyError,
+            lambda: 1,
+            iter([]),
+            object(),
+            types,
+            Row(items),
+            Name("n"),
+            Number(3),
+        ]
     )
 
 
@@ -3656,7 +3910,14 @@ class OtherEnd(sandbox_wire.Peer):
     """A program's end, for the forms of its values."""
 
     def __init__(self):
-        self.permits, self.held, self.numbers, self.shared, self.ids, self.count = None, [], {}, {}, {}, 0
+        self.permits, self.held, self.numbers, self.shared, self.ids, self.count = (
+            None,
+            [],
+            {},
+            {},
+            {},
+            0,
+        )
 
 
 def text_of(i):
@@ -3669,7 +3930,9 @@ def text_of(i):
 
 
 class Alone(sandbox_wire.Peer):
-    """The judge's end without a program: objects have the hash of a number, and other questions raise."""
+    """The judge's end without a program: objects have the hash of a number, and other questions
+    raise.
+    """
 
     def __init__(self):
         self.permits, self.stops = sandbox_inside.permits, False
@@ -3695,7 +3958,9 @@ class Alone(sandbox_wire.Peer):
 
 
 def resolve_all(numbers, at, late):
-    """Give forms to the judge's end, and use the values as a judge does; `at` says where it is, `late` what is slow."""
+    """Give forms to the judge's end, and use the values as a judge does; `at` says where it is,
+    `late` what is slow.
+    """
     peer = Alone()
     for i in numbers:
         at[:8] = i.to_bytes(8, "little")
@@ -3718,7 +3983,9 @@ def resolve_all(numbers, at, late):
 
 
 def batch(first):
-    """What is wrong with a thousand forms: a list of texts. In a forked child, with a judge's limits."""
+    """What is wrong with a thousand forms: a list of texts. In a forked child, with a judge's
+    limits.
+    """
     at = mmap.mmap(-1, 8)
     read, write = os.pipe()
     pid = os.fork()
@@ -3729,7 +3996,9 @@ def batch(first):
             resource.setrlimit(resource.RLIMIT_AS, (size + (1024 << 20), size + (1024 << 20)))
             used = math.ceil(time.process_time())
             resource.setrlimit(resource.RLIMIT_CPU, (used + 5, used + 6))
-            os.write(write, json.dumps(resolve_all(range(first, first + 1000), at, [])).encode()[:60_000])
+            os.write(
+                write, json.dumps(resolve_all(range(first, first + 1000), at, [])).encode()[:60_000]
+            )
             os._exit(0)
         except BaseException as error:
             os.write(write, json.dumps([repr(error)]).encode())
@@ -3749,14 +4018,18 @@ def batch(first):
 
 
 def test_every_form_gives_a_value_or_raises_an_exception_in_time():
-    command = (
-        f"import sys; sys.path[:0] = {[str(HERE), str(HERE.parent)]}; import {Path(__file__).stem} as t, numpy; t.fuzz"
-    )
+    command = f"import sys; sys.path[:0] = {[str(HERE), str(HERE.parent)]}; import {Path(__file__).stem} as t, numpy; t.fuzz"
     workers = [
-        subprocess.Popen([sys.executable, "-c", f"{command}({i}, 2)"], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", f"{command}({i}, 2)"], stdout=subprocess.PIPE, text=True
+        )
         for i in (0, 1)
     ]
-    outputs = [*concurrent.futures.ThreadPoolExecutor(2).map(lambda worker: worker.communicate()[0], workers)]
+    outputs = [
+        *concurrent.futures.ThreadPoolExecutor(2).map(
+            lambda worker: worker.communicate()[0], workers
+        )
+    ]
     assert [worker.returncode for worker in workers] == [0, 0]
     wrong = "".join(outputs)
     print(wrong)
@@ -3785,9 +4058,7 @@ def f(*args):
             pass
     {then}
 """
-LATE_ERRORS = (
-    "antigravity.X this.X idlelib.idle.X turtledemo.__main__.X __phello__.X tkinter.TclError lib2to3.pgen2.X".split()
-)
+LATE_ERRORS = "antigravity.X this.X idlelib.idle.X turtledemo.__main__.X __phello__.X tkinter.TclError lib2to3.pgen2.X".split()
 
 
 def message(i):
@@ -3798,7 +4069,9 @@ def message(i):
     if rng.random() < 0.4:
         news[0] = [[rng.choice([1, -1, 0, "1", None]), form_of(rng)]] * rng.choice([0, 1, 2])
         news[1] = rng.choice([[], [1], [-1], None, ["x"]])
-    tail = ", ".join(map(json.dumps, news if rng.random() < 0.9 else rng.choice([[], news[:1], news * 2])))
+    tail = ", ".join(
+        map(json.dumps, news if rng.random() < 0.9 else rng.choice([[], news[:1], news * 2]))
+    )
     if rng.random() < 0.03:
         text = json.dumps({"error": [rng.choice(LATE_ERRORS), []]})
     if kind < 0.75:
@@ -3810,11 +4083,36 @@ def message(i):
     elif kind < 0.94:
         target = rng.choice(['{"mine": 0}', '{"mine": 1}', text, '{"builtin": "exec"}'])
         operation = rng.choice(
-            ["call", "get", "set", "iter", "next", "base", "isinstance", "run", "names", "", text[:9], "exit"]
+            [
+                "call",
+                "get",
+                "set",
+                "iter",
+                "next",
+                "base",
+                "isinstance",
+                "run",
+                "names",
+                "",
+                text[:9],
+                "exit",
+            ]
         )
         line = f'["ask", [{json.dumps(operation)}, [{target}, {text}], {{"x": {text}}}], {tail}]'
     else:
-        line = rng.choice([text, text[: len(text) // 2], "", "null", "[]", '["got"]', "\0", "[" * 10**5, '{"got": 1}'])
+        line = rng.choice(
+            [
+                text,
+                text[: len(text) // 2],
+                "",
+                "null",
+                "[]",
+                '["got"]',
+                "\0",
+                "[" * 10**5,
+                '{"got": 1}',
+            ]
+        )
     data = line.encode("utf-8", "surrogatepass") + b"\n"
     return rng.choice([data] * 8 + [data * 3, data[:-1], b"\xff" + data])
 
@@ -3868,7 +4166,9 @@ def test_no_value_stops_the_trainer(number_, layers):
     """Values that come back to it: run_tests() raises nothing."""
     calls = sandbox.Calls("f", [[], []], [1.0, 1.0], 2.0)
     program = VALUES_BACK.split("====\n")[number_]
-    (result,) = sandbox.run_tests([program], [[sandbox.Probe("f()"), calls, f"assert f() == {NEVER}"]], workers=1)
+    (result,) = sandbox.run_tests(
+        [program], [[sandbox.Probe("f()"), calls, f"assert f() == {NEVER}"]], workers=1
+    )
     assert result.rate is not None
     assert len(result.verdicts) == 3
     assert result.verdicts[2] != "pass"
@@ -3879,7 +4179,9 @@ def test_no_message_of_a_program_does_harm(layers):
     good, programs, tests = "def f(*args): return [2]\n", [], []
     for i in range(SENT):
         rng = random.Random(f"{SEED}/test/{i}")
-        then = rng.choice(["return None", "return None", "os._exit(0)", "return [args, f]", "raise SystemExit"])
+        then = rng.choice(
+            ["return None", "return None", "os._exit(0)", "return [args, f]", "raise SystemExit"]
+        )
         programs.append(SENDER.format(text=message(i), then=then))
         calls = sandbox.Calls("f", [[], [[1, 2]]], [1.0, 1.0], 2.0)
         tests.append(rng.choice([
@@ -3902,7 +4204,9 @@ def test_no_message_of_a_program_does_harm(layers):
     wrong, counts = [], collections.Counter()
     for program, test, result in zip(programs, tests, results, strict=True):
         counts[result.verdicts[0] if result.verdicts else result.error] += 1
-        free = isinstance(test, sandbox.Probe) or (isinstance(test, sandbox.Calls) and not test.check)
+        free = isinstance(test, sandbox.Probe) or (
+            isinstance(test, sandbox.Calls) and not test.check
+        )
         allowed = {"fail", "timeout", "memory", "output limit"} | ({"pass"} if free else set())
         if test == "assert f() == [2]":
             allowed = {"pass"}

@@ -32,7 +32,9 @@ import model_pythoncoder as pc
 import sample_dream
 import sample_rows
 
-httpx, openai, uvicorn, _ = (pytest.importorskip(name) for name in ("httpx", "openai", "uvicorn", "starlette"))
+httpx, openai, uvicorn, _ = (
+    pytest.importorskip(name) for name in ("httpx", "openai", "uvicorn", "starlette")
+)
 serve = importlib.import_module("serve")
 pytestmark = pytest.mark.usefixtures("no_compile_cache")
 ONE = {"devices": 1, "compile_cache": ""}
@@ -51,11 +53,17 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dream")
     special = *data_prep.SPECIAL.values(), "<|im_start|>", "<|im_end|>"
     new_tokenizer(special, CODE).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": TEMPLATE, "eos_token": "<|im_end|>"})
+    )
     ids = {"mask_id": 3, "pad_id": 0, "bos_id": 1, "eos_id": 2}
-    cfg = md.DreamConfig(320, 32, layers=1, heads=4, kv_heads=2, head_size=8, ffn=40, positions=160, **ids)
+    cfg = md.DreamConfig(
+        320, 32, layers=1, heads=4, kv_heads=2, head_size=8, ffn=40, positions=160, **ids
+    )
     model = nnx.merge(md.graph_of(cfg, md.Run()), new_params(md, cfg, 0.5))
-    checkpoints.save(md, folder / "tiny", model, [folder / "tokenizer.json", folder / "tokenizer_config.json"])
+    checkpoints.save(
+        md, folder / "tiny", model, [folder / "tokenizer.json", folder / "tokenizer_config.json"]
+    )
     return folder / "tiny"
 
 
@@ -114,7 +122,9 @@ def coder_server(coder):
 
 
 def client_of(url, **settings):
-    return openai.OpenAI(**{"base_url": url + "/v1", "api_key": "none", "max_retries": 0, "timeout": 60} | settings)
+    return openai.OpenAI(
+        **{"base_url": url + "/v1", "api_key": "none", "max_retries": 0, "timeout": 60} | settings
+    )
 
 
 def fill(model, rows, joins):
@@ -127,7 +137,10 @@ def fill(model, rows, joins):
             batch.rows[i] = entry[1]
             batch.join(i, entry[1])
         for batch in model.batches.values():
-            batch.rows = [row if row and len(row.written) < row.ids.count(None) else None for row in batch.rows]
+            batch.rows = [
+                row if row and len(row.written) < row.ids.count(None) else None
+                for row in batch.rows
+            ]
             if any(batch.rows):
                 batch.step()
         step += 1
@@ -144,20 +157,36 @@ def encode(model, text):
 
 
 def texts_that_join(model, folder, how, size, joins, capsys):
-    """Rows of three prompts that join at these steps: each is what it is alone, the first what generate.py writes."""
+    """Rows of three prompts that join at these steps: each is what it is alone, the first what
+    generate.py writes.
+    """
     prompts = "def area", "x = ", "import os, sys"
 
     def rows():
-        return [sample_rows.Row([*encode(model, x), *[None] * size], ASK | how, i) for i, x in enumerate(prompts)]
+        return [
+            sample_rows.Row([*encode(model, x), *[None] * size], ASK | how, i)
+            for i, x in enumerate(prompts)
+        ]
 
     first, *_ = together = rows()
     for written, alone in zip(fill(model, together, joins), rows(), strict=True):
         assert fill(model, [alone], (0,)) == [written]
-    settings = {"prompt": prompts[0], "max_new": size, "seed": 5, "json": True, "temperature": 0.7, "top_p": 0.9}
+    settings = {
+        "prompt": prompts[0],
+        "max_new": size,
+        "seed": 5,
+        "json": True,
+        "temperature": 0.7,
+        "top_p": 0.9,
+    }
     settings |= {name: how[name] for name in ("temperature", "top_p") if name in how}
-    flags = generate.DreamFlags(**{name: value for name, value in how.items() if name not in settings})
+    flags = generate.DreamFlags(
+        **{name: value for name, value in how.items() if name not in settings}
+    )
     generate.main(generate.Config("dream", str(folder), dream=flags, devices=1, **settings))
-    text = model.tokenizer.decode([first.written[slot][0] for slot in first.completion(model.ends)[0]])
+    text = model.tokenizer.decode(
+        [first.written[slot][0] for slot in first.completion(model.ends)[0]]
+    )
     assert json.loads(capsys.readouterr().out)["completion"] == text
     return together
 
@@ -173,15 +202,21 @@ def texts_that_join(model, folder, how, size, joins, capsys):
     ],
     ids=str,
 )
-def test_a_row_that_joins_a_running_batch_becomes_what_it_is_alone_and_what_generate_writes(dream, folder, capsys, how):
+def test_a_row_that_joins_a_running_batch_becomes_what_it_is_alone_and_what_generate_writes(
+    dream, folder, capsys, how
+):
     texts_that_join(dream, folder, how, 12, (0, 3, 4), capsys)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "how", [{}, {"temperature": 0.0, "threshold": 0.05}, {"top_p": 1.0, "entropy_bound": 4.0}], ids=str
+    "how",
+    [{}, {"temperature": 0.0, "threshold": 0.05}, {"top_p": 1.0, "entropy_bound": 4.0}],
+    ids=str,
 )
-def test_a_row_of_blocks_that_joins_becomes_what_it_is_alone_and_what_generate_writes(blocks, capsys, how):
+def test_a_row_of_blocks_that_joins_becomes_what_it_is_alone_and_what_generate_writes(
+    blocks, capsys, how
+):
     model, folder = blocks
     for i, row in enumerate(texts_that_join(model, folder, how, 21, (0, 1, 3), capsys)):
         alone = sample_rows.Row(row.ids, row.ask, i)
@@ -207,9 +242,17 @@ def test_a_server_of_blocks_warms_up_before_its_first_request(blocks):
     model, _ = blocks
     model.batches.clear()
     sample_rows.Loop(model, 4, warm=True)
-    before = [fn._cache_size() for fn in (sample_rows.sample_block.fill_block, sample_rows.prefill_blocks)]
-    fill(model, [sample_rows.Row([*encode(model, "x = "), *[None] * 9], ASK | {"threshold": 0.3})], (0,))
-    assert [fn._cache_size() for fn in (sample_rows.sample_block.fill_block, sample_rows.prefill_blocks)] == before
+    before = [
+        fn._cache_size() for fn in (sample_rows.sample_block.fill_block, sample_rows.prefill_blocks)
+    ]
+    fill(
+        model,
+        [sample_rows.Row([*encode(model, "x = "), *[None] * 9], ASK | {"threshold": 0.3})],
+        (0,),
+    )
+    assert [
+        fn._cache_size() for fn in (sample_rows.sample_block.fill_block, sample_rows.prefill_blocks)
+    ] == before
 
 
 @pytest.mark.slow
@@ -217,18 +260,34 @@ def test_a_server_of_pythoncoder_warms_up_before_its_first_request(coder):
     coder.batches.clear()
     sample_rows.Loop(coder, 4, warm=True)
     before = [fn._cache_size() for fn in (sample_rows.prefill, sample_rows.advance)]
-    fill(coder, [sample_rows.Row([*encode(coder, "x = "), *[None] * 9], ASK) for _ in range(2)], (0, 2))
+    fill(
+        coder,
+        [sample_rows.Row([*encode(coder, "x = "), *[None] * 9], ASK) for _ in range(2)],
+        (0, 2),
+    )
     assert [fn._cache_size() for fn in (sample_rows.prefill, sample_rows.advance)] == before
 
 
 @pytest.mark.slow
 def test_a_server_of_blocks_streams_block_by_block_and_refuses_what_stands_behind_a_hole(blocks):
     with served(blocks[0]) as (url, _):
-        body = {"prompt": "def area", "max_tokens": 13, "temperature": 0.8, "seed": 3, "logprobs": 2, "threshold": 0.2}
+        body = {
+            "prompt": "def area",
+            "max_tokens": 13,
+            "temperature": 0.8,
+            "seed": 3,
+            "logprobs": 2,
+            "threshold": 0.2,
+        }
         whole = httpx.post(url + "/v1/completions", json=body).json()["choices"][0]
         assert {len(top) for top in whole["logprobs"]["top_logprobs"]} <= {1, 2}
-        drawn = {name: body[name] for name in ("prompt", "max_tokens", "temperature", "seed")} | {"model": "tiny"}
-        pieces = [chunk.choices[0].text for chunk in client_of(url).completions.create(stream=True, **drawn)]
+        drawn = {name: body[name] for name in ("prompt", "max_tokens", "temperature", "seed")} | {
+            "model": "tiny"
+        }
+        pieces = [
+            chunk.choices[0].text
+            for chunk in client_of(url).completions.create(stream=True, **drawn)
+        ]
         assert "".join(pieces) == client_of(url).completions.create(**drawn).choices[0].text
         settings = httpx.get(url + "/v1/models").json()["data"][0]["settings"]
         assert settings == ["entropy_bound", "threshold"]
@@ -240,13 +299,19 @@ def test_a_server_of_blocks_streams_block_by_block_and_refuses_what_stands_behin
 def test_rows_of_pythoncoder_come_and_go_and_are_what_generate_writes_with_drafts(coder):
     def rows(**how):
         prompts = PROMPT, "import os\n", "def f(x):\n    return"
-        return [sample_rows.Row([*encode(coder, text), *[None] * 20], ASK | how, i) for i, text in enumerate(prompts)]
+        return [
+            sample_rows.Row([*encode(coder, text), *[None] * 20], ASK | how, i)
+            for i, text in enumerate(prompts)
+        ]
 
     together = fill(coder, rows(), (0, 3, 4))
     for i, written in enumerate(together):
         assert fill(coder, [rows()[i]], (0,)) == [written]
     key = jax.random.split(jax.random.key(ASK["seed"]))[1]  # that of generate.py
-    for temperature, written in ((ASK["temperature"], together), (0.0, fill(coder, rows(temperature=0.0), (0, 1, 2)))):
+    for temperature, written in (
+        (ASK["temperature"], together),
+        (0.0, fill(coder, rows(temperature=0.0), (0, 1, 2))),
+    ):
         rule = pc.Sampling(temperature, 0, ASK["top_p"], coder.vocab, no_repeat_ngram=6)
         (text,), _ = pc.generate(coder.model, [encode(coder, PROMPT)], 20, rule, key)
         assert [token for token, *_ in written[0].values()] == text
@@ -254,10 +319,19 @@ def test_rows_of_pythoncoder_come_and_go_and_are_what_generate_writes_with_draft
 
 def test_three_programs_fill_all_canvases_of_a_width(dream):
     before = sample_dream.fill_block._cache_size()
-    hows = {"temperature": 0.1}, {"temperature": 0.0, "steps": 3}, {"top_p": 0.5, "block_length": 3}, {"threshold": 0.9}
+    hows = (
+        {"temperature": 0.1},
+        {"temperature": 0.0, "steps": 3},
+        {"top_p": 0.5, "block_length": 3},
+        {"threshold": 0.9},
+    )
     for how in (*hows, {"threshold": 0.1, "top_p": 1.0}, {"entropy_bound": 2.0, "block_length": 7}):
         for length in (3, 40):
-            fill(dream, [sample_rows.Row([*encode(dream, "x" * length), None, None, None], ASK | how)], (0,))
+            fill(
+                dream,
+                [sample_rows.Row([*encode(dream, "x" * length), None, None, None], ASK | how)],
+                (0,),
+            )
     assert sample_dream.fill_block._cache_size() - before <= 3
 
 
@@ -283,11 +357,15 @@ def test_a_text_joins_a_wider_batch_that_runs_if_it_has_a_place_and_becomes_what
     dream.batches.clear()
 
 
-def test_openais_client_completes_texts_with_a_suffix_stop_strings_log_probabilities_and_usage(coder_server):
+def test_openais_client_completes_texts_with_a_suffix_stop_strings_log_probabilities_and_usage(
+    coder_server,
+):
     client = client_of(coder_server[0])
     assert [model.id for model in client.models.list().data] == ["pythoncoder"]
     settings = {"model": "pythoncoder", "max_tokens": 40, "temperature": 0}
-    answer = client.completions.create(prompt=[PROMPT, "import os\n"], n=2, seed=3, logprobs=3, **settings)
+    answer = client.completions.create(
+        prompt=[PROMPT, "import os\n"], n=2, seed=3, logprobs=3, **settings
+    )
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     first = answer.choices[0]
     assert first.text == "    return len([n for n in words if len(n) > 4])\n"
@@ -306,7 +384,9 @@ def test_openais_client_completes_texts_with_a_suffix_stop_strings_log_probabili
     drawn = [client.completions.create(prompt="def ", seed=seed, temperature=1.5, model="pythoncoder").choices[0].text
              for seed in (1, 1, 2)]  # fmt: skip
     assert drawn[0] == drawn[1] != drawn[2]
-    middle = client.completions.create(prompt="def area(r):\n    ", suffix="\n    return a", **settings)
+    middle = client.completions.create(
+        prompt="def area(r):\n    ", suffix="\n    return a", **settings
+    )
     assert middle.choices[0].text
 
 
@@ -314,13 +394,20 @@ def test_openais_client_completes_texts_with_a_suffix_stop_strings_log_probabili
 def test_a_stream_adds_up_to_the_whole_text_and_never_shows_a_stop_string(server, request):
     url, _ = request.getfixturevalue(server)
     client, name = client_of(url), "pythoncoder" if server == "coder_server" else "tiny"
-    settings = {"model": name, "prompt": PROMPT if name == "pythoncoder" else "def", "max_tokens": 24, "seed": 1}
+    settings = {
+        "model": name,
+        "prompt": PROMPT if name == "pythoncoder" else "def",
+        "max_tokens": 24,
+        "seed": 1,
+    }
     settings |= {"n": 3, "temperature": 0.9}
     whole = [choice.text for choice in client.completions.create(**settings).choices]
     for stop in (None, [whole[0][2:5]]):
         texts, reasons = ["", "", ""], [None, None, None]
         chunks = [
-            *client.completions.create(stream=True, stream_options={"include_usage": True}, stop=stop, **settings)
+            *client.completions.create(
+                stream=True, stream_options={"include_usage": True}, stop=stop, **settings
+            )
         ]
         assert chunks[-1].usage.completion_tokens > 0
         for chunk in chunks[:-1]:
@@ -336,10 +423,17 @@ def test_a_conversation_takes_the_checkpoints_template(dream_server):
     client = client_of(dream_server[0])
     turns = [("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "c")]
     messages = [{"role": role, "content": text} for role, text in turns]
-    settings = {"model": "tiny", "messages": messages, "max_tokens": 8, "seed": 2, "temperature": 0.5}
+    settings = {
+        "model": "tiny",
+        "messages": messages,
+        "max_tokens": 8,
+        "seed": 2,
+        "temperature": 0.5,
+    }
     answer = client.chat.completions.create(logprobs=True, top_logprobs=2, **settings)
     model = dream_server[1].model
-    begun = [{"role": "system", "content": ""}, {"role": "user", "content": "c"}]  # not the template's own system turn
+    # not the template's own system turn
+    begun = [{"role": "system", "content": ""}, {"role": "user", "content": "c"}]
     ids = canvas.encode_messages(model.tokenizer, model.wrap, begun)
     text = model.tokenizer.decode(ids, skip_special_tokens=False)
     assert text.startswith("<|im_start|>system\n<|im_end|>\n<|im_start|>user")
@@ -348,15 +442,30 @@ def test_a_conversation_takes_the_checkpoints_template(dream_server):
     content = answer.choices[0].logprobs.content
     assert "".join(token.token for token in content) == answer.choices[0].message.content
     assert {len(token.top_logprobs) for token in content} <= {2}
-    pieces = [chunk.choices[0].delta.content for chunk in client.chat.completions.create(stream=True, **settings)]
+    pieces = [
+        chunk.choices[0].delta.content
+        for chunk in client.chat.completions.create(stream=True, **settings)
+    ]
     assert "".join(pieces) == answer.choices[0].message.content
-    for wrong in ([], messages[:3], messages[1:] + messages[1:2], [{"role": "user"}], [{"role": "user", "content": 3}]):
+    for wrong in (
+        [],
+        messages[:3],
+        messages[1:] + messages[1:2],
+        [{"role": "user"}],
+        [{"role": "user", "content": 3}],
+    ):
         with pytest.raises(openai.BadRequestError, match="messages"):
             client.chat.completions.create(**settings | {"messages": wrong})
 
 
 def test_openais_helper_joins_a_streamed_conversation(dream_server):
-    settings = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 8, "n": 2, "seed": 1}
+    settings = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 8,
+        "n": 2,
+        "seed": 1,
+    }
     whole = client_of(dream_server[0]).chat.completions.create(**settings)
     with client_of(dream_server[0]).chat.completions.stream(**settings) as stream:
         assert [*stream]
@@ -386,15 +495,30 @@ def test_a_dream_is_told_once_how_many_tokens_a_step_writes(dream_server):
 
 
 def test_fim_is_answered_in_mistrals_form(coder_server):
-    body = {"prompt": "def f(x):\n    return ", "suffix": "\n", "max_tokens": 6, "random_seed": 1, "temperature": 0}
-    as_continue = {"stop": None, "frequency_penalty": 0, "presence_penalty": 0, "max_completion_tokens": None}
-    answer = httpx.post(coder_server[0] + "/v1/fim/completions", json=body | as_continue, timeout=60).json()
+    body = {
+        "prompt": "def f(x):\n    return ",
+        "suffix": "\n",
+        "max_tokens": 6,
+        "random_seed": 1,
+        "temperature": 0,
+    }
+    as_continue = {
+        "stop": None,
+        "frequency_penalty": 0,
+        "presence_penalty": 0,
+        "max_completion_tokens": None,
+    }
+    answer = httpx.post(
+        coder_server[0] + "/v1/fim/completions", json=body | as_continue, timeout=60
+    ).json()
     text = answer["choices"][0]["message"]["content"]
     url, streamed = coder_server[0] + "/v1/fim/completions", body | {"stream": True}
     with httpx.stream("POST", url, json=streamed, timeout=60) as stream:
         lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
     assert lines[-1] == "[DONE]"
-    assert "".join(json.loads(line)["choices"][0]["delta"]["content"] for line in lines[:-1]) == text
+    assert (
+        "".join(json.loads(line)["choices"][0]["delta"]["content"] for line in lines[:-1]) == text
+    )
 
 
 BAD = [  # body, status, a part of the message
@@ -431,20 +555,35 @@ def test_what_is_wrong_is_refused_by_name_and_what_is_null_is_absent(coder_serve
     for body, status, part in BAD:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         answer = httpx.post(url + "/v1/completions", content=data)
-        assert (answer.status_code, part in answer.json()["error"]["message"]) == (status, True), (body, answer.text)
-    for method, path, status in (("GET", "/v1/completions", 405), ("POST", "/v1/models", 405), ("GET", "/v1/x", 404)):
+        assert (answer.status_code, part in answer.json()["error"]["message"]) == (status, True), (
+            body,
+            answer.text,
+        )
+    for method, path, status in (
+        ("GET", "/v1/completions", 405),
+        ("POST", "/v1/models", 405),
+        ("GET", "/v1/x", 404),
+    ):
         answer = httpx.request(method, url + path)
         assert answer.status_code == status
         assert answer.json()["error"]["type"] == "invalid_request_error"
         assert ("allow" in answer.headers) == (status == 405)
-    nulls = dict.fromkeys(["best_of", "logit_bias", "suffix", "stop", "seed", "n", "logprobs", "temperature", "tools"])
+    nulls = dict.fromkeys(
+        ["best_of", "logit_bias", "suffix", "stop", "seed", "n", "logprobs", "temperature", "tools"]
+    )
     neutral = {"best_of": 1, "frequency_penalty": 0, "echo": False}
     for extra in (nulls, neutral):
         body = {"prompt": "x", "max_tokens": 2} | extra
         assert httpx.post(url + "/v1/completions", json=body, timeout=60).status_code == 200
-    assert httpx.post(url + "/v1/completions", json={}, headers={"Host": "evil.example"}).status_code == 400
+    assert (
+        httpx.post(url + "/v1/completions", json={}, headers={"Host": "evil.example"}).status_code
+        == 400
+    )
     for path in ("/v1/completions", "/v1/check"):  # a browser says so of another site's page
-        assert httpx.post(url + path, json={}, headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
+        assert (
+            httpx.post(url + path, json={}, headers={"Sec-Fetch-Site": "cross-site"}).status_code
+            == 403
+        )
 
 
 def test_a_key_is_asked_for_where_one_is_set(coder, monkeypatch):
@@ -482,10 +621,16 @@ def test_past_the_queue_is_429_and_a_client_that_goes_away_frees_its_row(coder):
                 async with httpx.AsyncClient() as client:
                     tasks = []
                     for rows in (4, 8):  # running, then waiting
-                        tasks.append(asyncio.create_task(client.post(url + "/v1/completions", json=body, timeout=60)))
+                        tasks.append(
+                            asyncio.create_task(
+                                client.post(url + "/v1/completions", json=body, timeout=60)
+                            )
+                        )
                         for _ in range(3000):
                             await asyncio.sleep(0.02)
-                            running = sum(len([*filter(None, batch.rows)]) for batch in coder.batches.values())
+                            running = sum(
+                                len([*filter(None, batch.rows)]) for batch in coder.batches.values()
+                            )
                             if len(loop.waiting) + running == rows:
                                 break
                         else:
@@ -499,7 +644,8 @@ def test_past_the_queue_is_429_and_a_client_that_goes_away_frees_its_row(coder):
             assert answer.status_code == 429
             assert int(answer.headers["retry-after"]) >= 1
             wait_until(lambda: loop.waiting and all(row.gone for row in loop.waiting))
-            with concurrent.futures.ThreadPoolExecutor() as pool:  # those who left take nobody's place
+            # those who left take nobody's place
+            with concurrent.futures.ThreadPoolExecutor() as pool:
                 ask = {"model": "pythoncoder", "prompt": "x", "n": 4, "max_tokens": 3}
                 later = pool.submit(client_of(url).completions.create, **ask)
                 wait_until(lambda: [row.gone for row in loop.waiting] == [False] * 4)
@@ -508,8 +654,17 @@ def test_past_the_queue_is_429_and_a_client_that_goes_away_frees_its_row(coder):
         finally:
             hold.set()
             sample_rows.Caches.step = step
-        wait_until(lambda: not loop.waiting and not any(any(batch.rows) for batch in coder.batches.values()))
-        assert client_of(url).completions.create(model="pythoncoder", prompt=PROMPT, max_tokens=3).choices[0].text
+        wait_until(
+            lambda: (
+                not loop.waiting and not any(any(batch.rows) for batch in coder.batches.values())
+            )
+        )
+        assert (
+            client_of(url)
+            .completions.create(model="pythoncoder", prompt=PROMPT, max_tokens=3)
+            .choices[0]
+            .text
+        )
 
 
 def test_a_device_out_of_memory_fails_its_batch_alone(coder, monkeypatch):
@@ -527,30 +682,47 @@ def test_a_device_out_of_memory_fails_its_batch_alone(coder, monkeypatch):
             patch.setattr(coder, "batch_of", exhausted)
             with pytest.raises(openai.InternalServerError, match="out of memory"):
                 client.completions.create(model="pythoncoder", prompt="x")
-        assert client.completions.create(model="pythoncoder", prompt=PROMPT, max_tokens=3).choices[0].text
+        assert (
+            client.completions.create(model="pythoncoder", prompt=PROMPT, max_tokens=3)
+            .choices[0]
+            .text
+        )
 
 
-def test_the_page_gets_a_canvas_its_steps_and_the_verdicts_of_the_sandbox(dream_server, coder_server):
+def test_the_page_gets_a_canvas_its_steps_and_the_verdicts_of_the_sandbox(
+    dream_server, coder_server
+):
     def events(url, **body):
         with httpx.stream("POST", url + "/v1/canvas", json=body, timeout=60) as stream:
             lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
         return [json.loads(line) for line in lines[:-1]]
 
-    canvas_, *steps, end = events(dream_server[0], prompt="def [MASK:4](x) [MASK:3]", seed=1, threshold=0.01)
+    canvas_, *steps, end = events(
+        dream_server[0], prompt="def [MASK:4](x) [MASK:3]", seed=1, threshold=0.01
+    )
     ids = [token and token[0] for token in canvas_["canvas"]]
     assert ids.count(None) == 7
     written = {slot: (token, p) for step in steps for slot, token, _, p, _ in step["write"]}
     assert sorted(written) == [slot for slot, token in enumerate(ids) if token is None]
     assert steps[-1]["passes"] <= 7
-    assert {slot for slot, _ in end["keep"]} >= {slot for slot, token in enumerate(ids) if token is not None}
+    assert {slot for slot, _ in end["keep"]} >= {
+        slot for slot, token in enumerate(ids) if token is not None
+    }
     for _, _, _, p, likely in steps[0]["write"]:
         assert len(likely) == 5
         assert p <= likely[0][1]
-    for prompt, masks in (("x = [MASK:1]", 1), ("a [MASK] b [MASK:3] c", 8 + 3), ('def f():\n    """Go."""', 5)):
+    for prompt, masks in (
+        ("x = [MASK:1]", 1),
+        ("a [MASK] b [MASK:3] c", 8 + 3),
+        ('def f():\n    """Go."""', 5),
+    ):
         canvas_, *_ = events(dream_server[0], prompt=prompt, max_tokens=5, threshold=0.01)
         assert [token is None for token in canvas_["canvas"]].count(True) == masks
         shown = "".join(token[1] if token else "." for token in canvas_["canvas"])
-        assert re.sub(r"\.+", ".", shown) == {1: "x =.", 11: "a. b. c", 5: 'def f():\n    """Go."""\n.'}[masks]
+        assert (
+            re.sub(r"\.+", ".", shown)
+            == {1: "x =.", 11: "a. b. c", 5: 'def f():\n    """Go."""\n.'}[masks]
+        )
     mask = dream_server[1].model.model.cfg.mask_id
     for bad in ({"prompt": "x = [MASK:0]"}, {"prompt": "x = [MASK:900000000]"}, {"ids": [mask, None]},
                 {"prompt": ["a", "b"]}):  # fmt: skip
@@ -573,15 +745,24 @@ def test_the_page_gets_a_canvas_its_steps_and_the_verdicts_of_the_sandbox(dream_
     # where a text that fails is to be filled again: two openings of it
     wrong, found = body | {"text": PROMPT + "    return len(words)\n"}, []
     for number in (0, 1):
-        ids = httpx.post(dream_server[0] + "/v1/check", json=wrong | {"open": number}, timeout=60).json()["ids"]
+        ids = httpx.post(
+            dream_server[0] + "/v1/check", json=wrong | {"open": number}, timeout=60
+        ).json()["ids"]
         assert ids.count(None) == infill.START
         assert ids[: ids.index(None)] != ids
         found.append(ids)
     assert found[0] != found[1]
     for text in (PROMPT, "x = 1\n"):  # nothing behind the prompt, another prompt
-        answer = httpx.post(dream_server[0] + "/v1/check", json=wrong | {"open": 0, "text": text}, timeout=60)
+        answer = httpx.post(
+            dream_server[0] + "/v1/check", json=wrong | {"open": 0, "text": text}, timeout=60
+        )
         assert answer.status_code == 400
-    assert "ids" not in httpx.post(coder_server[0] + "/v1/check", json=wrong | {"open": 0}, timeout=60).json()
+    assert (
+        "ids"
+        not in httpx.post(
+            coder_server[0] + "/v1/check", json=wrong | {"open": 0}, timeout=60
+        ).json()
+    )
 
 
 # ---- as a user runs it ---------------------------------------------------------------------------------------------
@@ -592,7 +773,9 @@ def started(*flags):
     """(process, address) of serve.py."""
     env = os.environ | AS_A_USER | {"XLA_FLAGS": "", "OMP_NUM_THREADS": "1"}
     flags = command("serve.py", "--port=0", "--compile_cache=", *flags)
-    with subprocess.Popen(flags, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        flags, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             yield process, process.stdout.readline().strip()
         finally:
@@ -602,7 +785,14 @@ def started(*flags):
 @pytest.mark.slow
 def test_sigterm_finishes_what_runs_and_refuses_what_comes():
     with started() as (process, url):
-        body = {"prompt": "def", "max_tokens": 120, "temperature": 1.5, "seed": 1, "stream": True, "n": 8}
+        body = {
+            "prompt": "def",
+            "max_tokens": 120,
+            "temperature": 1.5,
+            "seed": 1,
+            "stream": True,
+            "n": 8,
+        }
         with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as stream:
             lines = stream.iter_lines()
             next(lines)
@@ -616,10 +806,18 @@ def test_sigterm_finishes_what_runs_and_refuses_what_comes():
 
 @pytest.mark.slow
 def test_what_still_runs_when_the_grace_is_over_is_told_so():
-    with started("--grace=1", "--batch_size=1") as (process, url), concurrent.futures.ThreadPoolExecutor() as pool:
+    with (
+        started("--grace=1", "--batch_size=1") as (process, url),
+        concurrent.futures.ThreadPoolExecutor() as pool,
+    ):
         body = {"prompt": "x", "max_tokens": 400, "n": 16, "temperature": 2}
-        answers = [pool.submit(httpx.post, url + "/v1/completions", json=body, timeout=60) for _ in range(3)]
-        streamed = pool.submit(httpx.post, url + "/v1/completions", json=body | {"stream": True}, timeout=60)
+        answers = [
+            pool.submit(httpx.post, url + "/v1/completions", json=body, timeout=60)
+            for _ in range(3)
+        ]
+        streamed = pool.submit(
+            httpx.post, url + "/v1/completions", json=body | {"stream": True}, timeout=60
+        )
         time.sleep(2)  # sixteen texts of four clients take longer
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
@@ -630,7 +828,11 @@ def test_what_still_runs_when_the_grace_is_over_is_told_so():
 @pytest.mark.slow
 def test_a_port_in_use_a_folder_without_a_model_and_a_missing_package_are_one_line(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        says(run("serve.py", f"--port={taken.getsockname()[1]}"), "already in use", str(taken.getsockname()[1]))
+        says(
+            run("serve.py", f"--port={taken.getsockname()[1]}"),
+            "already in use",
+            str(taken.getsockname()[1]),
+        )
     says(run("serve.py", "--port=70000"), "--port=70000 is not in 0 .. 65,535")
     says(run("serve.py", "--port=0", f"--ckpt={tmp_path}"), str(tmp_path), "holds no checkpoint")
     (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError(\"No module named 'uvicorn'\")")
@@ -640,13 +842,17 @@ def test_a_port_in_use_a_folder_without_a_model_and_a_missing_package_are_one_li
 
 # ---- the page, in a browser ----------------------------------------------------------------------------------------
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 
 
 @contextlib.contextmanager
 def browser_at(url, **settings):
     """A page of a headless Chromium; what its scripts complain of is an error."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright")
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="the page is tested with playwright"
+    )
     if not CHROMIUM:
         pytest.skip("there is no Chromium")
     flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
@@ -656,7 +862,10 @@ def browser_at(url, **settings):
             page, errors = browser.new_page(**settings), []
             page.set_default_timeout(30_000)
             page.on("pageerror", lambda error: errors.append(str(error)))
-            page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+            page.on(
+                "console",
+                lambda message: errors.append(message.text) if message.type == "error" else None,
+            )
             page.goto(url)
             yield page
             assert not [error for error in errors if "status of 400" not in error]
@@ -675,7 +884,9 @@ def wait_for_the_end(page):
 
 @pytest.mark.slow
 def test_on_a_touch_screen_a_tap_masks_a_token_and_a_swipe_scrolls(coder_server):
-    with browser_at(coder_server[0], viewport={"width": 400, "height": 400}, has_touch=True) as page:
+    with browser_at(
+        coder_server[0], viewport={"width": 400, "height": 400}, has_touch=True
+    ) as page:
         page.wait_for_selector("#name:not(:empty)")
         page.fill("#prompt", PROMPT)
         page.fill("#temperature", "0")
@@ -685,8 +896,11 @@ def test_on_a_touch_screen_a_tap_masks_a_token_and_a_swipe_scrolls(coder_server)
         token.scroll_into_view_if_needed()
         box, before = token.bounding_box(), page.evaluate("scrollY")
         x, y = box["x"] + 3, box["y"] + 5
-        client, step = page.context.new_cdp_session(page), 30 if before == 0 else -30  # towards where there is more
-        client.send("Input.dispatchTouchEvent", {"type": "touchStart", "touchPoints": [{"x": x, "y": y}]})
+        # towards where there is more
+        client, step = page.context.new_cdp_session(page), 30 if before == 0 else -30
+        client.send(
+            "Input.dispatchTouchEvent", {"type": "touchStart", "touchPoints": [{"x": x, "y": y}]}
+        )
         for i in range(1, 6):
             point = {"x": x, "y": y - i * step}
             client.send("Input.dispatchTouchEvent", {"type": "touchMove", "touchPoints": [point]})
@@ -731,7 +945,10 @@ def test_a_reader_of_the_page_watches_masks_fills_and_tests(coder_server):
         # mask it, then three more by dragging; the keyboard opens one of them
         page.click(f"#canvas span:nth-child({number + 1})")
         assert page.inner_text("#fill") == "Fill 1 mask"
-        spans = [page.locator(f"#canvas span:nth-child({i})").bounding_box() for i in (number, number - 2)]
+        spans = [
+            page.locator(f"#canvas span:nth-child({i})").bounding_box()
+            for i in (number, number - 2)
+        ]
         page.mouse.move(spans[0]["x"] + 3, spans[0]["y"] + 5)
         page.mouse.down()
         page.mouse.move(spans[1]["x"] + 3, spans[1]["y"] + 5, steps=20)
@@ -822,13 +1039,17 @@ def test_a_recorded_page_replays_without_a_server(tmp_path):
 
 @pytest.mark.slow
 def test_the_screenshot_of_the_readme(tmp_path):
-    """As serve.py opens: weights/dream, the page's own prompt and settings, whose text passes its example.
+    """As serve.py opens: weights/dream, the page's own prompt and settings, whose text passes its
+    example.
 
     SCREENSHOT=1 writes it into bench/results.
     """
     model = sample_rows.Dream(str(ROOT / "weights/dream"), rows=4, **ONE)
     path = (ROOT / "bench/results" if os.environ.get("SCREENSHOT") else tmp_path) / "serve.png"
-    with served(model, "dream") as (url, _), browser_at(url, viewport={"width": 900, "height": 890}) as page:
+    with (
+        served(model, "dream") as (url, _),
+        browser_at(url, viewport={"width": 900, "height": 890}) as page,
+    ):
         page.wait_for_selector("#order:not([hidden])")
         page.click("#generate")
         wait_for_the_end(page)

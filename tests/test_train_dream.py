@@ -1,4 +1,6 @@
-"""train_dream.py: gradients, blocks, --init, holes, LoRA, resuming, --eval_only, hosts, what it says of bad input."""
+"""train_dream.py: gradients, blocks, --init, holes, LoRA, resuming, --eval_only, hosts, what it
+says of bad input.
+"""
 
 import dataclasses
 import functools
@@ -43,7 +45,18 @@ import train_tpu
 from rows import Rows
 
 DREAM = md.DreamConfig(
-    640, 32, layers=1, heads=2, kv_heads=1, head_size=16, ffn=64, positions=64, mask_id=3, pad_id=0, bos_id=0, eos_id=0
+    640,
+    32,
+    layers=1,
+    heads=2,
+    kv_heads=1,
+    head_size=16,
+    ffn=64,
+    positions=64,
+    mask_id=3,
+    pad_id=0,
+    bos_id=0,
+    eos_id=0,
 )
 TINY = md.DreamConfig(64, 16, 1, 2, 1, 8, 24, mask_id=3, pad_id=0, bos_id=0, eos_id=0, positions=64)
 
@@ -55,10 +68,28 @@ def flags(data, out, *more):
 
 
 def config(data, out, **changes):
-    """A run of DREAM in this process, or of --init; all that have the same columns compile the same step."""
-    settings = {"data": str(data), "out": str(out), "compile_cache": str(Path(data).parent / "cache")}
-    settings |= {"model": "" if changes.get("init") else "dream_test", "seq_len": 64, "batch_size": 8, "steps": 4}
-    settings |= {"lr": 3e-3, "warmup": 1, "optimizer": "adamw", "log_every": 1, "eval_every": 2, "eval_rows": 8}
+    """A run of DREAM in this process, or of --init; all that have the same columns compile the same
+    step.
+    """
+    settings = {
+        "data": str(data),
+        "out": str(out),
+        "compile_cache": str(Path(data).parent / "cache"),
+    }
+    settings |= {
+        "model": "" if changes.get("init") else "dream_test",
+        "seq_len": 64,
+        "batch_size": 8,
+        "steps": 4,
+    }
+    settings |= {
+        "lr": 3e-3,
+        "warmup": 1,
+        "optimizer": "adamw",
+        "log_every": 1,
+        "eval_every": 2,
+        "eval_rows": 8,
+    }
     return train_dream.Config(**settings | changes)
 
 
@@ -71,14 +102,22 @@ def one_device(monkeypatch):
 def random_params(cfg, scale=0.1):
     """Weights of a Dream, drawn by NumPy: nothing to compile."""
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda s: jnp.asarray(scale * rng.normal(size=s.shape), s.dtype), md.param_shapes(cfg))
+    return jax.tree.map(
+        lambda s: jnp.asarray(scale * rng.normal(size=s.shape), s.dtype), md.param_shapes(cfg)
+    )
 
 
 def random_batch(rows, length, fixed=0):
-    """A step of one micro-batch: rows of one document, of whose tokens the first `fixed` are given."""
+    """A step of one micro-batch: rows of one document, of whose tokens the first `fixed` are
+    given.
+    """
     token_ABL = jnp.asarray(np.random.default_rng(0).integers(4, 64, (1, rows, length)))
     position_ABL = jnp.broadcast_to(jnp.arange(length), token_ABL.shape)
-    batch = {"token_ABL": token_ABL, "segment_ABL": jnp.ones_like(token_ABL), "position_ABL": position_ABL}
+    batch = {
+        "token_ABL": token_ABL,
+        "segment_ABL": jnp.ones_like(token_ABL),
+        "position_ABL": position_ABL,
+    }
     return batch | ({"fixed_ABL": (position_ABL < fixed).astype(int)} if fixed else {})
 
 
@@ -89,19 +128,31 @@ def random_batch(rows, length, fixed=0):
 def test_the_schedule_is_that_of_train_tpu_and_of_the_golden_steps(golden_dir):
     for case in json.loads((golden_dir("pythoncoder") / "wsd.json").read_text())["cases"]:
         shape = [case[k] for k in ("warmup_steps", "stable_ratio", "start_ratio", "final_ratio")]
-        got = train_dream.wsd(np.array(list(map(int, case["lr"]))), case["peak"], case["total_steps"], *shape)
+        got = train_dream.wsd(
+            np.array(list(map(int, case["lr"]))), case["peak"], case["total_steps"], *shape
+        )
         np.testing.assert_allclose(got, list(case["lr"].values()), rtol=2e-5, err_msg=str(case))
     step = np.arange(-1, 12_000, 7)
-    for settings in ((1e-3, 10_000), (3e-4, 10_000, 0), (1.0, 3, 1), (2e-3, 9_000, 500, 0.5, 0.2, 0.0)):
+    for settings in (
+        (1e-3, 10_000),
+        (3e-4, 10_000, 0),
+        (1.0, 3, 1),
+        (2e-3, 9_000, 500, 0.5, 0.2, 0.0),
+    ):
         assert (train_dream.wsd(step, *settings) == train_tpu.wsd(step, *settings)).all()
 
 
 @pytest.mark.golden
 def test_three_updates_from_uneven_micro_batches(golden_dir):
     folder = golden_dir("pythoncoder")
-    settings, arrays = json.loads((folder / "grad_accum.json").read_text()), np.load(folder / "grad_accum.npz")
+    settings, arrays = (
+        json.loads((folder / "grad_accum.json").read_text()),
+        np.load(folder / "grad_accum.npz"),
+    )
     hyper = settings["hyper"]
-    optimizer = train_dream.make_optimizer(hyper["clip"], hyper["weight_decay"], mask=settings["decay"])
+    optimizer = train_dream.make_optimizer(
+        hyper["clip"], hyper["weight_decay"], mask=settings["decay"]
+    )
     params = {"W": jnp.asarray(arrays["W0"]), "scale": jnp.asarray(arrays["scale0"])}
     state = {"params": params, "opt": optimizer.init(params)}
 
@@ -112,7 +163,9 @@ def test_three_updates_from_uneven_micro_batches(golden_dir):
             nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
             return (nll * batch["mask"]).sum() / mask.sum()
 
-        grads, loss = train_dream.accumulate(loss_fn, state["params"], {"x": x, "y": y, "mask": mask})
+        grads, loss = train_dream.accumulate(
+            loss_fn, state["params"], {"x": x, "y": y, "mask": mask}
+        )
         updates, opt = optimizer.update(grads, state["opt"], state["params"])
         params = jax.tree.map(lambda p, u: p + hyper["lr"] * u, state["params"], updates)
         return {"params": params, "opt": opt}, loss, optax.tree.norm(grads)
@@ -124,14 +177,20 @@ def test_three_updates_from_uneven_micro_batches(golden_dir):
     moments = state["opt"][1][0]
     got = {**state["params"], "mu_W": moments.mu["W"], "nu_W": moments.nu["W"]}
     for name, value in got.items():
-        np.testing.assert_allclose(value, arrays[name], rtol=1e-5, atol=1e-5 * np.abs(arrays[name]).max(), err_msg=name)
+        np.testing.assert_allclose(
+            value, arrays[name], rtol=1e-5, atol=1e-5 * np.abs(arrays[name]).max(), err_msg=name
+        )
 
 
 def test_a_step_without_finite_gradient_changes_nothing():
     optimizer, row_11L = train_dream.make_optimizer(1.0, 0.1), jnp.arange(8)[None, None]
     model = nnx.to_pure_dict(nnx.state(md.Dream(TINY, nnx.Rngs(0))))
     batch = {"token_ABL": row_11L, "segment_ABL": jnp.ones_like(row_11L), "position_ABL": row_11L}
-    step = jax.jit(train_dream.make_step(train_dream.Config(lr=0.1, steps=9), md.graph_of(TINY, md.Run()), optimizer))
+    step = jax.jit(
+        train_dream.make_step(
+            train_dream.Config(lr=0.1, steps=9), md.graph_of(TINY, md.Run()), optimizer
+        )
+    )
     for size, finite in ((1.0, True), (3e38, False)):
         params = model | {"norm": jnp.full(TINY.width, size)}
         state = {"params": params, "opt": optimizer.init(params), "base": {}}
@@ -153,7 +212,9 @@ def test_weight_decay_leaves_out_biases_and_norms_and_muon_has_the_layers_matric
         if path.split(".")[-1] in {*md.SHARDING, "norm"}:
             moments[path.split(".")[-1]] = moments.get(path.split(".")[-1], 0) + 1
     layers = md.CONFIGS["tiny"].layers
-    assert {name: count for name, count in moments.items() if name in md.MATRICES} == dict.fromkeys(md.MATRICES, layers)
+    assert {name: count for name, count in moments.items() if name in md.MATRICES} == dict.fromkeys(
+        md.MATRICES, layers
+    )
     assert moments["embed_tokens"] == moments["lm_head"] == moments["norm"] == 2
     assert moments["q_bias"] == 2 * layers
 
@@ -168,18 +229,25 @@ def test_a_step_with_lora_changes_the_adapters_alone():
     new, metrics = step(state, random_batch(4, 16), 1)
     assert metrics["ok"]
     assert jax.tree.map(np.array_equal, new["base"], base) == jax.tree.map(lambda _: True, base)
-    for old, x in zip(*(jax.tree.leaves(s["params"]["layers"]["0"]) for s in (state, new)), strict=True):
+    for old, x in zip(
+        *(jax.tree.leaves(s["params"]["layers"]["0"]) for s in (state, new)), strict=True
+    ):
         assert x.dtype == jnp.float32
-        assert np.array_equal(x, old) == bool(old.any())  # B is 0 at first, so A has no gradient, and does not decay
+        # B is 0 at first, so A has no gradient, and does not decay
+        assert np.array_equal(x, old) == bool(old.any())
 
 
 @pytest.mark.parametrize("bits", [pytest.param(8, marks=pytest.mark.slow), 4])
-def test_lora_beside_few_bits_has_the_gradients_of_lora_beside_the_matrices_that_they_stand_for(bits):
+def test_lora_beside_few_bits_has_the_gradients_of_lora_beside_the_matrices_that_they_stand_for(
+    bits,
+):
     base = quantised(random_params(TINY, 0.5), bits=bits)
     same = jax.tree.map(dense, base, is_leaf=lambda x: isinstance(x, md.Int8 | md.Int4))
     adapters = md.new_adapters(jax.random.key(1), md.param_shapes(TINY), 2)
     rng = np.random.default_rng(1)
-    adapters = jax.tree.map(lambda x: x + 0.2 * rng.normal(size=x.shape).astype(np.float32), adapters)
+    adapters = jax.tree.map(
+        lambda x: x + 0.2 * rng.normal(size=x.shape).astype(np.float32), adapters
+    )
     batch = random_batch(4, 16) | {"row_AB": jnp.arange(4)[None]}
     graph, key = md.graph_of(TINY, md.Run(remat="qkvo")), jax.random.key(0)
 
@@ -192,13 +260,20 @@ def test_lora_beside_few_bits_has_the_gradients_of_lora_beside_the_matrices_that
     assert float(loss) == pytest.approx(float(same_loss), rel=1e-6)
     for name, x in checkpoints.flatten(want).items():
         assert np.abs(x).max() > 1e-4, name
-        np.testing.assert_allclose(checkpoints.flatten(got)[name], x, atol=1e-5 * np.abs(x).max(), err_msg=name)
+        np.testing.assert_allclose(
+            checkpoints.flatten(got)[name], x, atol=1e-5 * np.abs(x).max(), err_msg=name
+        )
 
 
 @pytest.mark.slow
 def test_a_dream_learns_the_answers_to_eight_prompts_by_heart():
-    cfg = dataclasses.replace(TINY, width=64, layers=2, heads=4, kv_heads=2, head_size=16, ffn=128, theta=100.0)
-    optimizer, params = train_dream.make_optimizer(1.0, 0.0), jax.jit(lambda: md.new_params(cfg, 0))()
+    cfg = dataclasses.replace(
+        TINY, width=64, layers=2, heads=4, kv_heads=2, head_size=16, ffn=128, theta=100.0
+    )
+    optimizer, params = (
+        train_dream.make_optimizer(1.0, 0.0),
+        jax.jit(lambda: md.new_params(cfg, 0))(),
+    )
     state = {"params": params, "opt": jax.jit(optimizer.init)(params)}
     settings = train_dream.Config(lr=1e-2, steps=1000, warmup=3)
     step = jax.jit(train_dream.make_step(settings, md.graph_of(cfg, md.Run()), optimizer))
@@ -207,7 +282,8 @@ def test_a_dream_learns_the_answers_to_eight_prompts_by_heart():
         state, metrics = step(state, batch, i)
         history.append(float(metrics["loss"]))
     assert np.mean(history[:10]) > 3  # log(63) = 4.1 at first
-    assert np.mean(history[-50:]) < 2  # 1.2 seen; one step in a few draws a small t, whose few tokens weigh a lot
+    # 1.2 seen; one step in a few draws a small t, whose few tokens weigh a lot
+    assert np.mean(history[-50:]) < 2
 
 
 @pytest.mark.slow
@@ -217,11 +293,17 @@ def test_a_step_on_eight_devices_has_the_loss_of_one(code_rows):
     state = {"params": params, "opt": optimizer.init(params)}
     settings = train_dream.Config(lr=1e-2, steps=10, warmup=1)
     results = []
-    for micro, shape in ((8, (1, 1, 1)), (4, (2, 2, 2))):  # two micro-batches of four rows a data x fsdp group
+    # two micro-batches of four rows a data x fsdp group
+    for micro, shape in ((8, (1, 1, 1)), (4, (2, 2, 2))):
         columns = [jnp.asarray(x.reshape(-1, micro, 64)) for x in rows]
         batch = dict(zip(train_dream.COLUMNS, columns, strict=False))
-        step = jax.jit(train_dream.make_step(settings, md.graph_of(DREAM, md.Run(remat="qkvo")), optimizer))
-        devices, auto = np.array(jax.devices()[: np.prod(shape)]).reshape(shape), jax.sharding.AxisType.Auto
+        step = jax.jit(
+            train_dream.make_step(settings, md.graph_of(DREAM, md.Run(remat="qkvo")), optimizer)
+        )
+        devices, auto = (
+            np.array(jax.devices()[: np.prod(shape)]).reshape(shape),
+            jax.sharding.AxisType.Auto,
+        )
         mesh = jax.sharding.Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(auto,) * 3)
         with jax.set_mesh(mesh):
             placed = jax.device_put(state, md.shardings(mesh, state))
@@ -230,7 +312,8 @@ def test_a_step_on_eight_devices_has_the_loss_of_one(code_rows):
     (one, first), (many, second) = results
     assert float(first["loss"]) == pytest.approx(float(second["loss"]), rel=1e-5)
     assert float(first["grad_norm"]) == pytest.approx(float(second["grad_norm"]), rel=1e-4)
-    for a, b in zip(jax.tree.leaves(one["opt"]), jax.tree.leaves(many["opt"]), strict=True):  # moments: the gradients
+    # moments: the gradients
+    for a, b in zip(jax.tree.leaves(one["opt"]), jax.tree.leaves(many["opt"]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * np.abs(a).max())
 
 
@@ -240,20 +323,28 @@ def test_a_step_on_eight_devices_has_the_loss_of_one(code_rows):
 def loss_in_blocks(params, batch, objective="diffusion", **settings):
     """The loss of the first step of TINY with these settings of blocks."""
     cfg = train_dream.Config(objective=objective, blocks=train_dream.Blocks(**settings))
-    graph, micro = md.graph_of(train_dream.with_blocks(cfg, TINY), md.Run()), {k: x[0] for k, x in batch.items()}
+    graph, micro = (
+        md.graph_of(train_dream.with_blocks(cfg, TINY), md.Run()),
+        {k: x[0] for k, x in batch.items()},
+    )
     loss_fn = train_dream.loss_of_step(cfg, graph, batch, jax.random.key(0), step=0, base={})
     return float(jax.jit(loss_fn)(params, micro | {"row_AB": jnp.arange(len(micro["token_ABL"]))}))
 
 
 def test_blocks_of_one_token_train_as_an_autoregressive_model_and_a_block_as_long_as_the_row_as_none():
-    params, batch, position_L = random_params(TINY), random_batch(2, 16), jnp.array([*range(9), *range(5), 0, 0])
+    params, batch, position_L = (
+        random_params(TINY),
+        random_batch(2, 16),
+        jnp.array([*range(9), *range(5), 0, 0]),
+    )
     packed = batch | {
         "segment_ABL": jnp.tile(jnp.array([1] * 9 + [2] * 5 + [0] * 2), (1, 2, 1)),
         "position_ABL": jnp.tile(position_L, (1, 2, 1)),
         "fixed_ABL": jnp.tile((position_L < 2).astype(int), (1, 2, 1)),
     }
     ar = loss_in_blocks(params, packed, objective="ar")
-    # The first step of a warm-up has blocks of one, all masked, so that nothing is left to the complement.
+    # The first step of a warm-up has blocks of one, all masked, so that nothing is left to the
+    # complement.
     grown = loss_in_blocks(params, packed, block_length=8, block_warmup=9, complement=True)
     assert grown == pytest.approx(ar, rel=1e-5)
     none, all_of_it = (loss_in_blocks(params, batch, **s) for s in ({}, {"block_length": 16}))
@@ -277,7 +368,9 @@ def test_settings_of_blocks_that_do_not_go_together_are_one_line():
         with pytest.raises(ValueError, match=part):
             train_dream.with_blocks(cfg, DREAM)
     cfg = train_dream.Config(blocks=train_dream.Blocks(4, context="causal"))
-    assert train_dream.with_blocks(cfg, DREAM) == dataclasses.replace(DREAM, block_length=4, causal=True)
+    assert train_dream.with_blocks(cfg, DREAM) == dataclasses.replace(
+        DREAM, block_length=4, causal=True
+    )
     cfg = train_dream.Config(anneal_steps=9)  # from an autoregressive model to two-way attention
     assert train_dream.with_blocks(cfg, dataclasses.replace(DREAM, block_length=1)) == DREAM
 
@@ -295,14 +388,19 @@ def test_an_autoregressive_run_goes_on_in_blocks_without_a_jump_and_generate_wri
     before = np.mean([loss for loss, _ in losses(ar).values()][-5:])
     assert losses(blocks)[1][0] == pytest.approx(before, abs=0.3)  # log(600) = 6.4 at first
     assert (blocks / "samples.txt").read_text().count("---- step") == 2
-    for folder in (ar, blocks):  # small blocks have an exact score, so --eval_only says what the trainer logged
+    # small blocks have an exact score, so --eval_only says what the trainer logged
+    for folder in (ar, blocks):
         logged = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
         scores = train_dream.main(evaluation(folder, eval_rows=8))
         assert scores["bits_per_byte"] == pytest.approx(logged[-1]["bits_per_byte"], rel=1e-5)
         assert scores["standard_error"] == 0
     capsys.readouterr()
     flags = generate.DreamFlags(threshold=0.1)
-    generate.main(generate.Config("dream", str(blocks), prompt="def area(", max_new=12, devices=1, dream=flags))
+    generate.main(
+        generate.Config(
+            "dream", str(blocks), prompt="def area(", max_new=12, devices=1, dream=flags
+        )
+    )
     out, err = capsys.readouterr()
     assert out.startswith("def area(")
     assert len(out.strip()) > len("def area(")
@@ -314,8 +412,12 @@ def test_the_loss_of_blocks_is_in_the_mean_their_exact_bound_whatever_the_estima
     cfg = dataclasses.replace(TINY, width=32, heads=4, kv_heads=2, ffn=48, block_length=4)
     B, position_L = 64, jnp.array([*range(7), *range(4), 0])
     token_BL = jnp.tile(jnp.asarray(np.random.default_rng(0).integers(4, 64, 12)), (B, 1))
-    segment_BL, position_BL = (jnp.tile(x, (B, 1)) for x in (jnp.array([1] * 7 + [2] * 4 + [0]), position_L))
-    model = nnx.merge(md.graph_of(cfg, md.Run()), jax.tree.map(lambda x: 3 * x, md.new_params(cfg, 0)))
+    segment_BL, position_BL = (
+        jnp.tile(x, (B, 1)) for x in (jnp.array([1] * 7 + [2] * 4 + [0]), position_L)
+    )
+    model = nnx.merge(
+        md.graph_of(cfg, md.Run()), jax.tree.map(lambda x: 3 * x, md.new_params(cfg, 0))
+    )
     counted_BL = md.counted(segment_BL).at[:, :2].set(False)
     row = token_BL, segment_BL, position_BL
     exact = float(jax.jit(lambda model: model.exact_nll(*row, ~counted_BL).sum())(model))
@@ -341,11 +443,21 @@ def test_the_loss_of_blocks_is_in_the_mean_their_exact_bound_whatever_the_estima
 
 @pytest.mark.slow
 def test_a_causal_context_has_the_loss_of_blocks_behind_clean_text_and_that_of_the_text():
-    """Against a pass for each block: the clean tokens before it, causal, and the block noised, both ways."""
-    cfg, rng, L = dataclasses.replace(TINY, block_length=4, causal=True), np.random.default_rng(0), 16
+    """Against a pass for each block: the clean tokens before it, causal, and the block noised, both
+    ways.
+    """
+    cfg, rng, L = (
+        dataclasses.replace(TINY, block_length=4, causal=True),
+        np.random.default_rng(0),
+        16,
+    )
     segment_BL = np.array([[1] * 9 + [2] * 5 + [0] * 2, [1] * 16])
     position_BL = np.array([[*range(9), *range(5), 0, 0], [*range(16)]])
-    token_BL, u_BL, offset_B1 = rng.integers(4, 64, (2, L)), rng.random((2, L)), np.array([[3], [1]])
+    token_BL, u_BL, offset_B1 = (
+        rng.integers(4, 64, (2, L)),
+        rng.random((2, L)),
+        np.array([[3], [1]]),
+    )
     counted_BL = (segment_BL > 0) & (position_BL > 0)
     model = nnx.merge(md.graph_of(cfg, md.Run()), random_params(cfg, 0.4))
     mask_BL = counted_BL & (u_BL < 0.5)
@@ -353,13 +465,22 @@ def test_a_causal_context_has_the_loss_of_blocks_behind_clean_text_and_that_of_t
     @jax.jit
     def log_p(model, token_L, block_L, document_L):
         place = diffusion.Place(document_L[None], block_L[None])
-        logits_LV = model.logits(model.hidden(token_L[None], jnp.arange(L)[None], place=place)[0])[0]
+        logits_LV = model.logits(model.hidden(token_L[None], jnp.arange(L)[None], place=place)[0])[
+            0
+        ]
         return jax.nn.log_softmax(logits_LV.at[:, cfg.mask_id].set(-jnp.inf))
 
     def of_text(token_N, block_N):
         """log p [N, V] of a text of N tokens, padded to the length of all."""
         pad = (0, L - len(token_N))
-        return np.asarray(log_p(model, np.pad(token_N, pad), np.pad(block_N, pad), np.pad(np.ones_like(token_N), pad)))
+        return np.asarray(
+            log_p(
+                model,
+                np.pad(token_N, pad),
+                np.pad(block_N, pad),
+                np.pad(np.ones_like(token_N), pad),
+            )
+        )
 
     nats = ar_nats = 0.0
     for row, segment in ((0, 1), (0, 2), (1, 1)):
@@ -384,7 +505,11 @@ def test_a_causal_context_has_the_loss_of_blocks_behind_clean_text_and_that_of_t
             train_dream.Blocks(rates=(0.0, 1.0), ar_weight=weight),
             (token_BL, segment_BL, position_BL, counted_BL),
         )
-        return float(train_dream.block_nats(blocks, model, 0, *map(jnp.asarray, given), noise, jnp.asarray(offset_B1)))
+        return float(
+            train_dream.block_nats(
+                blocks, model, 0, *map(jnp.asarray, given), noise, jnp.asarray(offset_B1)
+            )
+        )
 
     assert loss(0.0) == pytest.approx(nats, rel=1e-5)
     assert loss(0.3) - loss(0.0) == pytest.approx(0.3 * ar_nats, rel=1e-4)
@@ -394,8 +519,12 @@ def test_a_causal_context_has_the_loss_of_blocks_behind_clean_text_and_that_of_t
 def test_the_autoregressive_loss_of_a_causal_context_is_that_of_the_objective():
     params, batch = random_params(TINY), random_batch(2, 16, fixed=2)
     settings = {"block_length": 4, "context": "causal"}
-    with_it, without = (loss_in_blocks(params, batch, **settings, ar_weight=weight) for weight in (1.0, 0.0))
-    assert with_it - without == pytest.approx(loss_in_blocks(params, batch, objective="ar"), rel=1e-4)
+    with_it, without = (
+        loss_in_blocks(params, batch, **settings, ar_weight=weight) for weight in (1.0, 0.0)
+    )
+    assert with_it - without == pytest.approx(
+        loss_in_blocks(params, batch, objective="ar"), rel=1e-4
+    )
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -416,13 +545,18 @@ def test_a_run_ends_with_what_generate_needs(code_rows, unbroken, tmp_path):
     size = Rows(code_rows, "train").meta["vocab_size"]
     assert tokenizer.token_to_id("<|mask|>") == size  # behind the last id of the data
     for step in (2, 4):
-        assert checkpoints.load(md, unbroken, step=step)[0].cfg == dataclasses.replace(DREAM, mask_id=size)
+        assert checkpoints.load(md, unbroken, step=step)[0].cfg == dataclasses.replace(
+            DREAM, mask_id=size
+        )
     rows = [json.loads(line) for line in (unbroken / "log.jsonl").read_text().splitlines()]
     scores = {row["step"]: row for row in rows if "bits_per_byte" in row}
     assert scores.keys() == {2, 4}
     assert scores[4]["heldout_nats"] < scores[2]["heldout_nats"] < np.log(640) * 1.1
     assert (unbroken / "samples.txt").read_text().count("---- step") == 2
-    for kwargs, part in (({"step": 3}, "no checkpoint of step 3; it has [2, 4]"), ({}, "no checkpoint; train one")):
+    for kwargs, part in (
+        ({"step": 3}, "no checkpoint of step 3; it has [2, 4]"),
+        ({}, "no checkpoint; train one"),
+    ):
         with pytest.raises(FileNotFoundError, match=re.escape(part)):
             checkpoints.load(md, unbroken if kwargs else tmp_path, **kwargs)
 
@@ -444,7 +578,9 @@ def test_sigterm_saves_and_resuming_equals_not_stopping_bit_for_bit(
     train_dream.main(resumed(train_dream, out))
     assert losses(out) == losses(unbroken)
     assert len(losses(out)) == 4
-    both = (jax.tree.leaves(nnx.state(checkpoints.load(md, folder)[0])) for folder in (unbroken, out))
+    both = (
+        jax.tree.leaves(nnx.state(checkpoints.load(md, folder)[0])) for folder in (unbroken, out)
+    )
     for a, b in zip(*both, strict=True):
         np.testing.assert_array_equal(a, b)
     largest = max((out / "checkpoints" / "4" / "params").rglob("*"), key=lambda p: p.stat().st_size)
@@ -454,7 +590,9 @@ def test_sigterm_saves_and_resuming_equals_not_stopping_bit_for_bit(
     assert "\n" not in str(error.value)
 
 
-def test_a_kill_right_after_a_checkpoint_loses_neither_score_nor_sample(unbroken, one_device, monkeypatch, tmp_path):
+def test_a_kill_right_after_a_checkpoint_loses_neither_score_nor_sample(
+    unbroken, one_device, monkeypatch, tmp_path
+):
     out, save = shutil.copytree(unbroken, tmp_path / "run"), checkpoints.Checkpoints.save
     shutil.rmtree(out / "checkpoints" / "4")
 
@@ -469,35 +607,61 @@ def test_a_kill_right_after_a_checkpoint_loses_neither_score_nor_sample(unbroken
     assert list(runs.saved_steps(out)) == [2, 4]
     train_dream.main(resumed(train_dream, out))  # has all of its steps
     assert scored_rows(out) == scored_rows(unbroken)
-    assert "--optimizer adamw there, muon here" in refusal(train_dream, resumed(train_dream, out, optimizer="muon"))
+    assert "--optimizer adamw there, muon here" in refusal(
+        train_dream, resumed(train_dream, out, optimizer="muon")
+    )
 
 
 @pytest.mark.slow
-def test_a_model_that_is_there_reads_the_standard_library_with_its_own_tokenizer(tmp_path, monkeypatch):
+def test_a_model_that_is_there_reads_the_standard_library_with_its_own_tokenizer(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     common = ("--seq_len=64", "--batch_size=8", "--steps=2", "--eval_rows=8")
-    for more in (("--objective=ar", "--out=ar"), ("--init=ar", "--block_length=4", "--block_warmup=1", "--out=blocks")):
+    for more in (
+        ("--objective=ar", "--out=ar"),
+        ("--init=ar", "--block_length=4", "--block_warmup=1", "--out=blocks"),
+    ):
         result = run("train_dream.py", *common, *more, timeout=600)
         assert result.returncode == 0, result.stderr
-    assert (tmp_path / "ar/tokenizer.json").read_bytes() == (tmp_path / "blocks/tokenizer.json").read_bytes()
+    assert (tmp_path / "ar/tokenizer.json").read_bytes() == (
+        tmp_path / "blocks/tokenizer.json"
+    ).read_bytes()
 
 
 def test_bad_input_is_one_line(code_rows, unbroken, one_device, tmp_path):
     new = tmp_path / "new"
     assert "already holds a run: --resume=" in refusal(train_dream, config(code_rows, unbroken))
     assert "one of tiny" in refusal(train_dream, config(code_rows, new, model="huge"))
-    assert "train_tpu.py trains PythonCoder" in refusal(train_dream, config(code_rows, new, model="huge"))
-    assert "rows of 64 tokens, the run wants 32" in refusal(train_dream, config(code_rows, new, seq_len=32))
+    assert "train_tpu.py trains PythonCoder" in refusal(
+        train_dream, config(code_rows, new, model="huge")
+    )
+    assert "rows of 64 tokens, the run wants 32" in refusal(
+        train_dream, config(code_rows, new, seq_len=32)
+    )
     assert "lower --batch_size" in refusal(train_dream, config(code_rows, new, batch_size=100_000))
     assert "--keep=0 is not in 1 .." in refusal(train_dream, config(code_rows, new, keep=0))
     blocks = train_dream.Blocks(block_length=4)
-    assert "block_length 0 there, 4 here" in refusal(train_dream, resumed(train_dream, unbroken, blocks=blocks))
+    assert "block_length 0 there, 4 here" in refusal(
+        train_dream, resumed(train_dream, unbroken, blocks=blocks)
+    )
     # of --init and LoRA
-    assert "does not exist" in refusal(train_dream, config(code_rows, new, init=str(tmp_path / "none")))
-    assert "leave --model=tiny out" in refusal(train_dream, config(code_rows, new, init="x", model="tiny"))
+    assert "does not exist" in refusal(
+        train_dream, config(code_rows, new, init=str(tmp_path / "none"))
+    )
+    assert "leave --model=tiny out" in refusal(
+        train_dream, config(code_rows, new, init="x", model="tiny")
+    )
     muon = {"init": str(unbroken), "lora_rank": 2, "optimizer": "muon"}
-    for wrong in ({"lora_rank": 2}, {"init_adapters": "x"}, {"init": str(unbroken), "base_bits": 8}, muon):
-        assert "go with --lora_rank, which goes with --init" in refusal(train_dream, config(code_rows, new, **wrong))
+    for wrong in (
+        {"lora_rank": 2},
+        {"init_adapters": "x"},
+        {"init": str(unbroken), "base_bits": 8},
+        muon,
+    ):
+        assert "go with --lora_rank, which goes with --init" in refusal(
+            train_dream, config(code_rows, new, **wrong)
+        )
     other = with_other_tokenizer(code_rows, tmp_path / "other")
     said = refusal(train_dream, config(other, new, init=str(unbroken)))
     assert "have other ids than in" in said
@@ -513,16 +677,25 @@ def test_kill_9_at_random_moments_always_resumes_to_the_unbroken_run(code_rows, 
     result = run(*flags(code_rows, unbroken, *more), timeout=900)
     assert result.returncode == 0, result.stderr
     resume = flags(code_rows, out, *more, f"--resume={out}")
-    steps = kill_and_resume(command(*flags(code_rows, out, *more)), command(*resume), kills=5, lines=8)
+    steps = kill_and_resume(
+        command(*flags(code_rows, out, *more)), command(*resume), kills=5, lines=8
+    )
     assert max(steps) > 3  # a checkpoint lay between two kills
     assert losses(out) == losses(unbroken)
     assert scored_rows(out) == scored_rows(unbroken)
-    assert checkpoints.Checkpoints(out).meta()["sums"] == checkpoints.Checkpoints(unbroken).meta()["sums"]
+    assert (
+        checkpoints.Checkpoints(out).meta()["sums"]
+        == checkpoints.Checkpoints(unbroken).meta()["sums"]
+    )
 
 
 @pytest.mark.slow
 def test_sigterm_to_one_of_two_hosts_saves_on_both_and_they_train_as_one(code_rows, tmp_path):
-    one, out, more = tmp_path / "one", tmp_path / "run", ("--steps=12", "--eval_every=4", "--eval_rows=8")
+    one, out, more = (
+        tmp_path / "one",
+        tmp_path / "run",
+        ("--steps=12", "--eval_every=4", "--eval_rows=8"),
+    )
     result = run(*flags(code_rows, one, *more))
     assert result.returncode == 0, result.stderr
     line = flags(code_rows, out, *more)
@@ -546,7 +719,12 @@ def pair_rows(folder, tokenizer, lines, **settings):
     """A folder of rows of 64 tokens of these pairs."""
     folder.mkdir(exist_ok=True)
     (folder / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    common = {"source": str(folder / "pairs.jsonl"), "tokenizer": str(tokenizer), "seq_len": 64, "workers": 1}
+    common = {
+        "source": str(folder / "pairs.jsonl"),
+        "tokenizer": str(tokenizer),
+        "seq_len": 64,
+        "workers": 1,
+    }
     data_prep.main(data_prep.Pairs(out=str(folder / "rows"), heldout=0.1, **common, **settings))
     return folder / "rows"
 
@@ -554,19 +732,32 @@ def pair_rows(folder, tokenizer, lines, **settings):
 @pytest.fixture(scope="module")
 def pairs(code_rows, tmp_path_factory):
     """Rows of prompts and responses."""
-    lines = [{"prompt": f"copy {n}: ", "response": str(n)} for n in np.random.default_rng(0).integers(0, 10**6, 300)]
+    lines = [
+        {"prompt": f"copy {n}: ", "response": str(n)}
+        for n in np.random.default_rng(0).integers(0, 10**6, 300)
+    ]
     return pair_rows(tmp_path_factory.mktemp("pairs"), code_rows / "tokenizer.json", lines)
 
 
 def save_start(folder, data):
-    """A Dream far from a fresh one, in bfloat16, with the tokenizer of the data: (folder, config)."""
+    """A Dream far from a fresh one, in bfloat16, with the tokenizer of the data: (folder,
+    config).
+    """
     meta = Rows(data, "train").meta
-    ids = {"mask_id": meta["vocab_size"], "pad_id": meta["eos_id"], "bos_id": meta["eos_id"], "eos_id": meta["eos_id"]}
+    ids = {
+        "mask_id": meta["vocab_size"],
+        "pad_id": meta["eos_id"],
+        "bos_id": meta["eos_id"],
+        "eos_id": meta["eos_id"],
+    }
     cfg = dataclasses.replace(DREAM, **ids)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(cfg, 0.5))
     (folder.parent / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     (folder.parent / "vocab.json").write_text("{}")
-    files = [data / "tokenizer.json", *(folder.parent / name for name in ("tokenizer_config.json", "vocab.json"))]
+    files = [
+        data / "tokenizer.json",
+        *(folder.parent / name for name in ("tokenizer_config.json", "vocab.json")),
+    ]
     checkpoints.save(md, folder, nnx.merge(md.graph_of(cfg, md.Run()), params), files, source="a/b")
     return str(folder), cfg
 
@@ -579,7 +770,9 @@ def first_loss(cfg, folder, data):
 
     @jax.jit
     def nats(params):
-        t_BL, u_BL = md.noise(jax.random.fold_in(jax.random.key(0), 0), 8, jnp.arange(8), segment_BL)
+        t_BL, u_BL = md.noise(
+            jax.random.fold_in(jax.random.key(0), 0), 8, jnp.arange(8), segment_BL
+        )
         model = nnx.merge(md.graph_of(cfg, md.Run()), params)
         return model.nelbo(token_BL, segment_BL, position_BL, t_BL, u_BL, *fixed)
 
@@ -589,8 +782,13 @@ def first_loss(cfg, folder, data):
 @pytest.fixture(scope="module")
 def holes(code_rows, tmp_path_factory):
     """Rows of prompts and responses with holes that grow and shrink."""
-    lines = [{"prompt": f"f({n}) = ", "response": f"{n} + {n} * {n}", "suffix": f" of {n}"} for n in range(300)]
-    return pair_rows(tmp_path_factory.mktemp("holes"), code_rows / "tokenizer.json", lines, edit_rate=0.5)
+    lines = [
+        {"prompt": f"f({n}) = ", "response": f"{n} + {n} * {n}", "suffix": f" of {n}"}
+        for n in range(300)
+    ]
+    return pair_rows(
+        tmp_path_factory.mktemp("holes"), code_rows / "tokenizer.json", lines, edit_rate=0.5
+    )
 
 
 @pytest.mark.slow
@@ -607,7 +805,8 @@ def test_a_dream_learns_holes_of_any_length_from_the_loss_of_init_and_says_with_
     assert "messages" in (out / "tokenizer_config.json").read_text()  # it still knows how to chat
     assert runs.read_json(out / "config.json")["source"] == "a/b"
 
-    # So does one from scratch, and an autoregressive one that is annealed; others do not learn such holes.
+    # So does one from scratch, and an autoregressive one that is annealed; others do not learn such
+    # holes.
     assert train_dream.Trainer(config(data, tmp_path / "a")).model.expand_id == cfg.expand_id
     ar = nnx.merge(md.graph_of(cfg, md.Run()), random_params(cfg))
     ar.cfg = dataclasses.replace(cfg, block_length=1, expand_id=-1)
@@ -625,7 +824,9 @@ def test_a_dream_learns_holes_of_any_length_from_the_loss_of_init_and_says_with_
     assert not (tmp_path / "a").exists()
 
 
-def test_without_data_rows_get_the_tokenizer_and_the_end_token_of_init(code_rows, tmp_path, monkeypatch):
+def test_without_data_rows_get_the_tokenizer_and_the_end_token_of_init(
+    code_rows, tmp_path, monkeypatch
+):
     start, _ = save_start(tmp_path / "start", code_rows)
     keys = runs.read_json(tmp_path / "start/config.json")
     other = runs.read_tokenizer(start).token_to_id("<|fim_prefix|>")
@@ -637,7 +838,9 @@ def test_without_data_rows_get_the_tokenizer_and_the_end_token_of_init(code_rows
     assert "data/python-64-" in said
     (command,) = asked
     assert command[:2] == ("data_prep.py", "python")
-    assert {f"--tokenizer={start}/tokenizer.json", "--eos=<|fim_prefix|>", "--seq_len=64"} <= {*command}
+    assert {f"--tokenizer={start}/tokenizer.json", "--eos=<|fim_prefix|>", "--seq_len=64"} <= {
+        *command
+    }
 
 
 @pytest.mark.slow
@@ -647,7 +850,9 @@ def test_init_starts_at_the_loss_of_the_checkpoint(kind, code_rows, pairs, one_d
     _, cfg = save_start(before, data)
     for name in ("run", "next"):  # from a converted model, and from a run
         train_dream.main(config(data, tmp_path / name, init=str(before)))
-        assert losses(tmp_path / name)[1][0] == pytest.approx(first_loss(cfg, before, data), rel=1e-4)
+        assert losses(tmp_path / name)[1][0] == pytest.approx(
+            first_loss(cfg, before, data), rel=1e-4
+        )
         assert checkpoints.load(md, tmp_path / name)[0].cfg == cfg
         before = tmp_path / name
 
@@ -668,12 +873,19 @@ def test_an_autoregressive_run_is_annealed_to_one_that_fills_holes_and_can_be_re
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("block", "bits"), [(0, 0), (4, 0), (0, 8), (4, 4)])
-def test_lora_trains_adapters_beside_frozen_weights_and_merges_them(pairs, one_device, tmp_path, capsys, block, bits):
+def test_lora_trains_adapters_beside_frozen_weights_and_merges_them(
+    pairs, one_device, tmp_path, capsys, block, bits
+):
     out, copy = (tmp_path / name for name in ("run", "copy"))
     start, cfg = save_start(tmp_path / "start", pairs)
     lora = {"lora_rank": 2, "base_bits": bits, "weight_decay": 0.5}
-    train_dream.main(config(pairs, out, init=start, blocks=train_dream.Blocks(block_length=block), **lora))
-    assert f"frozen {f'int{bits}' if bits else 'float32'} weights and LoRA of rank 2" in capsys.readouterr().out
+    train_dream.main(
+        config(pairs, out, init=start, blocks=train_dream.Blocks(block_length=block), **lora)
+    )
+    assert (
+        f"frozen {f'int{bits}' if bits else 'float32'} weights and LoRA of rank 2"
+        in capsys.readouterr().out
+    )
     if not block and not bits:  # nothing has changed yet
         assert losses(out)[1][0] == pytest.approx(first_loss(cfg, start, pairs), rel=1e-4)
     assert checkpoints.load(md, out / "merged")[0].cfg.block_length == block
@@ -681,30 +893,44 @@ def test_lora_trains_adapters_beside_frozen_weights_and_merges_them(pairs, one_d
     assert sum(name.startswith("adapters.") for name in saved) == 2 * 7 * DREAM.layers
     assert not any(name.startswith(("params.", "base.")) for name in saved)
 
-    # What is not in its targets stays, bit for bit; what is has a difference of rank 2, from the weights in full.
-    before, after = (checkpoints.load(md, folder, dtype=jnp.float32)[0] for folder in (start, out / "merged"))
-    before, after = (checkpoints.flatten(nnx.to_pure_dict(nnx.state(model))) for model in (before, after))
+    # What is not in its targets stays, bit for bit; what is has a difference of rank 2, from the
+    # weights in full.
+    before, after = (
+        checkpoints.load(md, folder, dtype=jnp.float32)[0] for folder in (start, out / "merged")
+    )
+    before, after = (
+        checkpoints.flatten(nnx.to_pure_dict(nnx.state(model))) for model in (before, after)
+    )
     changed = {name for name in before if not np.array_equal(before[name], after[name])}
     assert changed == {f"layers.{i}.{name}" for i in range(DREAM.layers) for name in md.MATRICES}
     assert all(np.linalg.matrix_rank(after[name] - before[name], tol=1e-5) <= 2 for name in changed)
-    assert runs.read_json(out / "merged/config.json")["source"] == "a/b"  # what it was made of, and how it chats
-    assert {"tokenizer.json", "tokenizer_config.json", "vocab.json"} <= set(os.listdir(out / "merged"))
+    # what it was made of, and how it chats
+    assert runs.read_json(out / "merged/config.json")["source"] == "a/b"
+    assert {"tokenizer.json", "tokenizer_config.json", "vocab.json"} <= set(
+        os.listdir(out / "merged")
+    )
 
     # Another run goes on from the adapters, in peft's form, where this one ended.
     if not block and not bits:
         more = {"init": start, "lora_rank": 2, "init_adapters": str(out), "steps": 1}
         train_dream.main(config(pairs, tmp_path / "more", **more))
-        assert losses(tmp_path / "more")[1][0] == pytest.approx(first_loss(cfg, out / "merged", pairs), rel=1e-4)
+        assert losses(tmp_path / "more")[1][0] == pytest.approx(
+            first_loss(cfg, out / "merged", pairs), rel=1e-4
+        )
 
     # A run that was stopped goes on as if it had not been, beside the same weights alone.
     shutil.copytree(out, copy)
     shutil.rmtree(copy / "checkpoints/4")
     train_dream.main(resumed(train_dream, copy))
     assert losses(copy) == losses(out)
-    again = checkpoints.flatten(nnx.to_pure_dict(nnx.state(checkpoints.load(md, copy / "merged")[0])))
+    again = checkpoints.flatten(
+        nnx.to_pure_dict(nnx.state(checkpoints.load(md, copy / "merged")[0]))
+    )
     assert all(np.array_equal(again[name], after[name]) for name in after)
     assert "the whole model is in" in refusal(train_dream, evaluation(out))
-    with pytest.raises(ValueError, match=r"holds what LoRA learnt; the whole model is in .*run/merged"):
+    with pytest.raises(
+        ValueError, match=r"holds what LoRA learnt; the whole model is in .*run/merged"
+    ):
         checkpoints.load(md, out)
     for said, changes in {
         "--lora_rank 2 there, 3 here": {"lora_rank": 3},
@@ -714,32 +940,47 @@ def test_lora_trains_adapters_beside_frozen_weights_and_merges_them(pairs, one_d
         assert said in refusal(train_dream, resumed(train_dream, copy, **changes))
 
 
-def test_what_does_not_fit_is_refused_before_a_weight_is_read(code_rows, one_device, tmp_path, monkeypatch):
+def test_what_does_not_fit_is_refused_before_a_weight_is_read(
+    code_rows, one_device, tmp_path, monkeypatch
+):
     start, cfg = save_start(tmp_path / "start", code_rows)
     params = md.count_params(cfg)["total"]
-    adapters = 16 * sum(sum(x.shape) for x in jax.tree.leaves(md.param_shapes(cfg)["layers"]) if x.ndim == 2)
-    full, lora = 16 * params + 4, 4 * params + 16 * adapters + 4  # weights, two moments, gradients; a counter
+    adapters = 16 * sum(
+        sum(x.shape) for x in jax.tree.leaves(md.param_shapes(cfg)["layers"]) if x.ndim == 2
+    )
+    # weights, two moments, gradients; a counter
+    full, lora = 16 * params + 4, 4 * params + 16 * adapters + 4
     matrices = [x.shape for x in jax.tree.leaves(md.param_shapes(cfg)) if x.ndim == 2]
-    int8 = lora + sum(4 * rows - 3 * rows * columns for rows, columns in matrices)  # a byte each, a scale per row
+    # a byte each, a scale per row
+    int8 = lora + sum(4 * rows - 3 * rows * columns for rows, columns in matrices)
     free = [full - 1]
     monkeypatch.setattr(checkpoints, "free_bytes", lambda _: free[0])
     monkeypatch.setattr(checkpoints, "load", None)
     said = refusal(train_dream, config(code_rows, tmp_path / "a", init=start))
-    assert said.startswith(f"weights, moments and gradients take {full / 1e9:.3g} GB on each device, where ")
+    assert said.startswith(
+        f"weights, moments and gradients take {full / 1e9:.3g} GB on each device, where "
+    )
     eight = f"--lora_rank=16 --base_bits=8 takes {int8 / 1e9:.3g}"
-    assert f"; --lora_rank=16 takes {lora / 1e9:.3g} or {eight} or --lora_rank=16 --base_bits=4 takes " in said
+    assert (
+        f"; --lora_rank=16 takes {lora / 1e9:.3g} or {eight} or --lora_rank=16 --base_bits=4 takes "
+        in said
+    )
     free[0] = lora - 1
     said = refusal(train_dream, config(code_rows, tmp_path / "a", init=start, lora_rank=16))
     assert f"are free; --base_bits=8 takes {int8 / 1e9:.3g} or --base_bits=4 takes " in said
     free[0] = int8 - 1
-    said = refusal(train_dream, config(code_rows, tmp_path / "a", init=start, lora_rank=16, base_bits=8))
+    said = refusal(
+        train_dream, config(code_rows, tmp_path / "a", init=start, lora_rank=16, base_bits=8)
+    )
     assert "are free; --base_bits=4 takes " in said
     free[0] = 1
     for lora in ({}, {"lora_rank": 16}, {"lora_rank": 16, "base_bits": 4}):
         said = refusal(train_dream, config(code_rows, tmp_path / "a", init=start, **lora))
         assert "a smaller model, more devices" in said
     free[0] = 1
-    assert "a smaller model, more devices" in refusal(train_dream, config(code_rows, tmp_path / "a"))
+    assert "a smaller model, more devices" in refusal(
+        train_dream, config(code_rows, tmp_path / "a")
+    )
     assert not (tmp_path / "a").exists()
 
 
@@ -748,7 +989,9 @@ def test_what_does_not_fit_is_refused_before_a_weight_is_read(code_rows, one_dev
 
 def evaluation(folder, **changes):
     """--eval_only in this process."""
-    return train_dream.Config(eval_only=str(folder), compile_cache="", **{"eval_rows": 20} | changes)
+    return train_dream.Config(
+        eval_only=str(folder), compile_cache="", **{"eval_rows": 20} | changes
+    )
 
 
 def spread_rows(folder, count):
@@ -758,14 +1001,18 @@ def spread_rows(folder, count):
 
 
 def new_model(folder, data, size, **changes):
-    """A Dream saved as convert_weights.py saves one: (folder, model). Its last norm has this size: 0 knows nothing."""
+    """A Dream saved as convert_weights.py saves one: (folder, model). Its last norm has this size:
+    0 knows nothing.
+    """
     tokenizer = tokenizers.Tokenizer.from_file(str(data / "tokenizer.json"))
     tokenizer.add_special_tokens(["<|mask|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     mask_id, eos_id = tokenizer.token_to_id("<|mask|>"), Rows(data, "heldout").meta["eos_id"]
     cfg = dataclasses.replace(DREAM, width=16, ffn=16, mask_id=mask_id, eos_id=eos_id, **changes)
     params = random_params(cfg)
-    model = nnx.merge(md.graph_of(cfg, md.Run()), params | {"norm": jnp.full_like(params["norm"], size)})
+    model = nnx.merge(
+        md.graph_of(cfg, md.Run()), params | {"norm": jnp.full_like(params["norm"], size)}
+    )
     checkpoints.save(md, folder / "model", model, [folder / "tokenizer.json"])
     return folder / "model", model
 
@@ -777,19 +1024,27 @@ def test_eval_only_scores_a_checkpoint_as_the_trainer_did(unbroken, one_device, 
     logged = json.loads((unbroken / "log.jsonl").read_text().splitlines()[-1])
     assert (scores["step"], scores["rows"]) == (logged["step"], 8)
     assert 0 < scores["standard_error"] < 0.2 * scores["bits_per_byte"]
-    error = 3**0.5 * scores["standard_error"]  # of the difference from the mean of half as many other draws
+    # of the difference from the mean of half as many other draws
+    error = 3**0.5 * scores["standard_error"]
     assert abs(scores["bits_per_byte"] - logged["bits_per_byte"]) < 4 * error
 
 
-def test_a_model_that_knows_nothing_pays_log_vocab_for_every_masked_token(code_rows, one_device, tmp_path):
+def test_a_model_that_knows_nothing_pays_log_vocab_for_every_masked_token(
+    code_rows, one_device, tmp_path
+):
     folder, _ = new_model(tmp_path, code_rows, 0)
     scores = train_dream.main(evaluation(folder, data=str(code_rows)))
     # -log p is log(V - 1), MASK aside, at each masked token, whose weight is 1 / t
     token_RL, segment_RL, _ = spread_rows(code_rows, 20)
-    order = functools.partial(jax.random.permutation, x=20)  # in each draw another row has the lowest time
-    noise = jax.jit(lambda draw: md.noise(jax.random.key(draw), 20, order(jax.random.key(8 + draw)), segment_RL))
+    # in each draw another row has the lowest time
+    order = functools.partial(jax.random.permutation, x=20)
+    noise = jax.jit(
+        lambda draw: md.noise(jax.random.key(draw), 20, order(jax.random.key(8 + draw)), segment_RL)
+    )
     noises = (map(np.asarray, noise(draw)) for draw in range(8))
-    nats_N = [(((u_RL < t_RL) & (segment_RL > 0)) / t_RL).sum() * math.log(639) for t_RL, u_RL in noises]
+    nats_N = [
+        (((u_RL < t_RL) & (segment_RL > 0)) / t_RL).sum() * math.log(639) for t_RL, u_RL in noises
+    ]
     tokens = (segment_RL > 0).sum()
     assert scores["heldout_nats"] == pytest.approx(np.mean(nats_N) / tokens, rel=1e-5)
     tokenizer = runs.read_tokenizer(folder)
@@ -834,7 +1089,9 @@ def test_small_blocks_are_scored_without_a_draw(code_rows, one_device, tmp_path,
 
 
 @pytest.mark.slow
-def test_eight_devices_and_half_the_bits_have_the_same_score(code_rows, unbroken, monkeypatch, capsys):
+def test_eight_devices_and_half_the_bits_have_the_same_score(
+    code_rows, unbroken, monkeypatch, capsys
+):
     many = train_dream.main(evaluation(unbroken))
     assert "8 x cpu, mesh {'data': 8, 'fsdp': 1, 'tensor': 1}" in capsys.readouterr().err
     use_one_device(monkeypatch, train_dream, md.CONFIGS, "dream_test", DREAM)

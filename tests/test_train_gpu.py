@@ -1,4 +1,6 @@
-"""The MDLM trainer: noise, crops, overfitting, resuming, several processes, --eval_only, messages for bad input."""
+"""The MDLM trainer: noise, crops, overfitting, resuming, several processes, --eval_only, messages
+for bad input.
+"""
 
 import dataclasses
 import fcntl
@@ -33,20 +35,42 @@ from rows import Rows, prefetch
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALLER = mdlm.Config(width=64, layers=2, heads=1, ffn=128)
-SMALL = {"batch_size": 8, "micro_batch": 4, "log_every": 1, "eval_rows": 16, "compile": False, "dtype": "float32"}
+SMALL = {
+    "batch_size": 8,
+    "micro_batch": 4,
+    "log_every": 1,
+    "eval_rows": 16,
+    "compile": False,
+    "dtype": "float32",
+}
 TWELVE = {"steps": 12, "eval_every": 4}
-FLAGS = "--batch_size=8", "--micro_batch=4", "--log_every=1", "--eval_rows=16", "--no-compile", "--dtype=float32"
+FLAGS = (
+    "--batch_size=8",
+    "--micro_batch=4",
+    "--log_every=1",
+    "--eval_rows=16",
+    "--no-compile",
+    "--dtype=float32",
+)
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Padded rows of 32 tokens from sentences of a small grammar."""
     folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
-    places = [place.split() for place in ("The A One", "small red old", "dog cat bird", "sees finds", "food. water.")]
-    stories = [" ".join(rng.choice(w) for _ in range(rng.integers(1, 5)) for w in places) for _ in range(300)]
+    places = [
+        place.split()
+        for place in ("The A One", "small red old", "dog cat bird", "sees finds", "food. water.")
+    ]
+    stories = [
+        " ".join(rng.choice(w) for _ in range(rng.integers(1, 5)) for w in places)
+        for _ in range(300)
+    ]
     (folder / "stories.txt").write_text("\n<|endoftext|>\n".join(stories))
     settings = {"vocab_size": 300, "seq_len": 32, "heldout": 0.1, "workers": 1}
-    data_prep.main(data_prep.Text(source=str(folder / "stories.txt"), out=str(folder / "rows"), **settings))
+    data_prep.main(
+        data_prep.Text(source=str(folder / "stories.txt"), out=str(folder / "rows"), **settings)
+    )
     return folder / "rows"
 
 
@@ -114,13 +138,17 @@ def test_noise_masks_neither_pad_nor_bos():
 @pytest.fixture
 def square(monkeypatch):
     """A new noise schedule is one entry."""
-    schedule = diffusion.Schedule(rate=lambda t: t**2, slope=lambda t: 2 * t, inverse=lambda rate: rate**0.5)
+    schedule = diffusion.Schedule(
+        rate=lambda t: t**2, slope=lambda t: 2 * t, inverse=lambda rate: rate**0.5
+    )
     monkeypatch.setitem(diffusion.SCHEDULES, "square", schedule)
     return "square"
 
 
 @pytest.mark.parametrize("schedule", [*diffusion.SCHEDULES, "square"])
-def test_training_times_mask_at_least_the_smallest_rate_and_a_uniform_prediction_costs_log_v(square, schedule):
+def test_training_times_mask_at_least_the_smallest_rate_and_a_uniform_prediction_costs_log_v(
+    square, schedule
+):
     token_BL = rows_of_tokens(4096, 8)
     noised = train_gpu.noise(token_BL, schedule, np.random.default_rng(0))
     rate_B = diffusion.mask_rate(noised.time_B, schedule)
@@ -137,7 +165,9 @@ def test_a_new_schedule_trains_evaluates_and_samples(data, square, tmp_path):
     train(data, tmp_path / "run", steps=2, eval_every=2, schedule=square)
     model = mdlm.load(tmp_path / "run/step_2")
     rule = mdlm.Sampling(steps=4, schedule=square)
-    token_BL = mdlm.sample(model, torch.full((2, 16), mdlm.MASK), rule, torch.Generator().manual_seed(0))
+    token_BL = mdlm.sample(
+        model, torch.full((2, 16), mdlm.MASK), rule, torch.Generator().manual_seed(0)
+    )
     assert not (token_BL == mdlm.MASK).any()
 
 
@@ -180,7 +210,9 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(schedule):
     if schedule == "linear":
         assert loss_of.span == 1
         row, _ = np.nonzero(noised.mask_BL)
-        by_hand = (nll[xt == mdlm.MASK].detach().numpy() / noised.time_B[row]).sum() / counted.sum().item()
+        by_hand = (
+            nll[xt == mdlm.MASK].detach().numpy() / noised.time_B[row]
+        ).sum() / counted.sum().item()
         assert loss.item() == pytest.approx(by_hand, rel=1e-5)
 
 
@@ -196,7 +228,9 @@ def unequal_rows(L=64):
 @pytest.mark.parametrize("rope", [False, True])
 def test_packed_texts_have_the_loss_and_gradient_of_padded_rows(rope):
     torch.manual_seed(0)
-    model = mdlm.MDLM(mdlm.Config(vocab=40, width=32, layers=2, heads=2, ffn=64, positions=64, rope=rope))
+    model = mdlm.MDLM(
+        mdlm.Config(vocab=40, width=32, layers=2, heads=2, ffn=64, positions=64, rope=rope)
+    )
     torch.nn.init.normal_(model.time[2].weight, 0, 0.5)
     noised, loss_of, results = unequal_rows(), train_gpu.Loss(model, "linear"), []
     for packed in (False, True):
@@ -213,10 +247,15 @@ def test_packed_texts_have_the_loss_and_gradient_of_padded_rows(rope):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_one_compiled_graph_serves_batches_of_all_lengths(packed):
-    loss_of = train_gpu.Loss(mdlm.MDLM(mdlm.Config(vocab=40, width=32, layers=1, heads=1, ffn=32, rope=True)), "linear")
+    loss_of = train_gpu.Loss(
+        mdlm.MDLM(mdlm.Config(vocab=40, width=32, layers=1, heads=1, ffn=32, rope=True)), "linear"
+    )
     graphs = []
-    compiled = torch.compile(loss_of, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
-    for rows in ([1, 3], [0, 2], [2, 3]):  # padded to 32 and 64 tokens; torch.compile refuses to fix what is marked
+    compiled = torch.compile(
+        loss_of, backend=lambda graph, inputs: graphs.append(graph) or graph.forward
+    )
+    # padded to 32 and 64 tokens; torch.compile refuses to fix what is marked
+    for rows in ([1, 3], [0, 2], [2, 3]):
         batch = batch_of(unequal_rows(), np.array(rows), packed)
         torch.testing.assert_close(compiled(batch), loss_of(batch))
     assert len(graphs) == 1
@@ -236,16 +275,26 @@ class Operators(TorchDispatchMode):
 
 @pytest.mark.skipif(not mdlm.varlen_attn, reason="PyTorch has no varlen_attn")
 def test_attention_on_a_gpu_is_flash_attention_without_a_mask():
-    """Meta tensors play the GPU: every operator checks shapes and types, forwards and backwards, and none computes."""
+    """Meta tensors play the GPU: every operator checks shapes and types, forwards and backwards,
+    and none computes.
+    """
     batch = batch_of(unequal_rows(), packed=True)
-    loss_of = train_gpu.Loss(mdlm.MDLM(mdlm.Config(vocab=40, width=64, layers=2, heads=1, rope=True)), "linear")
+    loss_of = train_gpu.Loss(
+        mdlm.MDLM(mdlm.Config(vocab=40, width=64, layers=2, heads=1, rope=True)), "linear"
+    )
     loss_of, on_meta = loss_of.to("meta", torch.bfloat16), lambda x: x.to("meta")
     with Operators() as ran:
         packed = mdlm.Packed(*map(on_meta, batch.packed[:3]), batch.packed.longest)
         loss_of(train_gpu.Batch(*map(on_meta, batch[:-1]), packed)).backward()
     assert all(weight.grad.shape == weight.shape for weight in loss_of.parameters())
-    assert ran.names.count("_varlen_attn.default") == ran.names.count("_varlen_attn_backward.default") == 2
-    assert not [name for name in ran.names if "scaled_dot_product" in name or "_local_scalar_dense" in name]
+    assert (
+        ran.names.count("_varlen_attn.default")
+        == ran.names.count("_varlen_attn_backward.default")
+        == 2
+    )
+    assert not [
+        name for name in ran.names if "scaled_dot_product" in name or "_local_scalar_dense" in name
+    ]
 
 
 def test_texts_are_packed_where_flash_attention_is(monkeypatch):
@@ -308,7 +357,12 @@ def test_an_update_that_is_not_finite_is_left_out_on_the_device(dtype):
 
 
 def test_a_thread_makes_the_batch_of_the_next_step(data, monkeypatch):
-    cfg, make, made, other = train_gpu.Config(steps=3, batch_size=8, micro_batch=4), train_gpu.training_batch, [], []
+    cfg, make, made, other = (
+        train_gpu.Config(steps=3, batch_size=8, micro_batch=4),
+        train_gpu.training_batch,
+        [],
+        [],
+    )
     second = threading.Event()
 
     def training_batch(rows, cfg, step):
@@ -340,7 +394,9 @@ def test_scores_of_micro_batches_add_up_to_those_of_all_rows():
     noised = train_gpu.noise(rows_of_tokens(6, 32) % 4 + 4, "cosine", np.random.default_rng(0))
     loss_of = train_gpu.Loss(model, "cosine").eval()
     with torch.no_grad():
-        whole, *parts = (loss_of(batch_of(noised, slice(*ends))) for ends in ((0, 6), (0, 1), (1, 6)))
+        whole, *parts = (
+            loss_of(batch_of(noised, slice(*ends))) for ends in ((0, 6), (0, 1), (1, 6))
+        )
         rate_B = diffusion.mask_rate(torch.tensor(noised.time_B), "cosine").float()
         logits = model(torch.from_numpy(noised.xt_BL), rate_B)
     logits[..., mdlm.MASK] = -math.inf
@@ -372,7 +428,10 @@ def test_muon_is_pytorchs(dtype, atol):
 @pytest.mark.slow
 def test_eight_sequences_are_learned_by_heart_in_seconds():
     torch.manual_seed(0)
-    cfg, rng = train_gpu.Config(steps=400, lr=3e-3, warmup=20, weight_decay=0.0), np.random.default_rng(0)
+    cfg, rng = (
+        train_gpu.Config(steps=400, lr=3e-3, warmup=20, weight_decay=0.0),
+        np.random.default_rng(0),
+    )
     model = mdlm.MDLM(mdlm.Config(vocab=64, width=64, layers=2, heads=1, ffn=256, positions=32))
     token_BL = rng.integers(5, 64, (8, 32))
     optimizers = train_gpu.make_optimizers(model, cfg)
@@ -396,7 +455,10 @@ def test_eight_sequences_are_learned_by_heart_in_seconds():
 
 
 def test_the_average_follows_the_weights():
-    model, ema = (mdlm.MDLM(mdlm.Config(vocab=16, width=8, layers=1, heads=1, ffn=8, positions=4)) for _ in range(2))
+    model, ema = (
+        mdlm.MDLM(mdlm.Config(vocab=16, width=8, layers=1, heads=1, ffn=8, positions=4))
+        for _ in range(2)
+    )
     before, weight = ema.head.weight.detach().clone(), model.head.weight.detach()
     train_gpu.average(ema, model, 0.999, 0)
     torch.testing.assert_close(ema.head.weight, 0.1 * before + 0.9 * weight)
@@ -434,12 +496,15 @@ def test_a_run_leaves_a_model_that_loads_and_its_scores_fall(data, unbroken):
     assert 0 <= scores[-1]["masked_accuracy"] < 1
     assert list(runs.saved_steps(unbroken)) == [8, 12]
     model = mdlm.load(unbroken / "step_12")
-    assert model.cfg == dataclasses.replace(mdlm.CONFIGS["tiny"], vocab=512, rope=True)  # 300 token ids, filled up
+    # 300 token ids, filled up
+    assert model.cfg == dataclasses.replace(mdlm.CONFIGS["tiny"], vocab=512, rope=True)
     assert "---- step 12" in (unbroken / "samples.txt").read_text()
 
 
 def scored(folder, **settings):
-    return train_gpu.main(train_gpu.Config(eval_only=str(folder), compile=False, dtype="float32", **settings))
+    return train_gpu.main(
+        train_gpu.Config(eval_only=str(folder), compile=False, dtype="float32", **settings)
+    )
 
 
 def test_eval_only_estimates_the_bound_that_the_trainer_logged(data, unbroken, tmp_path, capsys):
@@ -471,15 +536,20 @@ def test_a_model_that_knows_nothing_pays_log_vocab_for_every_token(data, tmp_pat
     torch.nn.init.zeros_(model.head.weight)
     mdlm.save(model, tmp_path, (data / "tokenizer.json").read_bytes())
     row = scored(tmp_path, data=str(data), eval_draws=3)
-    # every masked token costs log(V - 1), as MASK is excluded, and exactly m of n are masked: no noise is left
+    # every masked token costs log(V - 1), as MASK is excluded, and exactly m of n are masked: no
+    # noise is left
     assert row["heldout_nats"] == pytest.approx(math.log(511), rel=1e-5)
     assert row["standard_error"] == pytest.approx(0, abs=1e-6)
-    assert all(level["masked_ce"] == pytest.approx(math.log(511), rel=1e-5) for level in row["by_noise"])
+    assert all(
+        level["masked_ce"] == pytest.approx(math.log(511), rel=1e-5) for level in row["by_noise"]
+    )
 
 
 def test_the_bound_is_that_of_each_row_alone_but_takes_rows_of_similar_length_together(monkeypatch):
     torch.manual_seed(0)
-    model = mdlm.MDLM(mdlm.Config(vocab=40, width=32, layers=1, heads=1, ffn=64, positions=64, rope=True)).eval()
+    model = mdlm.MDLM(
+        mdlm.Config(vocab=40, width=32, layers=1, heads=1, ffn=64, positions=64, rope=True)
+    ).eval()
     length_R = np.repeat([64, 8, 40, 10, 64, 9, 8, 41, 64, 10, 40, 64], 4)
     token_RL = rows_of_tokens(len(length_R), 64)
     token_RL[np.arange(64) >= length_R[:, None]] = mdlm.PAD
@@ -499,7 +569,11 @@ def test_the_bound_is_that_of_each_row_alone_but_takes_rows_of_similar_length_to
         want_T4[min(int(10 / weight), 9)] += [weight.item() * nll / length_R.sum(), nll, right, n]
     # together, and nothing is read before the end
     seen, hidden = [], model.hidden
-    monkeypatch.setattr(model, "hidden", lambda token, *rest: seen.append(tuple(token.shape)) or hidden(token, *rest))
+    monkeypatch.setattr(
+        model,
+        "hidden",
+        lambda token, *rest: seen.append(tuple(token.shape)) or hidden(token, *rest),
+    )
     with Operators() as ran:
         sums_T4 = train_gpu.evaluate(model, token_RL, np.random.default_rng(0), 2, "float32")
     np.testing.assert_allclose(sums_T4, want_T4, rtol=1e-5)
@@ -525,7 +599,9 @@ def test_what_eval_only_says_of_bad_input(data, unbroken, tmp_path):
             scored(folder, **settings)
 
 
-def test_sigterm_saves_and_resuming_equals_not_stopping_bit_for_bit(data, unbroken, tmp_path, monkeypatch):
+def test_sigterm_saves_and_resuming_equals_not_stopping_bit_for_bit(
+    data, unbroken, tmp_path, monkeypatch
+):
     out, log = tmp_path / "run", runs.Run.log
 
     def log_and_stop(self, row):
@@ -547,7 +623,9 @@ def test_sigterm_saves_and_resuming_equals_not_stopping_bit_for_bit(data, unbrok
 def test_the_shell_gets_one_line_and_a_resumed_run_its_own_settings(data, tmp_path, monkeypatch):
     out = tmp_path / "run"
     script = command("train_gpu.py", *flags(data, out, "--steps=2"))
-    process = subprocess.Popen(script, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV, text=True)
+    process = subprocess.Popen(
+        script, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV, text=True
+    )
     for line in process.stdout:
         if line.startswith("step 1 "):
             process.send_signal(signal.SIGTERM)
@@ -569,10 +647,14 @@ LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--npro
 
 def test_a_compile_cache_that_a_killed_run_damaged_is_named(monkeypatch):
     def train(cfg, devices):
-        raise RuntimeError("ImportError: /tmp/torchinductor_me/ab/cd.main.so: file too short\n\nSet TORCHDYNAMO...")
+        raise RuntimeError(
+            "ImportError: /tmp/torchinductor_me/ab/cd.main.so: file too short\n\nSet TORCHDYNAMO..."
+        )
 
     monkeypatch.setattr(train_gpu, "train", train)
-    with pytest.raises(RuntimeError, match=r"^a run that was killed .* delete /tmp/torchinductor_me$"):
+    with pytest.raises(
+        RuntimeError, match=r"^a run that was killed .* delete /tmp/torchinductor_me$"
+    ):
         train_gpu.main(train_gpu.Config(data="x"))
 
 
@@ -592,7 +674,11 @@ def test_two_processes_train_as_one(script, data, unbroken, tmp_path, compiled):
 @pytest.mark.slow
 def test_two_processes_leave_together_when_one_is_asked_to_stop(script, data, unbroken, tmp_path):
     out = tmp_path / "run"
-    together = [*LAUNCH, script, *flags(data, out, "--steps=12", "--eval_every=4", "--micro_batch=2")]
+    together = [
+        *LAUNCH,
+        script,
+        *flags(data, out, "--steps=12", "--eval_every=4", "--micro_batch=2"),
+    ]
     process = subprocess.Popen(together, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV)
     for line in process.stdout:
         if line.startswith(b"step 5 "):
@@ -614,7 +700,9 @@ def test_two_processes_leave_together_when_one_is_asked_to_stop(script, data, un
 def test_a_run_that_goes_on_in_another_folder_begins_it_with_a_checkpoint(data, unbroken, tmp_path):
     saved = runs.resumed(train_gpu.Config, [f"--resume={unbroken}"])
     first = max(runs.saved_steps(unbroken))
-    train_gpu.main(dataclasses.replace(saved, resume=str(unbroken), out=str(tmp_path), steps=first + 1))
+    train_gpu.main(
+        dataclasses.replace(saved, resume=str(unbroken), out=str(tmp_path), steps=first + 1)
+    )
     assert [*runs.saved_steps(tmp_path)] == [first, first + 1]
 
 
@@ -628,13 +716,20 @@ def test_bad_input_is_one_line_and_leaves_the_run_alone(data, unbroken, tmp_path
     refuses("already holds a run: --resume=", data, unbroken, FileExistsError)
     refuses("data_prep.py", tmp_path / "none", tmp_path / "a", FileNotFoundError)
     refuses("rows of 32 tokens, the run wants 64", data, tmp_path / "a", seq_len=64)
-    refuses("--batch_size=8 is no multiple of 1 devices times --micro_batch=3", data, tmp_path / "a", micro_batch=3)
+    refuses(
+        "--batch_size=8 is no multiple of 1 devices times --micro_batch=3",
+        data,
+        tmp_path / "a",
+        micro_batch=3,
+    )
     with pytest.raises(ValueError, match=r"another model: .*width 64 there, 384 here"):
         resume(unbroken, model="small", steps=20)
     with pytest.raises(FileNotFoundError, match=f"{tmp_path}/config.json does not exist"):
         resume(tmp_path)
     source, out = str(ROOT / "diffusion.py"), str(tmp_path / "long")
-    data_prep.main(data_prep.Text(source=source, out=out, vocab_size=300, seq_len=512, heldout=0.0, workers=1))
+    data_prep.main(
+        data_prep.Text(source=source, out=out, vocab_size=300, seq_len=512, heldout=0.0, workers=1)
+    )
     refuses("holds no held-out rows", out, tmp_path / "a")
     copy = tmp_path / "rows"
     shutil.copytree(data, copy)
@@ -664,7 +759,9 @@ def test_a_damaged_checkpoint_is_named(copy_of_unbroken, damage):
         flip_a_bit(file)
     elif damage == "without its step":
         trainer = json.loads(file.with_suffix(".json").read_text())
-        file.with_suffix(".json").write_text(json.dumps({name: trainer[name] for name in trainer if name != "step"}))
+        file.with_suffix(".json").write_text(
+            json.dumps({name: trainer[name] for name in trainer if name != "step"})
+        )
     elif damage == "gone":
         file.unlink()
     else:
@@ -680,7 +777,9 @@ def test_a_flipped_bit_in_the_model_is_named(copy_of_unbroken):
         scored(copy_of_unbroken)
 
 
-def test_a_kill_before_the_checkpoint_leaves_no_sample_twice(unbroken, copy_of_unbroken, monkeypatch):
+def test_a_kill_before_the_checkpoint_leaves_no_sample_twice(
+    unbroken, copy_of_unbroken, monkeypatch
+):
     out = copy_of_unbroken
     shutil.rmtree(out / "step_12")
 
@@ -699,7 +798,9 @@ def test_a_kill_before_the_checkpoint_leaves_no_sample_twice(unbroken, copy_of_u
 def test_what_changed_since_the_checkpoint_is_said_or_refused(copy_of_unbroken, capsys):
     out = copy_of_unbroken
     resume(out, seed=1, batch_size=16)
-    assert f"changed since {out}/step_12: batch_size 8 -> 16, seed 0 -> 1\n" in capsys.readouterr().out
+    assert (
+        f"changed since {out}/step_12: batch_size 8 -> 16, seed 0 -> 1\n" in capsys.readouterr().out
+    )
     with pytest.raises(ValueError, match="--optimizer muon there, adamw here"):
         resume(out, optimizer="adamw")
     (out / "step_12").rename(out / "step_14")
@@ -756,7 +857,8 @@ def test_two_trainers_on_one_folder_are_refused(data, unbroken):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_learns_like_float32_and_resumes(data, tmp_path, dtype, capsys):
     out, float32 = tmp_path / "run", tmp_path / "float32"
-    # with AdamW: Muon makes the smallest directions of a gradient as large as the others, and so its rounding
+    # with AdamW: Muon makes the smallest directions of a gradient as large as the others, and so
+    # its rounding
     settings = {"steps": 6, "eval_every": 3, "optimizer": "adamw", "lr": 3e-4}
     train(data, float32, **settings)
     train(data, out, **settings, dtype=dtype)
@@ -765,7 +867,8 @@ def test_half_precision_learns_like_float32_and_resumes(data, tmp_path, dtype, c
     for step, (loss, _) in uninterrupted.items():
         assert loss == pytest.approx(losses(float32)[step][0], rel=0.02)
     scaler = json.loads((out / "step_6" / "trainer.json").read_text())["scaler"]
-    assert bool(scaler.get("_growth_tracker")) == (dtype == "float16")  # steps since the last overflow
+    # steps since the last overflow
+    assert bool(scaler.get("_growth_tracker")) == (dtype == "float16")
     shutil.rmtree(out / "step_6")
     resume(out)
     assert losses(out) == uninterrupted
@@ -781,18 +884,23 @@ def test_float16_resumes_with_muon(data, tmp_path):
     assert losses(out) == uninterrupted
 
 
-def test_a_tied_head_trains_on_rows_longer_than_the_preset_and_is_read_again(data, tmp_path, monkeypatch):
+def test_a_tied_head_trains_on_rows_longer_than_the_preset_and_is_read_again(
+    data, tmp_path, monkeypatch
+):
     monkeypatch.setitem(mdlm.CONFIGS, "tiny", dataclasses.replace(SMALLER, positions=16))
     out = tmp_path / "run"
     train(data, out, steps=2, eval_every=2, tie=True, micro_batch=0)
     model = mdlm.load(out / "step_2").cfg
     assert (model.tie, model.positions) == (True, 32)
-    assert runs.resumed(train_gpu.Config, [f"--resume={out}"]).micro_batch == 0  # other devices choose anew
+    # other devices choose anew
+    assert runs.resumed(train_gpu.Config, [f"--resume={out}"]).micro_batch == 0
     assert scored(out, eval_rows=4, eval_draws=2)["step"] == 2
 
 
 @pytest.mark.slow
-def test_kill_9_at_twenty_random_moments_always_resumes_to_the_unbroken_losses(script, data, tmp_path):
+def test_kill_9_at_twenty_random_moments_always_resumes_to_the_unbroken_losses(
+    script, data, tmp_path
+):
     out, more = tmp_path / "killed", ("--steps=200", "--eval_every=2", "--eval_rows=8")
     never_killed = [sys.executable, script, *flags(data, tmp_path / "never_killed", *more)]
     subprocess.run(never_killed, check=True, env=ENV, capture_output=True)
@@ -811,10 +919,21 @@ def test_a_card_that_emulates_bfloat16_trains_in_float16(monkeypatch):
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert train_gpu.resolve(train_gpu.Config(), train_gpu.Devices(cuda))[1] == "float16"
     # and the plain trainer of the bench computes in the type that ours takes
-    assert [mdlm_speed.one_dtype(mdlm_speed.Config(), device).dtype for device in (cuda, cpu)] == ["float16", "float32"]
+    assert [mdlm_speed.one_dtype(mdlm_speed.Config(), device).dtype for device in (cuda, cpu)] == [
+        "float16",
+        "float32",
+    ]
 
 
 def test_a_loss_that_is_not_finite_stops_after_five_steps(data, tmp_path):
-    refuses("no finite gradient in 5 steps", data, tmp_path / "run", steps=40, lr=1e30, warmup=1, eval_every=100)
+    refuses(
+        "no finite gradient in 5 steps",
+        data,
+        tmp_path / "run",
+        steps=40,
+        lr=1e30,
+        warmup=1,
+        eval_every=100,
+    )
     rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert rows[-1]["skipped"] == 4

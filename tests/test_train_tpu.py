@@ -1,4 +1,6 @@
-"""train_tpu.py: gradients, row order, learning by heart, resuming, --eval_only, hosts, what it says of bad input."""
+"""train_tpu.py: gradients, row order, learning by heart, resuming, --eval_only, hosts, what it says
+of bad input.
+"""
 
 import contextlib
 import dataclasses
@@ -57,7 +59,11 @@ def flags(data, out, *more):
 
 def config(data, out, **changes):
     """A run of CODER in this process; all that train compile the same step."""
-    settings = {"data": str(data), "out": str(out), "compile_cache": str(Path(data).parent / "cache")}
+    settings = {
+        "data": str(data),
+        "out": str(out),
+        "compile_cache": str(Path(data).parent / "cache"),
+    }
     settings |= {"model": "coder_test", "seq_len": 64, "batch_size": 8, "steps": 12, "lr": 0.03}
     settings |= {"optimizer": "adamw", "log_every": 1, "eval_every": 4, "eval_rows": 20}
     return train_tpu.Config(**settings | changes)
@@ -69,8 +75,13 @@ def one_device(monkeypatch):
 
 
 @pytest.mark.usefixtures("one_device")
-def test_a_run_that_goes_on_in_another_folder_begins_it_with_a_checkpoint_and_needs_no_prompt(code_rows, tmp_path):
-    for out, changes in (("a", {"steps": 4}), ("b", {"steps": 6, "resume": str(tmp_path / "a"), "prompt": ""})):
+def test_a_run_that_goes_on_in_another_folder_begins_it_with_a_checkpoint_and_needs_no_prompt(
+    code_rows, tmp_path
+):
+    for out, changes in (
+        ("a", {"steps": 4}),
+        ("b", {"steps": 6, "resume": str(tmp_path / "a"), "prompt": ""}),
+    ):
         train_tpu.main(config(code_rows, tmp_path / out, keep=5, **changes))
     assert [*runs.saved_steps(tmp_path / "b")] == [4, 6]
 
@@ -90,9 +101,14 @@ def test_schedule_at_the_golden_steps(golden_dir):
 @pytest.mark.golden
 def test_three_updates_from_uneven_micro_batches(golden_dir):
     folder = golden_dir("pythoncoder")
-    settings, arrays = json.loads((folder / "grad_accum.json").read_text()), np.load(folder / "grad_accum.npz")
+    settings, arrays = (
+        json.loads((folder / "grad_accum.json").read_text()),
+        np.load(folder / "grad_accum.npz"),
+    )
     hyper = settings["hyper"]
-    optimizer = train_tpu.make_optimizer(hyper["clip"], hyper["weight_decay"], mask=settings["decay"])
+    optimizer = train_tpu.make_optimizer(
+        hyper["clip"], hyper["weight_decay"], mask=settings["decay"]
+    )
     params = {"W": jnp.asarray(arrays["W0"]), "scale": jnp.asarray(arrays["scale0"])}
     state = {"params": params, "opt": optimizer.init(params)}
 
@@ -106,7 +122,9 @@ def test_three_updates_from_uneven_micro_batches(golden_dir):
             return (nll * batch["mask"]).sum() / total, ()
 
         batches = {"x": x, "y": y, "mask": mask}
-        grads, (loss, ()) = train_tpu.accumulate(loss_fn, {**state["params"], "layers": {}}, batches)
+        grads, (loss, ()) = train_tpu.accumulate(
+            loss_fn, {**state["params"], "layers": {}}, batches
+        )
         del grads["layers"]
         updates, opt = optimizer.update(grads, state["opt"], state["params"])
         params = jax.tree.map(lambda p, u: p + hyper["lr"] * u, state["params"], updates)
@@ -119,14 +137,22 @@ def test_three_updates_from_uneven_micro_batches(golden_dir):
     moments = state["opt"][1][0]
     got = {**state["params"], "mu_W": moments.mu["W"], "nu_W": moments.nu["W"]}
     for name, value in got.items():
-        np.testing.assert_allclose(value, arrays[name], rtol=1e-5, atol=1e-5 * np.abs(arrays[name]).max(), err_msg=name)
+        np.testing.assert_allclose(
+            value, arrays[name], rtol=1e-5, atol=1e-5 * np.abs(arrays[name]).max(), err_msg=name
+        )
 
 
 def test_a_step_without_finite_gradient_changes_nothing():
-    cfg = pc.Config(vocab=40, width=16, layers=1, heads=4, kv_heads=2, head_size=4, ffn=16, positions=8)
+    cfg = pc.Config(
+        vocab=40, width=16, layers=1, heads=4, kv_heads=2, head_size=4, ffn=16, positions=8
+    )
     optimizer, row_11L = train_tpu.make_optimizer(1.0, 0.1), jnp.arange(8)[None, None]
     batch = {"token_ABL": row_11L, "segment_ABL": jnp.ones_like(row_11L), "position_ABL": row_11L}
-    step = jax.jit(train_tpu.make_step(train_tpu.Config(lr=0.1, steps=9), pc.graph_of(cfg, pc.Run()), optimizer))
+    step = jax.jit(
+        train_tpu.make_step(
+            train_tpu.Config(lr=0.1, steps=9), pc.graph_of(cfg, pc.Run()), optimizer
+        )
+    )
     for size, finite in ((1.0, True), (3e38, False)):
         params = pc.new_params(cfg, 0) | {"norm": jnp.full(16, size)}
         state = {"params": params, "opt": optimizer.init(params)}
@@ -147,13 +173,17 @@ def test_weight_decay_touches_matrices_and_embeddings_alone():
 def test_muon_has_the_layers_matrices_and_orthogonalises_each_of_a_stack():
     grads = {
         "embed": jnp.ones((8, 4)),
-        "layers": {"wq": jax.random.normal(jax.random.key(0), (3, 6, 4)), "attn_norm": jnp.ones((3, 4))},
+        "layers": {
+            "wq": jax.random.normal(jax.random.key(0), (3, 6, 4)),
+            "attn_norm": jnp.ones((3, 4)),
+        },
         "mtp": {"proj": jax.random.normal(jax.random.key(1), (8, 4)), "head": jnp.ones((8, 4))},
     }
     params = jax.tree.map(jnp.zeros_like, grads)
     optimizer = train_tpu.make_optimizer(1e9, 0.0, muon=True)
     updates, state = jax.jit(lambda: optimizer.update(grads, optimizer.init(params), params))()
-    # all singular values of an update are about equal: five Newton-Schulz steps leave them within 0.3 of their size
+    # all singular values of an update are about equal: five Newton-Schulz steps leave them within
+    # 0.3 of their size
     for update_MN in (*updates["layers"]["wq"], updates["mtp"]["proj"]):
         values = np.linalg.svd(update_MN, compute_uv=False) / (0.2 * max(update_MN.shape) ** 0.5)
         assert (np.abs(values - 0.95) < 0.3).all()
@@ -161,7 +191,8 @@ def test_muon_has_the_layers_matrices_and_orthogonalises_each_of_a_stack():
     for update in (updates["embed"], updates["layers"]["attn_norm"], updates["mtp"]["head"]):
         np.testing.assert_allclose(update, -(1 + 0.09 / 0.19), rtol=1e-4)
     sizes = [leaf.shape for leaf in jax.tree.leaves(state)]
-    assert (sizes.count((3, 6, 4)), sizes.count((8, 4))) == (1, 5)  # a momentum of wq and proj, two of embed and head
+    # a momentum of wq and proj, two of embed and head
+    assert (sizes.count((3, 6, 4)), sizes.count((8, 4))) == (1, 5)
 
 
 def test_thirty_steps_on_one_batch_learn_it_by_heart(code_rows, one_device, tmp_path):
@@ -170,15 +201,20 @@ def test_thirty_steps_on_one_batch_learn_it_by_heart(code_rows, one_device, tmp_
     trainer = train_tpu.Trainer(cfg)
     trainer.begin(checkpoints.Checkpoints(tmp_path / "run"))
     graph = train_tpu.pc.graph_of(trainer.model, trainer.run)
-    step = train_tpu.lower_step(trainer.cfg, graph, trainer.optimizer, trainer.shapes, trainer.mesh).compile()
+    step = train_tpu.lower_step(
+        trainer.cfg, graph, trainer.optimizer, trainer.shapes, trainer.mesh
+    ).compile()
     history = []
     # Not the rows of code_rows: each Python has another library.
     token_ABL = np.random.default_rng(0).integers(0, 640, (2, 4, 64))
     columns = token_ABL, np.ones_like(token_ABL), np.broadcast_to(np.arange(64), token_ABL.shape)
     fixed = dict(zip(train_tpu.COLUMNS, columns, strict=True))
-    batch = jax.tree.map(lambda x, new: jax.device_put(new.astype(x.dtype), x.sharding), trainer.batch(0), fixed)
+    batch = jax.tree.map(
+        lambda x, new: jax.device_put(new.astype(x.dtype), x.sharding), trainer.batch(0), fixed
+    )
     for _ in range(30):
-        trainer.state, metrics = step(trainer.state, batch, jnp.int32(5))  # at the peak of the learning rate
+        # at the peak of the learning rate
+        trainer.state, metrics = step(trainer.state, batch, jnp.int32(5))
         history.append(float(metrics["main"]))
     assert history[0] == pytest.approx(np.log(640), rel=0.05)
     assert history[-1] < 0.8
@@ -186,7 +222,9 @@ def test_thirty_steps_on_one_batch_learn_it_by_heart(code_rows, one_device, tmp_
 
 @pytest.mark.slow
 def test_splitting_a_step_into_micro_batches_changes_nothing(code_rows):
-    cfg = pc.Config(vocab=640, width=64, layers=2, heads=4, kv_heads=2, head_size=16, ffn=128, positions=64)
+    cfg = pc.Config(
+        vocab=640, width=64, layers=2, heads=4, kv_heads=2, head_size=16, ffn=128, positions=64
+    )
     rows = Rows(code_rows, "train").read(np.arange(8))
     optimizer, params = train_tpu.make_optimizer(1.0, 0.1), pc.new_params(cfg, 0)
     results = []
@@ -199,22 +237,34 @@ def test_splitting_a_step_into_micro_batches_changes_nothing(code_rows):
     (one, first), (many, second) = results
     assert float(first["loss"]) == pytest.approx(float(second["loss"]), rel=1e-5)
     assert float(first["grad_norm"]) == pytest.approx(float(second["grad_norm"]), rel=1e-4)
-    for a, b in zip(jax.tree.leaves(one["opt"]), jax.tree.leaves(many["opt"]), strict=True):  # moments: the gradients
+    # moments: the gradients
+    for a, b in zip(jax.tree.leaves(one["opt"]), jax.tree.leaves(many["opt"]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * np.abs(a).max())
 
 
 @pytest.mark.slow
 def test_gradients_of_many_micro_batches_meet_once_a_step():
-    """Four devices, four micro-batches: no reduction and no gathering of weights inside a loop, and the same step."""
+    """Four devices, four micro-batches: no reduction and no gathering of weights inside a loop, and
+    the same step.
+    """
     model = pc.Config(256, 32, layers=2, heads=4, kv_heads=2, head_size=8, ffn=64, positions=32)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(1, 4, 1), ("data", "fsdp", "tensor"))
+    mesh = jax.sharding.Mesh(
+        np.array(jax.devices()[:4]).reshape(1, 4, 1), ("data", "fsdp", "tensor")
+    )
     token_ABL = jax.random.randint(jax.random.key(0), (4, 4, 32), 0, 256)
     batch = {"token_ABL": token_ABL, "segment_ABL": jnp.ones_like(token_ABL)}
     batch["position_ABL"] = jnp.broadcast_to(jnp.arange(32), token_ABL.shape)
     results = {}
     for reduce in ("micro", "step"):
         cfg = train_tpu.Config(
-            model="tiny", seq_len=32, batch_size=16, micro_batch=1, lr=1e-2, steps=10, warmup=1, reduce=reduce
+            model="tiny",
+            seq_len=32,
+            batch_size=16,
+            micro_batch=1,
+            lr=1e-2,
+            steps=10,
+            warmup=1,
+            reduce=reduce,
         )
         optimizer = train_tpu.make_optimizer(1.0, 0.1)
         shapes = checkpoints.state_shapes(pc, model, optimizer, mesh)
@@ -224,11 +274,14 @@ def test_gradients_of_many_micro_batches_meet_once_a_step():
         bodies = set(re.findall(r"body=%?([\w.-]+)", text))
         inside = [part for part in text.split("\n\n") if part.lstrip("% ").split(" ")[0] in bodies]
         assert len(inside) >= 3  # micro-batches, layers forward, layers backward
-        communicating = [part for part in inside if re.search(r" (all-reduce|all-gather|reduce-scatter)\(", part)]
+        communicating = [
+            part for part in inside if re.search(r" (all-reduce|all-gather|reduce-scatter)\(", part)
+        ]
         assert bool(communicating) == (reduce == "micro")
         params = pc.new_params(model, 0)
         state = jax.device_put(
-            {"params": params, "opt": optimizer.init(params)}, jax.tree.map(lambda s: s.sharding, shapes)
+            {"params": params, "opt": optimizer.init(params)},
+            jax.tree.map(lambda s: s.sharding, shapes),
         )
         rows = jax.device_put(batch, jax.NamedSharding(mesh, jax.P(None, pc.BATCH)))
         results[reduce] = step(state, rows, jnp.int32(1))
@@ -246,8 +299,16 @@ def test_without_model_and_batch_size_data_and_device_decide_together(capsys):
     """The largest preset that memory holds and the data feeds; short runs take small steps."""
 
     def picked(tokens, chips=1, kind="v6", **settings):
-        devices, memory = [SimpleNamespace(platform="tpu")] * chips, {"v6": 31.24, "v5": 15.75}[kind]
-        data = {"seq_len": 1024, "vocab_size": 4000, "vocab_padded": 4096, "splits": {"train": {"tokens": tokens}}}
+        devices, memory = (
+            [SimpleNamespace(platform="tpu")] * chips,
+            {"v6": 31.24, "v5": 15.75}[kind],
+        )
+        data = {
+            "seq_len": 1024,
+            "vocab_size": 4000,
+            "vocab_padded": 4096,
+            "splits": {"train": {"tokens": tokens}},
+        }
         cfg = train_tpu.Config(**settings)
         name, _ = train_tpu.pick_model(cfg, devices, data, memory)
         batch, _ = train_tpu.pick_batch(dataclasses.replace(cfg, model=name), 1024, 1, False, data)
@@ -258,7 +319,8 @@ def test_without_model_and_batch_size_data_and_device_decide_together(capsys):
     assert picked(500_000_000) == ("300m", 131_072)
     assert picked(2_000_000_000) == ("1b", 131_072)
     assert picked(2_000_000_000, kind="v5") == ("300m", 131_072)
-    assert picked(2_000_000_000, kind="v5", chips=8) == ("1b", 131_072)  # its weights and moments lie on all of them
+    # its weights and moments lie on all of them
+    assert picked(2_000_000_000, kind="v5", chips=8) == ("1b", 131_072)
     assert picked(8_000_000, model="1b")[0] == "1b"
 
 
@@ -275,7 +337,9 @@ def test_the_fused_attention_is_that_of_the_device():
         device = SimpleNamespace(platform=platform, compute_capability=version)
         return train_tpu.fused_kernel(device, dtype)
 
-    found = [of("gpu", version) for version in ("7.5", "8.0", "8.9", "9.0", "10.0", "12.0", "gfx942")]
+    found = [
+        of("gpu", version) for version in ("7.5", "8.0", "8.9", "9.0", "10.0", "12.0", "gfx942")
+    ]
     assert found == ["", "ampere", "ampere", "hopper", "ampere", "ampere", ""]
     assert (of("tpu"), of("cpu"), of("gpu", "8.0", "float32")) == ("tpu", "", "")
     assert train_tpu.fused_kernel(SimpleNamespace(platform="gpu"), "bfloat16") == ""
@@ -299,11 +363,17 @@ def test_steps_on_gpus_are_picked_by_what_was_compiled():
     assert picked(smallest - 0.01, model="1b") == ("1b", 1)  # whoever insists gets the least
     assert picked(0.5) == ("tiny", 2)
     most = max(train_tpu.STEP_GIB["gpu"]["1b"])
-    assert picked(99, model="1b", seq_len=8192)[1] == max(1, most // 4)  # rows four times as long as the recorded ones
+    # rows four times as long as the recorded ones
+    assert picked(99, model="1b", seq_len=8192)[1] == max(1, most // 4)
 
 
 def test_a_preset_takes_the_ids_and_rows_that_data_prep_writes_unasked():
-    data = {"seq_len": 2048, "vocab_size": 8192, "vocab_padded": 8192, "splits": {"train": {"tokens": 200_000}}}
+    data = {
+        "seq_len": 2048,
+        "vocab_size": 8192,
+        "vocab_padded": 8192,
+        "splits": {"train": {"tokens": 200_000}},
+    }
     cfg, model, _, _ = train_tpu.resolve(train_tpu.Config(fsdp=1), jax.devices()[:1], data)
     assert (cfg.model, model.vocab, model.positions, cfg.seq_len) == ("tiny", 8192, 2048, 2048)
     assert (cfg.optimizer, cfg.dropout) == ("muon", 0.0)  # of small models
@@ -313,7 +383,9 @@ def test_a_preset_takes_the_ids_and_rows_that_data_prep_writes_unasked():
         assert train_tpu.resolve(train_tpu.Config(fsdp=1), jax.devices()[:1], data)[1].vocab == rows
     # what is longer than the rows of training is for YaRN, and a head that nothing trains is none
     data |= {"seq_len": 128}
-    _, model, _, _ = train_tpu.resolve(train_tpu.Config(fsdp=1, mtp_weight=0.0), jax.devices()[:1], data)
+    _, model, _, _ = train_tpu.resolve(
+        train_tpu.Config(fsdp=1, mtp_weight=0.0), jax.devices()[:1], data
+    )
     assert (model.positions, model.mtp) == (128, False)
     assert train_tpu.resolve(train_tpu.Config(fsdp=1), jax.devices()[:1], data)[1].mtp
 
@@ -367,17 +439,27 @@ def from_the_shell(code_rows, tmp_path_factory):
 
 def test_a_run_prints_its_choices_and_leaves_what_generate_needs(unbroken):
     out, text = unbroken
-    for part in ("model coder_test, float32", "parameters", "tokens per parameter", "learning rate", "compiled in"):
+    for part in (
+        "model coder_test, float32",
+        "parameters",
+        "tokens per parameter",
+        "learning rate",
+        "compiled in",
+    ):
         assert part in text
     rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     scores = [row for row in rows if "bits_per_byte" in row]
     assert [row["step"] for row in scores] == [4, 8, 12]
     assert scores[-1]["heldout_nats"] < scores[0]["heldout_nats"]
-    assert {"config.json", "tokenizer.json", "log.jsonl", "samples.txt", "checkpoints"} <= set(os.listdir(out))
+    assert {"config.json", "tokenizer.json", "log.jsonl", "samples.txt", "checkpoints"} <= set(
+        os.listdir(out)
+    )
     model, step = checkpoints.load(pc, out)
     assert step == 12
     assert model.cfg == CODER
-    eos_id = runs.read_json(Path(runs.read_json(out / "config.json")["data"]) / "meta.json")["eos_id"]
+    eos_id = runs.read_json(Path(runs.read_json(out / "config.json")["data"]) / "meta.json")[
+        "eos_id"
+    ]
     assert runs.read_json(out / "generation_config.json") == {"eos_token_id": eos_id}
 
 
@@ -400,7 +482,9 @@ def test_sigterm_saves_and_resuming_equals_not_stopping_bit_for_bit(
     assert len(losses(out)) == 12
 
 
-def test_a_kill_right_after_a_checkpoint_loses_neither_score_nor_sample(unbroken, one_device, monkeypatch, tmp_path):
+def test_a_kill_right_after_a_checkpoint_loses_neither_score_nor_sample(
+    unbroken, one_device, monkeypatch, tmp_path
+):
     out = shutil.copytree(unbroken[0], tmp_path / "run")
     shutil.rmtree(out / "checkpoints" / "12")
     save = checkpoints.Checkpoints.save
@@ -420,7 +504,9 @@ def test_a_kill_right_after_a_checkpoint_loses_neither_score_nor_sample(unbroken
     assert scored_rows(out) == scored_rows(unbroken[0])
 
 
-def test_what_changed_since_the_checkpoint_is_said_or_refused(unbroken, one_device, capsys, tmp_path):
+def test_what_changed_since_the_checkpoint_is_said_or_refused(
+    unbroken, one_device, capsys, tmp_path
+):
     out = shutil.copytree(unbroken[0], tmp_path / "run")
     config = json.loads((out / "config.json").read_text())
     config["train"]["mtp_weight"] = 0.2  # edited
@@ -429,8 +515,12 @@ def test_what_changed_since_the_checkpoint_is_said_or_refused(unbroken, one_devi
     said = capsys.readouterr().out
     for part in (f"changed since {out}/checkpoints/12: ", "mtp_weight 0.1 -> 0.2", "seed 0 -> 1"):
         assert part in said
-    assert "--optimizer adamw there, muon here" in refusal(train_tpu, resumed(train_tpu, out, optimizer="muon"))
-    assert "--dtype float32 there, bfloat16 here" in refusal(train_tpu, resumed(train_tpu, out, dtype="bfloat16"))
+    assert "--optimizer adamw there, muon here" in refusal(
+        train_tpu, resumed(train_tpu, out, optimizer="muon")
+    )
+    assert "--dtype float32 there, bfloat16 here" in refusal(
+        train_tpu, resumed(train_tpu, out, dtype="bfloat16")
+    )
     (out / "checkpoints" / "12").rename(out / "checkpoints" / "14")
     assert "checkpoints/14 holds step 12" in refusal(train_tpu, resumed(train_tpu, out))
     before = (out / "log.jsonl").read_text()
@@ -444,7 +534,8 @@ def test_resuming_before_the_first_checkpoint_starts_at_step_0_with_the_runs_set
     unbroken, one_device, capsys, tmp_path
 ):
     out = tmp_path / "run"
-    (out / "checkpoints" / "4.orbax-checkpoint-tmp").mkdir(parents=True)  # what a kill during the first save leaves
+    # what a kill during the first save leaves
+    (out / "checkpoints" / "4.orbax-checkpoint-tmp").mkdir(parents=True)
     shutil.copy(unbroken[0] / "config.json", out)
     train_tpu.main(resumed(train_tpu, out))
     assert "starting at step 0" in capsys.readouterr().out
@@ -453,13 +544,18 @@ def test_resuming_before_the_first_checkpoint_starts_at_step_0_with_the_runs_set
 
 
 @pytest.mark.slow
-def test_more_epochs_go_on_with_a_finished_run_and_old_epochs_are_not_kept(code_rows, one_device, capsys, tmp_path):
+def test_more_epochs_go_on_with_a_finished_run_and_old_epochs_are_not_kept(
+    code_rows, one_device, capsys, tmp_path
+):
     out = tmp_path / "run"
     train_tpu.main(config(code_rows, out, epochs=1.0, steps=0, batch_size=1024, micro_batch=256))
     done = max(losses(out))
     assert resumed(train_tpu, out).micro_batch == 256
     train_tpu.main(resumed(train_tpu, out))
-    assert f"has all of its {done} steps; raise --steps, or --epochs with --steps=0" in capsys.readouterr().out
+    assert (
+        f"has all of its {done} steps; raise --steps, or --epochs with --steps=0"
+        in capsys.readouterr().out
+    )
     train_tpu.main(resumed(train_tpu, out, epochs=3.0))
     assert max(losses(out)) == 3 * done
     assert len(runs.saved_steps(out)) <= 3  # two, and the best
@@ -467,7 +563,9 @@ def test_more_epochs_go_on_with_a_finished_run_and_old_epochs_are_not_kept(code_
 
 @pytest.mark.slow
 def test_a_checkpoint_is_written_after_save_minutes(code_rows, one_device, tmp_path):
-    train_tpu.main(config(code_rows, tmp_path / "run", steps=3, eval_every=3, save_minutes=1e-9, keep=9))
+    train_tpu.main(
+        config(code_rows, tmp_path / "run", steps=3, eval_every=3, save_minutes=1e-9, keep=9)
+    )
     assert list(runs.saved_steps(tmp_path / "run")) == [1, 2, 3]
 
 
@@ -486,14 +584,20 @@ def test_without_held_out_rows_there_is_no_score(code_rows, unbroken, one_device
     assert "no held-out rows" in refusal(train_tpu, evaluation(unbroken[0], data=str(folder)))
 
 
-def test_bad_input_is_one_line_and_leaves_the_run_alone(code_rows, unbroken, one_device, monkeypatch, tmp_path):
+def test_bad_input_is_one_line_and_leaves_the_run_alone(
+    code_rows, unbroken, one_device, monkeypatch, tmp_path
+):
     out, new = unbroken[0], tmp_path / "new"
     before = (out / "log.jsonl").read_text()
     assert "already holds a run: --resume=" in refusal(train_tpu, config(code_rows, out))
     assert "data_prep.py" in refusal(train_tpu, config(tmp_path / "none", new))
     assert "tiny, small, 300m, 1b" in refusal(train_tpu, config(code_rows, new, model="huge"))
-    assert "--diff=v2 needs an even number" in refusal(train_tpu, config(code_rows, new, model="1b", diff="v2"))
-    assert "rows of 64 tokens, the run wants 32" in refusal(train_tpu, config(code_rows, new, seq_len=32))
+    assert "--diff=v2 needs an even number" in refusal(
+        train_tpu, config(code_rows, new, model="1b", diff="v2")
+    )
+    assert "rows of 64 tokens, the run wants 32" in refusal(
+        train_tpu, config(code_rows, new, seq_len=32)
+    )
     assert "lower --batch_size" in refusal(train_tpu, config(code_rows, new, batch_size=100_000))
     for part in ("another model", "diff seed there, paper here"):
         assert part in refusal(train_tpu, resumed(train_tpu, out, diff="paper"))
@@ -506,7 +610,9 @@ def test_bad_input_is_one_line_and_leaves_the_run_alone(code_rows, unbroken, one
     monkeypatch.undo()
     three = jax.devices()[:3]
     monkeypatch.setattr(jax, "devices", lambda: three)
-    assert "--batch_size=8 does not divide over 3" in refusal(train_tpu, config(code_rows, new, model="tiny"))
+    assert "--batch_size=8 does not divide over 3" in refusal(
+        train_tpu, config(code_rows, new, model="tiny")
+    )
     assert (out / "log.jsonl").read_text() == before
     assert not new.exists()
 
@@ -535,7 +641,9 @@ def test_a_corrupted_shard_is_named(code_rows, one_device, tmp_path):
         content = bytearray(shard.read_bytes())
         content[len(content) // 2] ^= 1
         shard.write_bytes(content)
-    cfg = config(tmp_path / "rows", tmp_path / "out", compile_cache=config(code_rows, "").compile_cache)
+    cfg = config(
+        tmp_path / "rows", tmp_path / "out", compile_cache=config(code_rows, "").compile_cache
+    )
     assert ".parquet is corrupted" in refusal(train_tpu, cfg)
 
 
@@ -553,7 +661,9 @@ def test_a_damaged_checkpoint_is_named(code_rows, unbroken, one_device, tmp_path
         content[len(content) // 2] ^= 8
         largest.write_bytes(content if damage == "flipped bit" else content[: len(content) // 2])
     assert "checkpoints/12" in refusal(train_tpu, resumed(train_tpu, out, steps=14))
-    with pytest.raises(ValueError, match=r"checkpoints/12 cannot be read|holds no PythonCoder .*breadth") as error:
+    with pytest.raises(
+        ValueError, match=r"checkpoints/12 cannot be read|holds no PythonCoder .*breadth"
+    ) as error:
         checkpoints.load(pc, out)
     assert "\n" not in str(error.value)
 
@@ -565,16 +675,23 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(from_the_shell, tmp_path):
 
     def small_files():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))  # a write beyond it fails, as on a full disk
+        # a write beyond it fails, as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
 
-    result = run("train_tpu.py", f"--resume={out}", "--steps=14", "--compile_cache=", preexec_fn=small_files)
+    result = run(
+        "train_tpu.py", f"--resume={out}", "--steps=14", "--compile_cache=", preexec_fn=small_files
+    )
     says(result, "was not written", "from [")
     assert checkpoints.load(pc, out)[1] == 12
 
 
 @pytest.mark.slow
 def test_diverging_stops_after_five_steps_without_a_finite_gradient(code_rows, tmp_path):
-    result = run(*flags(code_rows, tmp_path / "run", "--steps=40", "--lr=1e12", "--warmup=1", "--eval_every=50"))
+    result = run(
+        *flags(
+            code_rows, tmp_path / "run", "--steps=40", "--lr=1e12", "--warmup=1", "--eval_every=50"
+        )
+    )
     says(result, "no finite gradient in five steps")
 
 
@@ -589,7 +706,10 @@ def test_kill_9_at_random_moments_always_resumes_to_the_unbroken_run(code_rows, 
     assert max(steps) > 3  # a checkpoint lay between two kills
     assert losses(out) == losses(unbroken)
     assert scored_rows(out) == scored_rows(unbroken)
-    assert checkpoints.Checkpoints(out).meta()["sums"] == checkpoints.Checkpoints(unbroken).meta()["sums"]
+    assert (
+        checkpoints.Checkpoints(out).meta()["sums"]
+        == checkpoints.Checkpoints(unbroken).meta()["sums"]
+    )
 
 
 @pytest.mark.slow
@@ -609,8 +729,15 @@ def test_data_and_run_can_be_in_a_bucket(code_rows, bucket, tmp_path):
     (tmp_path / "20" / "params").mkdir(parents=True)
     (tmp_path / "20" / "params" / "half").write_text("a checkpoint that is being written")
     copy_in_bucket(bucket, "put", f"{tmp_path}/20/", "bucket/run/checkpoints/20/")
-    scored = run("train_tpu.py", "--eval_only=gs://bucket/run", "--eval_rows=8", "--compile_cache=", env=env)
-    local = "--eval_only=" + str(tmp_path / "run"), f"--data={code_rows}", "--eval_rows=8", "--compile_cache="
+    scored = run(
+        "train_tpu.py", "--eval_only=gs://bucket/run", "--eval_rows=8", "--compile_cache=", env=env
+    )
+    local = (
+        "--eval_only=" + str(tmp_path / "run"),
+        f"--data={code_rows}",
+        "--eval_rows=8",
+        "--compile_cache=",
+    )
     assert scored.stdout == run("train_tpu.py", *local).stdout != ""
 
 
@@ -657,8 +784,12 @@ def test_a_model_that_knows_nothing_pays_log_vocab_for_every_token(code_rows, on
     token_RL, segment_RL, _ = spread_rows(code_rows, 20)
     counted_RL = (segment_RL[:, 1:] == segment_RL[:, :-1]) & (segment_RL[:, 1:] > 0)
     tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    text_bytes = sum(len(tokenizer.decode([i]).encode()) for i in token_RL[:, 1:][counted_RL].tolist())
-    assert scores["bits_per_byte"] == pytest.approx(counted_RL.sum() * math.log2(640) / text_bytes, rel=1e-3)
+    text_bytes = sum(
+        len(tokenizer.decode([i]).encode()) for i in token_RL[:, 1:][counted_RL].tolist()
+    )
+    assert scores["bits_per_byte"] == pytest.approx(
+        counted_RL.sum() * math.log2(640) / text_bytes, rel=1e-3
+    )
 
 
 def test_eval_only_refuses_in_one_line(code_rows, unbroken, one_device, tmp_path):
@@ -676,7 +807,9 @@ def test_eval_only_refuses_in_one_line(code_rows, unbroken, one_device, tmp_path
 
 
 @pytest.mark.slow
-def test_a_converted_model_and_eight_devices_have_the_same_score(code_rows, unbroken, monkeypatch, tmp_path, capsys):
+def test_a_converted_model_and_eight_devices_have_the_same_score(
+    code_rows, unbroken, monkeypatch, tmp_path, capsys
+):
     many = train_tpu.main(evaluation(unbroken[0]))
     assert "8 x cpu, mesh {'data': 8, 'fsdp': 1, 'tensor': 1}" in capsys.readouterr().err
     use_one_device(monkeypatch, train_tpu, pc.CONFIGS, "coder_test", CODER)
@@ -691,7 +824,9 @@ def test_a_converted_model_and_eight_devices_have_the_same_score(code_rows, unbr
 
 
 @pytest.mark.slow
-def test_resuming_on_eight_devices_goes_on_with_the_same_losses(code_rows, from_the_shell, tmp_path):
+def test_resuming_on_eight_devices_goes_on_with_the_same_losses(
+    code_rows, from_the_shell, tmp_path
+):
     out = tmp_path / "run"
     run(*flags(code_rows, out, "--steps=12", "--eval_every=4", "--keep=5"))
     for step in (8, 12):
@@ -715,7 +850,9 @@ def test_two_processes_train_as_one(code_rows, from_the_shell, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", [0, 1])
-def test_sigterm_to_one_of_two_hosts_saves_on_both_and_the_run_goes_on(code_rows, from_the_shell, tmp_path, asked):
+def test_sigterm_to_one_of_two_hosts_saves_on_both_and_the_run_goes_on(
+    code_rows, from_the_shell, tmp_path, asked
+):
     out = tmp_path / "run"
     line = flags(code_rows, out, "--steps=12", "--eval_every=4")
     both = two_hosts(line, line)
