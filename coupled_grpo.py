@@ -194,7 +194,7 @@ def read_tasks(path, tested=True):
 class Prompts:
     """Tasks as canvases: left-padded token ids of the prompts, max_new columns of MASK after them.
 
-    wrap(user turn, system turn) writes a chat, as canvas.chat_template gives it; tasks with a
+    wrap(user turn, system turn) writes a chat, as prompts.chat_template gives it; tasks with a
     question need it.
     """
 
@@ -237,9 +237,9 @@ class Prompts:
         answers. An answer that ends its turn has a newline after it, as in the chat template: the
         reference's code_format asks for one.
         """
-        import canvas
+        import prompts
 
-        rows, turn_end = [], canvas.turn_end(self.tokenizer)
+        rows, turn_end = [], prompts.turn_end(self.tokenizer)
         for i, ids, counted_C in zip(
             task_B, token_BL[:, self.max_prompt :], counted_BC, strict=True
         ):
@@ -273,7 +273,7 @@ def graphs_of(model_cfg, dtype, on_cpu=False, **how):
     """(graph for training, graph for rollouts): the model without parameters. Training
     rematerialises, not on a CPU.
     """
-    run = md.Run(dtype, 64 if on_cpu else 256, remat="none" if on_cpu else "full", **how)
+    run = md.Compute(dtype, 64 if on_cpu else 256, remat="none" if on_cpu else "full", **how)
     return md.graph_of(model_cfg, run), md.graph_of(
         model_cfg, dataclasses.replace(run, remat="none")
     )
@@ -344,7 +344,7 @@ class Trainer:
     """
 
     def __init__(self, cfg, rewards, mesh, scores_of=grpo.coupled_scores):
-        import canvas
+        import prompts
 
         self.rewards, self.mesh, on_cpu = rewards, mesh, jax.default_backend() == "cpu"
         # of the computation and a frozen base
@@ -362,7 +362,7 @@ class Trainer:
         # template does.
         tokenizer, wrap = (
             sample_dream.load_tokenizer(cfg.ckpt, model_cfg),
-            canvas.chat_template(runs.as_path(cfg.ckpt)),
+            prompts.chat_template(runs.as_path(cfg.ckpt)),
         )
         given = (
             tokenizer,
@@ -375,11 +375,9 @@ class Trainer:
         self.prompts = Prompts(cfg.prompts, *given)
         self.heldout = [Prompts(path, *given) for path in cfg.heldout]
         chat = any(
-            "question" in task
-            for prompts in (self.prompts, *self.heldout)
-            for task in prompts.tasks
+            "question" in task for split in (self.prompts, *self.heldout) for task in split.tasks
         )
-        turn_end = canvas.turn_end(tokenizer) if chat else None
+        turn_end = prompts.turn_end(tokenizer) if chat else None
         ends = dict.fromkeys([turn_end, model_cfg.eos_id, tokenizer.token_to_id("<|dlm_pad|>")])
         ends = tuple(token for token in ends if token is not None)
         self.rule, self.fill = rule_of(cfg, tokenizer.get_vocab_size(), ends), sample_dream.fill
@@ -653,7 +651,7 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
     cfg, started = resolve(cfg), time.perf_counter()
     checkpoints.join_hosts(cfg.hosts)
     hosts = {"rank": jax.process_index(), "hosts": jax.process_count()} if cfg.hosts else {}
-    with runs.Run(cfg, unit="round", **hosts) as run:
+    with runs.Folder(cfg, unit="round", **hosts) as run:
         settings = dataclasses.asdict(cfg)  # without the demo's tasks, which --resume finds again
         same = {name: value for name, value in settings.items() if name not in OF_A_HOST}
         if cfg.hosts:  # before they wait for one another
@@ -667,7 +665,7 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
                 run.out / "world",
                 dataclasses.replace(cfg, ckpt=str(Path(__file__).parent / "weights/dream")),
             )
-            runs.script("tinypython.py", f"--out={world}", *WORLD)
+            runs.script("extra/tinypython.py", f"--out={world}", *WORLD)
             heldout = cfg.heldout or (str(world / "composed.jsonl"), str(world / "phrased.jsonl"))
             cfg = dataclasses.replace(cfg, prompts=str(world / "constants.jsonl"), heldout=heldout)
 

@@ -622,17 +622,17 @@ def chat_turns(documents, cfg, vocabulary):
 
     ValueError if there is no template, or no token that ends a turn.
     """
-    import canvas
+    import prompts
 
     encoder, folder = vocabulary.encoder, Path(cfg.tokenizer).parent
-    wrap, turn_end = canvas.chat_template(folder), canvas.turn_end(encoder)
+    wrap, turn_end = prompts.chat_template(folder), prompts.turn_end(encoder)
     if turn_end is None:
-        raise ValueError(f"--chat: {cfg.tokenizer} has no token {' or '.join(canvas.TURN_ENDS)}")
+        raise ValueError(f"--chat: {cfg.tokenizer} has no token {' or '.join(prompts.TURN_ENDS)}")
     if wrap is None:
         raise ValueError(f"--chat: {folder} holds no chat template ({' or '.join(CHAT_FILES)})")
     for prompt, response in documents:
         answer = [*encoder.encode(response, add_special_tokens=False).ids, turn_end]
-        yield [canvas.encode_chat(encoder, wrap, prompt), answer], text_bytes((prompt, response))
+        yield [prompts.encode_chat(encoder, wrap, prompt), answer], text_bytes((prompt, response))
 
 
 def pair_ids(items, split, cfg, vocabulary):

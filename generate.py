@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import canvas
+import prompts
 import runs
 from runs import Count, Natural, NonNegative, Share, TopP
 
@@ -167,12 +167,12 @@ def main(cfg):
     requests = [(cfg.prompt, cfg.suffix)]
     if cfg.file:
         data = sys.stdin.buffer.read() if cfg.file == "-" else runs.as_path(cfg.file).read_bytes()
-        requests = canvas.read_requests(data, cfg.file)
-    whole = str if cfg.raw else canvas.on_new_line
+        requests = prompts.read_requests(data, cfg.file)
+    whole = str if cfg.raw else prompts.on_new_line
     requests = [(whole(prompt), suffix) for prompt, suffix in requests]
     if cfg.check:
-        tests = [canvas.examples(prompt) for prompt, _ in requests]  # before a model is read
-        canvas.verdicts("", [("", "", "assert True")])  # a sandbox that does not work says so
+        tests = [prompts.examples(prompt) for prompt, _ in requests]  # before a model is read
+        prompts.verdicts("", [("", "", "assert True")])  # a sandbox that does not work says so
     family, advice = PythonCoder, "a smaller --n or --max_new, or fewer lines in --file"
     if cfg.model == "dream":
         family, advice = Dream, "--int8, --int4, a smaller --batch_size or --max_new"
@@ -181,7 +181,7 @@ def main(cfg):
         if cfg.prompt or cfg.file:
             completions = model.complete(requests)
         else:
-            canvas.interact(model.complete, "\n" if cfg.model == "pythoncoder" else "", whole)
+            prompts.interact(model.complete, "\n" if cfg.model == "pythoncoder" else "", whole)
     except Exception as error:  # JAX raises its own when memory runs out, and Orbax wraps them
         if not isinstance(error, MemoryError) and not re.search(
             "RESOURCE_EXHAUSTED|out of memory", str(error)
@@ -189,7 +189,7 @@ def main(cfg):
             raise
         raise ValueError(f"out of memory; try {advice}") from None
     if cfg.check:
-        for row, text in canvas.checked(completions, cfg.n, tests):
+        for row, text in prompts.checked(completions, cfg.n, tests):
             show(cfg, row, text)
 
 
@@ -225,9 +225,9 @@ def resolve(cfg):
         if getattr(cfg, name) in ("", None)
     }
     if "ckpt" in defaults and not cfg.step:
-        import inference
+        import checkpoints
 
-        defaults["ckpt"] = inference.default_folder(defaults["ckpt"], cfg.model)
+        defaults["ckpt"] = checkpoints.default_folder(defaults["ckpt"], cfg.model)
     own = runs.as_path(defaults.get("ckpt", cfg.ckpt)) / "generation_config.json"
     count = runs.read_json(own).get("max_new_tokens") if own.is_file() else None
     if "max_new" in defaults and isinstance(count, int) and count > 0:
@@ -270,7 +270,7 @@ def show(cfg, row, text, number=0):
 
 class PythonCoder:
     def __init__(self, cfg, requests):
-        import inference
+        import checkpoints
         import model_pythoncoder
 
         self.cfg, self.key = cfg, jax.random.key(cfg.seed)
@@ -280,12 +280,12 @@ class PythonCoder:
             "rows": requests * cfg.n,
             "compile_cache": cfg.compile_cache,
         }
-        self.model, step, mesh = inference.load_for_inference(
+        self.model, step, mesh = checkpoints.load_for_inference(
             model_pythoncoder, cfg.ckpt, cfg.step, **how
         )
-        self.context = functools.partial(inference.mesh_context, mesh)
+        self.context = functools.partial(checkpoints.mesh_context, mesh)
         self.tokenizer = runs.read_tokenizer(cfg.ckpt, self.model.cfg.vocab)
-        flags, eos = cfg.pythoncoder, canvas.end_of_text(runs.as_path(cfg.ckpt), self.tokenizer)
+        flags, eos = cfg.pythoncoder, prompts.end_of_text(runs.as_path(cfg.ckpt), self.tokenizer)
         # the head has more rows: they are never drawn
         ids = {"vocab": self.tokenizer.get_vocab_size(), "eos": eos}
         drafts = {
@@ -295,7 +295,7 @@ class PythonCoder:
         self.rule = model_pythoncoder.Sampling(
             cfg.temperature, cfg.top_k, cfg.top_p, **ids, **drafts
         )
-        print(f"{cfg.ckpt} step {step}, {self.model.run.dtype}", file=sys.stderr)
+        print(f"{cfg.ckpt} step {step}, {self.model.compute.dtype}", file=sys.stderr)
 
     def complete(self, requests):
         """Continue all requests, cfg.n times each, as one batch: [(row of --json, text)]. A single
@@ -305,9 +305,9 @@ class PythonCoder:
 
         cfg, tokenizer = self.cfg, self.tokenizer
         requests = [request for request in requests for _ in range(cfg.n)]
-        prompts = [canvas.encode(tokenizer, *request) for request in requests]
+        prompt_ids = [prompts.encode(tokenizer, *request) for request in requests]
         self.streams, self.printed, completions = (
-            len(prompts) == 1 and not (cfg.json or cfg.check),
+            len(prompt_ids) == 1 and not (cfg.json or cfg.check),
             "",
             [],
         )
@@ -318,7 +318,7 @@ class PythonCoder:
         # passes: tokens of each text after each forward pass
         self.passes, started = [], time.perf_counter()
         settings, watching = (
-            (prompts, cfg.max_new, self.rule, key, self.on_tokens),
+            (prompt_ids, cfg.max_new, self.rule, key, self.on_tokens),
             cfg.show_steps or cfg.html,
         )
         with self.context():
@@ -328,7 +328,7 @@ class PythonCoder:
         seconds = time.perf_counter() - started
 
         for number, ((prompt, suffix), ids) in enumerate(zip(requests, texts, strict=True), 1):
-            text = canvas.truncate(tokenizer.decode(ids), cfg.stop)
+            text = prompts.truncate(tokenizer.decode(ids), cfg.stop)
             row = {
                 "prompt": prompt,
                 "suffix": suffix,
@@ -342,7 +342,7 @@ class PythonCoder:
             elif not cfg.check:
                 show(cfg, row, prompt + text + suffix, number)
         if watching:
-            self.show_probabilities(requests, prompts, texts)
+            self.show_probabilities(requests, prompt_ids, texts)
         rate = f"{stats['tokens'] / stats['forwards']:.2f} tokens per forward pass, {stats['accepted']} drafts accepted"
         print(
             f"{stats['tokens']} tokens in {seconds:.2f} s, compiling included; {rate}",
@@ -358,8 +358,8 @@ class PythonCoder:
         ids, stops = texts[0], self.cfg.stop
         texts = [self.tokenizer.decode(ids) for ids in texts]
         if self.streams:
-            self.stream(canvas.printable(texts[0], stops), ids)
-        return bool(stops) and all(canvas.truncate(text, stops) != text for text in texts)
+            self.stream(prompts.printable(texts[0], stops), ids)
+        return bool(stops) and all(prompts.truncate(text, stops) != text for text in texts)
 
     def stream(self, completion, ids):
         """Print what has been added to the completion, the text of `ids`; watched, in the colours
@@ -367,19 +367,19 @@ class PythonCoder:
         """
         if self.cfg.show_steps and sys.stdout.isatty():
             end, lengths = 0, [passed[0] for passed in self.passes]
-            drafts = canvas.drafts_of(lengths, ids, self.rule, self.cfg.max_new)
-            for text, (_, draft) in zip(canvas.pieces(self.tokenizer, ids), drafts, strict=True):
+            drafts = prompts.drafts_of(lengths, ids, self.rule, self.cfg.max_new)
+            for text, (_, draft) in zip(prompts.pieces(self.tokenizer, ids), drafts, strict=True):
                 begin, end = end, min(end + len(text), len(completion))
                 new, colour = (
                     completion[max(begin, len(self.printed)) : end],
-                    canvas.DRAFT_COLOURS[draft],
+                    prompts.DRAFT_COLOURS[draft],
                 )
-                print(canvas.coloured(new, colour), end="")
+                print(prompts.coloured(new, colour), end="")
             self.printed = completion[:end]
         print(completion[len(self.printed) :], end="", flush=True)
         self.printed = completion
 
-    def show_probabilities(self, requests, prompts, texts):
+    def show_probabilities(self, requests, prompt_ids, texts):
         """The texts in the colours of their probabilities in a terminal, and the page of --html."""
         import model_pythoncoder as pc
 
@@ -389,44 +389,48 @@ class PythonCoder:
                 model.logits(model.hidden(model.lookup(token_BL))[:, :-1])
             )
             prob_BL = jnp.exp(jnp.take_along_axis(logp_BLV, token_BL[:, 1:, None], -1)[..., 0])
-            return prob_BL, *jax.lax.top_k(logp_BLV, canvas.LIKELIEST)
+            return prob_BL, *jax.lax.top_k(logp_BLV, prompts.LIKELIEST)
 
         # One pass over what is finished gives the probabilities that its tokens had: those before
         # any filter.
-        rows = [prompt + new for prompt, new in zip(prompts, texts, strict=True)]
+        rows = [prompt + new for prompt, new in zip(prompt_ids, texts, strict=True)]
         token_BL = np.array([*itertools.zip_longest(*rows, fillvalue=0)], np.int32).T
         # as generate() decides
-        yarn = max(map(len, prompts)) + self.cfg.max_new > self.model.cfg.positions
-        graph = pc.graph_of(self.model.cfg, dataclasses.replace(self.model.run, yarn=yarn))
+        yarn = max(map(len, prompt_ids)) + self.cfg.max_new > self.model.cfg.positions
+        graph = pc.graph_of(self.model.cfg, dataclasses.replace(self.model.compute, yarn=yarn))
         with self.context():
             found = of_next(nnx.merge(graph, nnx.state(self.model)), token_BL)
 
         pages, tokenizer, cut = (
             [],
             self.tokenizer,
-            functools.partial(canvas.truncate, stops=self.cfg.stop),
+            functools.partial(prompts.truncate, stops=self.cfg.stop),
         )
-        for i, (prompt, new) in enumerate(zip(prompts, texts, strict=True)):
+        for i, (prompt, new) in enumerate(zip(prompt_ids, texts, strict=True)):
             prob, logp, ids = (
                 np.asarray(x[i, len(prompt) - 1 : len(rows[i]) - 1]).tolist() for x in found
             )
             likely = [
-                canvas.others_of(self.tokenizer, *pair) for pair in zip(ids, logp, strict=True)
+                prompts.others_of(self.tokenizer, *pair) for pair in zip(ids, logp, strict=True)
             ]
-            drafts = canvas.drafts_of(
+            drafts = prompts.drafts_of(
                 [passed[i] for passed in self.passes], new, self.rule, self.cfg.max_new
             )
-            tokens = canvas.draft_tokens(self.tokenizer, new, drafts, prob, cut, likely)
+            tokens = prompts.draft_tokens(self.tokenizer, new, drafts, prob, cut, likely)
             if self.cfg.show_steps and sys.stdout.isatty():
-                shaded = (canvas.shaded(token.text, token.probability) for token in tokens)
+                shaded = (prompts.shaded(token.text, token.probability) for token in tokens)
                 print("---- by probability\n" + "".join(shaded))
             head, tail = (
-                canvas.pieces(tokenizer, canvas.encode(tokenizer, x, "")) for x in requests[i]
+                prompts.pieces(tokenizer, prompts.encode(tokenizer, x, "")) for x in requests[i]
             )
             pages.append(
-                [*(canvas.Token(t, 0) for t in head), *tokens, *(canvas.Token(t, 0) for t in tail)]
+                [
+                    *(prompts.Token(t, 0) for t in head),
+                    *tokens,
+                    *(prompts.Token(t, 0) for t in tail),
+                ]
             )
-        canvas.write_page(self.cfg.html, pages)
+        prompts.write_page(self.cfg.html, pages)
 
 
 # ---- Dream: a canvas of masks --------------------------------------------------------------------------------------
@@ -438,7 +442,7 @@ class Dream:
     """
 
     def __init__(self, cfg, _):
-        import inference
+        import checkpoints
         import infill
         import model_dream
         import sample_block
@@ -452,23 +456,23 @@ class Dream:
             name: getattr(flags, name) for name in [*own.split(), "eos_penalty", "late_eos"]
         }
         settings |= {name: getattr(cfg, name) for name in ("temperature", "top_p", "top_k")}
-        settings |= {"history": self.watching, "likeliest": canvas.LIKELIEST if cfg.html else 0}
+        settings |= {"history": self.watching, "likeliest": prompts.LIKELIEST if cfg.html else 0}
         rule = sample_dream.Sampling(flags.alg, filtered=flags.fast_dllm, **settings)
         if (flags.valid or flags.repair) and flags.chat == "on":
             raise ValueError(
                 "--valid=python and --repair are for a Dream that writes code, without a chat template"
             )
-        bits = inference.bits_of(flags)
+        bits = checkpoints.bits_of(flags)
         how = {
             "dtype": cfg.dtype,
             "devices": cfg.devices,
             "rows": flags.batch_size,
             "compile_cache": cfg.compile_cache,
         }
-        self.model, _, self.mesh = inference.load_for_inference(
+        self.model, _, self.mesh = checkpoints.load_for_inference(
             model_dream, folder, cfg.step, bits=bits, **how
         )
-        self.context = functools.partial(inference.mesh_context, self.mesh)
+        self.context = functools.partial(checkpoints.mesh_context, self.mesh)
 
         dream, tokenizer = self.model.cfg, sample_dream.load_tokenizer(folder, self.model.cfg)
         fitting = [dream.family, *(["dreamon"] if dream.expand_id >= 0 else [])]
@@ -484,7 +488,7 @@ class Dream:
                 "--regrow is for a model that expands and deletes masks, such as DreamOn; leave it out"
             )
         # What ends a text: the model's own ids, and tokens that end a turn of a conversation.
-        ends = map(tokenizer.token_to_id, ("<|endoftext|>", *canvas.TURN_ENDS, "<|dlm_pad|>"))
+        ends = map(tokenizer.token_to_id, ("<|endoftext|>", *prompts.TURN_ENDS, "<|dlm_pad|>"))
         ends = dict.fromkeys(
             (dream.eos_id, dream.pad_id, *(i for i in ends if i not in (None, dream.expand_id)))
         )
@@ -523,13 +527,13 @@ class Dream:
         # turns: (prompt, answer) so far
         self.key, self.compile_s, self.turns = jax.random.key(cfg.seed), 0.0, []
         jax.monitoring.register_event_duration_secs_listener(self.on_event)
-        begin, ask, how = self.conversation(folder, tokenizer, canvas.chat_template(folder))
+        begin, ask, how = self.conversation(folder, tokenizer, prompts.chat_template(folder))
         must_ask = flags.chat == "on" or bool(flags.system)
-        self.texts = canvas.Texts(
+        self.texts = prompts.Texts(
             tokenizer, dream.mask_id, ends, dream.positions, begin, ask, must_ask
         )
         print(
-            f"{folder}, {f'int{bits} and ' if bits else ''}{self.model.run.dtype}, {how}",
+            f"{folder}, {f'int{bits} and ' if bits else ''}{self.model.compute.dtype}, {how}",
             file=sys.stderr,
         )
 
@@ -575,7 +579,9 @@ class Dream:
         def ask(prompt):  # without the oldest turns, where all do not fit
             turns, most = self.turns, self.model.cfg.positions - self.cfg.max_new
             while (
-                len(ids := canvas.encode_chat(tokenizer, wrap, prompt, flags.system or None, turns))
+                len(
+                    ids := prompts.encode_chat(tokenizer, wrap, prompt, flags.system or None, turns)
+                )
                 > most
                 and turns
             ):
@@ -632,7 +638,7 @@ class Dream:
             total.update({name: stats[name] for name in ("forwards", "seconds", "compile_s")})
             for i, (blank, ids) in enumerate(zip(batch, filled, strict=True)):
                 completion, text = texts.text_of(
-                    blank, ids, functools.partial(canvas.truncate, stops=cfg.stop)
+                    blank, ids, functools.partial(prompts.truncate, stops=cfg.stop)
                 )
                 passes = int(stats["passes"][i])
                 seconds = stats["seconds"] * passes / max(1, stats["forwards"])
@@ -657,7 +663,7 @@ class Dream:
                             blank, ids, stats["when"][at], stats["probability"][at], likely
                         )
                     )
-        canvas.write_page(cfg.html, pages)
+        prompts.write_page(cfg.html, pages)
         rate = (
             f"{total['tokens'] / total['seconds']:.1f} tokens/s, {total['forwards']} forward passes"
         )
@@ -772,9 +778,9 @@ class Dream:
         ids = [*itertools.takewhile(lambda token: token != self.texts.mask, rows[0])]
         begun = dataclasses.replace(self.watched, ids=self.watched.ids[: len(ids)])
         _, text = self.texts.text_of(
-            begun, ids, functools.partial(canvas.printable, stops=self.cfg.stop)
+            begun, ids, functools.partial(prompts.printable, stops=self.cfg.stop)
         )
-        text = canvas.printable(text, ())  # a text with [MASK:n] has no stop strings
+        text = prompts.printable(text, ())  # a text with [MASK:n] has no stop strings
         print(text[len(self.printed) :], end="", flush=True)
         self.printed = text
 

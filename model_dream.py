@@ -679,12 +679,12 @@ def updated(old_BJMK, new_BJLK, start):
 
 
 def platform_of(device):
-    """Run.platform of a JAX device: cpu, tpu, or a GPU with its compute capability, "gpu 8.9"."""
+    """Compute.platform of a JAX device: cpu, tpu, or a GPU with its compute capability, "gpu 8.9"."""
     return f"gpu {device.compute_capability}" if device.platform == "gpu" else device.platform
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class Compute:
     """How to run the model, as opposed to what it is: nothing here changes a checkpoint."""
 
     dtype: typing.Any = jnp.float32  # of activations and of weights inside matmuls
@@ -734,7 +734,9 @@ class Block(nnx.Module):
         self.down_proj = normal(D, cfg.ffn, size=residual)
         self.cfg = cfg
 
-    def __call__(self, x_BLD, rope, see_BM, run, cache=None, start=0, place=None, key_place=None):
+    def __call__(
+        self, x_BLD, rope, see_BM, compute, cache=None, start=0, place=None, key_place=None
+    ):
         """One layer: (new x, (k, v) [B, J, M, K], the keys rotated).
 
         rope is rope_of the queries' positions; see_BM, place and key_place are those of
@@ -752,7 +754,7 @@ class Block(nnx.Module):
             weights = {name: Lora(weight.base, *adapters[name]) for name, weight in weights.items()}
 
         def project(x_BLD, name, *spec):  # only q, k and v may have a bias
-            y_BLF = linear(x_BLD, weights[f"{name}_proj"], *spec, platform=run.platform)
+            y_BLF = linear(x_BLD, weights[f"{name}_proj"], *spec, platform=compute.platform)
             biased = cfg.bias and name in "qkv"
             return (
                 y_BLF + getattr(self, f"{name}_bias")[...].astype(x_BLD.dtype) if biased else y_BLF
@@ -778,10 +780,10 @@ class Block(nnx.Module):
             new_cache = tuple(updated(old, new.astype(old.dtype), start) for old, new in pairs)
             k_BMJK, v_BMJK = (x_BJMK.swapaxes(1, 2) for x_BJMK in new_cache)
         # the kernel masks by document alone; a step with a cache has few scores
-        if run.fused and cache is None and (place is None or all(x is None for x in place[1:])):
+        if compute.fused and cache is None and (place is None or all(x is None for x in place[1:])):
             o_BLHK = attention_gpu(q_BLHK, k_BMJK, v_BMJK, see_BM, place and place.document)
         else:
-            o_BLHK = attention(q_BLHK, k_BMJK, v_BMJK, see_BM, run.block, place, key_place)
+            o_BLHK = attention(q_BLHK, k_BMJK, v_BMJK, see_BM, compute.block, place, key_place)
         x_BLD = x_BLD + project(
             checkpoint_name(o_BLHK, "attn").reshape(B, L, -1), "o", None, "tensor"
         )
@@ -795,11 +797,11 @@ class Block(nnx.Module):
             if joined
             else (gate_BLF, project(n_BLD, "up", "tensor", None))
         )
-        hidden_BLF = (jax.nn.silu(gate_BLF.astype(jnp.float32)) * up_BLF).astype(run.dtype)
+        hidden_BLF = (jax.nn.silu(gate_BLF.astype(jnp.float32)) * up_BLF).astype(compute.dtype)
         return shard(x_BLD + project(hidden_BLF, "down", None, "tensor"), BATCH), new_cache
 
 
-# Calls of a layer by Run.remat, traced once for all layers. For the backward pass "full" keeps
+# Calls of a layer by Compute.remat, traced once for all layers. For the backward pass "full" keeps
 # nothing, "qkvo" the inputs and the output of attention.
 KEPT = jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attn")
 REMAT = {
@@ -810,7 +812,7 @@ REMAT["qkvo"] = jax.checkpoint(Block.__call__, static_argnums=4, policy=KEPT)
 
 
 class Dream(nnx.Module):
-    def __init__(self, cfg, rngs, run=None):
+    def __init__(self, cfg, rngs, compute=None):
         def table(size):
             return nnx.Param(
                 size * jax.random.normal(rngs.params(), (cfg.vocab, cfg.width), jnp.float32)
@@ -823,17 +825,17 @@ class Dream(nnx.Module):
         self.norm = nnx.Param(jnp.ones(cfg.width))
         if not cfg.tie:
             self.lm_head = table(cfg.width**-0.5)
-        self.cfg, self.run = cfg, run or Run()
+        self.cfg, self.compute = cfg, compute or Compute()
 
     def lookup(self, token_BL):
-        """Embeddings [B, L, D] in run.dtype, from rows of an array, or of both arrays of an
+        """Embeddings [B, L, D] in compute.dtype, from rows of an array, or of both arrays of an
         Int8.
         """
         row = jax.tree.map(
             lambda x: shard(x, "tensor", None)[token_BL], self.embed_tokens.get_value()
         )
         x_BLD = row.q_FD * row.scale_F1 if isinstance(row, Int8) else row
-        return shard(x_BLD.astype(self.run.dtype), BATCH)
+        return shard(x_BLD.astype(self.compute.dtype), BATCH)
 
     def hidden(
         self,
@@ -857,10 +859,13 @@ class Dream(nnx.Module):
         B, L = token_BL.shape
         if position_BL is None:
             position_BL = jnp.broadcast_to(jnp.reshape(start, (-1, 1)) + jnp.arange(L), (B, L))
-        apply, rope = REMAT[self.run.remat], rope_of(self.cfg, position_BL)  # once for all layers
+        apply, rope = (
+            REMAT[self.compute.remat],
+            rope_of(self.cfg, position_BL),
+        )  # once for all layers
         x_BLD, cache = self.lookup(token_BL), list(cache or [None] * self.cfg.layers)
         for i in range(self.cfg.layers):
-            inputs = x_BLD, rope, see_BM, self.run, cache[i], start, place, key_place or place
+            inputs = x_BLD, rope, see_BM, self.compute, cache[i], start, place, key_place or place
             x_BLD, cache[i] = apply(self.layers[str(i)], *inputs)
         return rms_norm(x_BLD, self.norm[...], self.cfg.eps), cache
 
@@ -875,7 +880,7 @@ class Dream(nnx.Module):
             "tensor",
             None,
             dtype=jnp.float32,
-            platform=self.run.platform,
+            platform=self.compute.platform,
         )
 
     def __call__(self, token_BL, position_BL=None, see_BL=None):
@@ -958,11 +963,11 @@ class Dream(nnx.Module):
         """
         # Logits [B, L, V] would be the largest array by far: the head runs over chunks of C
         # positions, and again in the backward pass. C is the largest divisor of L with which a
-        # device's rows have at most run.loss_tokens tokens.
+        # device's rows have at most compute.loss_tokens tokens.
         (B, L), mesh = token_BL.shape, jax.sharding.get_abstract_mesh()
         rows = B // n if B % (n := math.prod(mesh.shape.get(axis, 1) for axis in BATCH)) == 0 else B
         C = next(
-            c for c in range(min(L, max(1, self.run.loss_tokens // rows)), 0, -1) if L % c == 0
+            c for c in range(min(L, max(1, self.compute.loss_tokens // rows)), 0, -1) if L % c == 0
         )
 
         @jax.checkpoint
@@ -1082,9 +1087,9 @@ def new_params(cfg, seed):
 
 
 @functools.lru_cache
-def graph_of(cfg, run):
-    """The model without its parameters: nnx.merge(graph_of(cfg, run), params) is a Dream."""
-    return nnx.split(nnx.eval_shape(lambda: Dream(cfg, nnx.Rngs(0), run)))[0]
+def graph_of(cfg, compute):
+    """The model without its parameters: nnx.merge(graph_of(cfg, compute), params) is a Dream."""
+    return nnx.split(nnx.eval_shape(lambda: Dream(cfg, nnx.Rngs(0), compute)))[0]
 
 
 @functools.lru_cache

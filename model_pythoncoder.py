@@ -192,7 +192,7 @@ def linear(x_BLD, weight_DF, tpu=False):
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class Compute:
     """How to run the model, as opposed to what it is: nothing here changes a checkpoint."""
 
     dtype: typing.Any = jnp.float32  # of activations and of weights inside matmuls
@@ -224,7 +224,7 @@ class Block(nnx.Module):
     multihead_flashdiff_1.
     """
 
-    def __init__(self, cfg, rngs, run):
+    def __init__(self, cfg, rngs, compute):
         N, D, Q, C = cfg.layers, cfg.width, cfg.heads * cfg.head_size, cfg.kv_heads * cfg.head_size
         out = Q // 2 if cfg.diff == "v2" else Q
 
@@ -251,7 +251,7 @@ class Block(nnx.Module):
             self.subln = nnx.Param(jnp.ones((N, 2 * cfg.head_size)))
         if cfg.diff == "v2":
             self.w_lambda = normal(D, cfg.heads // 2)
-        self.cfg, self.run = cfg, run
+        self.cfg, self.compute = cfg, compute
 
     def __call__(
         self, x_BLD, layer, rope, index_BL, start_BL, row_B=None, seed_32=None, cache=None
@@ -262,7 +262,7 @@ class Block(nnx.Module):
         seed_32 None: no dropout. New keys and values go to slots index_BL of cache (k [B, I, J, M,
         K], v [B, J, M, E]).
         """
-        cfg, rate, tpu, (B, L, D) = self.cfg, self.run.dropout, self.run.tpu, x_BLD.shape
+        cfg, rate, tpu, (B, L, D) = self.cfg, self.compute.dropout, self.compute.tpu, x_BLD.shape
         I, K, floor = cfg.maps, cfg.head_size, cfg.diff == "seed"
         seeds = (None,) * 3 if seed_32 is None else seed_32
 
@@ -300,7 +300,9 @@ class Block(nnx.Module):
                 *(vector_K[...] for vector_K in vectors), lambda_init(layer), clamp=floor
             )
         kernel = (
-            training_kernel(self.run.kernel, cfg.maps, cfg.head_size) if index_BL is None else None
+            training_kernel(self.compute.kernel, cfg.maps, cfg.head_size)
+            if index_BL is None
+            else None
         )
         if kernel:
             o_BPLE = on_each_device(functools.partial(kernel, floor=floor))(
@@ -308,7 +310,14 @@ class Block(nnx.Module):
             )
         else:
             o_BPLE = attention(
-                q_BIPLK, k_BIJLK, v_BJLE, lam, index_BL, start_BL, floor=floor, block=self.run.block
+                q_BIPLK,
+                k_BIJLK,
+                v_BJLE,
+                lam,
+                index_BL,
+                start_BL,
+                floor=floor,
+                block=self.compute.block,
             )
         # the others name their results; with two names remat keeps them twice
         if kernel in (None, attention_tpu):
@@ -342,13 +351,13 @@ class Block(nnx.Module):
 
     def weight(self, name, *spec):
         """A matrix in the activations' dtype, gathered over fsdp to the layout spec."""
-        return shard(getattr(self, name)[...].astype(self.run.dtype), *spec)
+        return shard(getattr(self, name)[...].astype(self.compute.dtype), *spec)
 
     def barrier(self, x):
         """x; on a TPU no fusion crosses it, which keeps norms out of the matmuls: a step is 4 %
         faster.
         """
-        return jax.lax.optimization_barrier(x) if self.run.tpu else x
+        return jax.lax.optimization_barrier(x) if self.compute.tpu else x
 
 
 def on_each_device(kernel):
@@ -428,19 +437,19 @@ call_layer = jax.jit(Block.__call__)  # without dropout; traced once for all lay
 
 
 class PythonCoder(nnx.Module):
-    def __init__(self, cfg, rngs, run=None):
-        self.cfg, self.run = cfg, run or Run()
+    def __init__(self, cfg, rngs, compute=None):
+        self.cfg, self.compute = cfg, compute or Compute()
         self.embed = nnx.Param(
             0.02 * jax.random.normal(rngs.params(), (cfg.vocab, cfg.width), jnp.float32)
         )
-        self.layers = Block(cfg, rngs, self.run)
+        self.layers = Block(cfg, rngs, self.compute)
         self.norm = nnx.Param(jnp.ones(cfg.width))
         if cfg.mtp:
             self.mtp = MTP(cfg, rngs)
 
     def rope(self, position_BL):
         cfg = self.cfg
-        factor = cfg.yarn_factor if self.run.yarn else 1.0
+        factor = cfg.yarn_factor if self.compute.yarn else 1.0
         return rope_table(
             position_BL, *rope_frequencies(cfg.head_size, cfg.theta, factor, cfg.positions)
         )
@@ -451,10 +460,10 @@ class PythonCoder(nnx.Module):
         # A split table is cast before it is gathered, which halves the traffic. A whole one is cast
         # after the look-up, so that its gradient is scattered in float32.
         if batch_axes() and jax.sharding.get_abstract_mesh().size > 1:
-            table_VD = shard(table_VD.astype(self.run.dtype), None)
+            table_VD = shard(table_VD.astype(self.compute.dtype), None)
         # a size of 0.02 suits the tied head, 1 suits the layers
         scale = 50.0 if self.cfg.init_std == "fan_in" else 1.0
-        return shard(table_VD[token_BL].astype(self.run.dtype) * scale, batch_axes())
+        return shard(table_VD[token_BL].astype(self.compute.dtype) * scale, batch_axes())
 
     def hidden(self, embed_BLD, segment_BL=None, position_BL=None, key=None, row_B=None, sums=None):
         """Final-normed hidden states [B, L, D] of whole rows, from their embeddings.
@@ -476,7 +485,7 @@ class PythonCoder(nnx.Module):
         rope = self.rope(jnp.broadcast_to(slot_L, (B, L)) if position_BL is None else position_BL)
         row_B = jnp.arange(B) if row_B is None else row_B
         seed_N32 = None  # two seeds for each of the three dropouts of each layer
-        if key is not None and self.run.dropout:
+        if key is not None and self.compute.dropout:
             seed_N32 = jax.random.bits(key, (self.cfg.layers, 3, 2), jnp.uint32)
 
         graph, params = nnx.split(self.layers)
@@ -484,9 +493,9 @@ class PythonCoder(nnx.Module):
         def apply_layer(x_BLD, params, layer, seed_32):
             return nnx.merge(graph, params)(x_BLD, layer, rope, None, start_BL, row_B, seed_32)[0]
 
-        if self.run.remat != "none":
+        if self.compute.remat != "none":
             apply_layer = jax.checkpoint(
-                apply_layer, policy=REMAT[self.run.remat], prevent_cse=False
+                apply_layer, policy=REMAT[self.compute.remat], prevent_cse=False
             )
 
         def body(carry, inputs):
@@ -540,7 +549,7 @@ class PythonCoder(nnx.Module):
         """
         embed_BLD, chunk = (
             self.lookup(token_BL),
-            self.run.loss_tokens or (8192 if self.run.tpu else 2048),
+            self.compute.loss_tokens or (8192 if self.compute.tpu else 2048),
         )
         hidden_BLD = self.hidden(embed_BLD, segment_BL, position_BL, key, row_B, sums)
         main_BL, mtp_BL = target_masks(segment_BL)
@@ -580,7 +589,7 @@ class PythonCoder(nnx.Module):
         I, J, K = self.cfg.maps, self.cfg.kv_heads // self.cfg.maps, self.cfg.head_size
         shapes = (batch, I, J, slots, K), (batch, J, slots, I * K)
         return [
-            tuple(jnp.zeros(shape, self.run.dtype) for shape in shapes)
+            tuple(jnp.zeros(shape, self.compute.dtype) for shape in shapes)
             for _ in range(self.cfg.layers)
         ]
 
@@ -704,9 +713,9 @@ def new_params(cfg, seed):
 
 
 @functools.lru_cache
-def graph_of(cfg, run):
-    """The model without its parameters: nnx.merge(graph_of(cfg, run), params) is a PythonCoder."""
-    return nnx.split(nnx.eval_shape(lambda: PythonCoder(cfg, nnx.Rngs(0), run)))[0]
+def graph_of(cfg, compute):
+    """The model without its parameters: nnx.merge(graph_of(cfg, compute), params) is a PythonCoder."""
+    return nnx.split(nnx.eval_shape(lambda: PythonCoder(cfg, nnx.Rngs(0), compute)))[0]
 
 
 @functools.lru_cache
@@ -961,8 +970,8 @@ def generate(model, prompts, max_new, rule, key, on_tokens=None, chunk=16):
     for row_L, prompt in zip(prompt_BL, prompts, strict=True):
         row_L[: len(prompt)] = prompt
     # The rotary table is chosen once, for the longest text: a cache holds rotated keys.
-    run = dataclasses.replace(model.run, yarn=longest > cfg.positions)
-    model = nnx.merge(graph_of(cfg, run), nnx.state(model))
+    compute = dataclasses.replace(model.compute, yarn=longest > cfg.positions)
+    model = nnx.merge(graph_of(cfg, compute), nnx.state(model))
     state = start(
         model, prompt_BL, length_B, length_B + max_new, key, slots=padded(longest + 2), rule=rule
     )

@@ -36,7 +36,7 @@ if [ "$device" != score ]; then
     rows=$data && [[ $data == *://* ]] && rows=data/recipe_$device # data_prep.py writes to a disk
     if [ -n "$packages" ]; then
         text=(--roots "${rows}_source")
-        [ -e "$rows/meta.json" ] || python fetch_pypi.py "$packages" --out="${rows}_source"
+        [ -e "$rows/meta.json" ] || python extra/fetch_pypi.py "$packages" --out="${rows}_source"
     fi
     prepare=(python data_prep.py python "${text[@]}" --vocab_size=$ids --seq_len=$row --out="$rows")
     resume=()

@@ -26,8 +26,8 @@ import warnings
 import jax
 import numpy as np
 
-import canvas
 import infill
+import prompts
 
 # the tokens of the bodies are padded to a multiple of this, so that few shapes are compiled
 SLOTS = 64
@@ -173,7 +173,7 @@ def suspects(drafts, read):
     comes first.
     """
     texts = [(draft.prompt, draft.body, draft.suffix) for draft in drafts]
-    parts, found = [[canvas.encode(read.tokenizer, text, "") for text in of] for of in texts], []
+    parts, found = [[prompts.encode(read.tokenizer, text, "") for text in of] for of in texts], []
     # tokens of a body; N are the likeliest others
     C = -(-max(len(body) for _, body, _ in parts) // SLOTS) * SLOTS
     slots = [np.resize(np.arange(len(body)) + len(prompt), C) for prompt, body, _ in parts]
@@ -181,12 +181,12 @@ def suspects(drafts, read):
     told = read([[*prompt, *body, *suffix] for prompt, body, suffix in parts], slots, targets)
     for (_, body, _), logp_C, likely_CN, id_CN in zip(parts, *told, strict=True):
         starts, choices = (
-            [0, *itertools.accumulate(map(len, canvas.pieces(read.tokenizer, body)))],
+            [0, *itertools.accumulate(map(len, prompts.pieces(read.tokenizer, body)))],
             [],
         )
         for i, token in enumerate(body):
             for other, logp in zip(id_CN[i].tolist(), likely_CN[i].tolist(), strict=True):
-                text = canvas.pieces(read.tokenizer, [*body[max(0, i - 1) : i], other])[-1]
+                text = prompts.pieces(read.tokenizer, [*body[max(0, i - 1) : i], other])[-1]
                 if other != token and text:  # an end token has no text
                     choices.append((logp_C[i] - logp, starts[i], text))
                     break
@@ -238,7 +238,7 @@ def filler(read, rule, key, size, ends, rows=1):
 
     def fill(holes):
         key_of_call = jax.random.fold_in(key, next(calls))
-        coded = [[canvas.encode(read.tokenizer, text, "") for text in hole] for hole in holes]
+        coded = [[prompts.encode(read.tokenizer, text, "") for text in hole] for hole in holes]
         parts = [
             (b[-max(1, cfg.positions - len(a) - len(old)) :], old[bool(first) :], a)
             for b, old, a, first in coded
@@ -266,7 +266,7 @@ def judge(programs, tests):
     text).
     """
     said = [
-        canvas.verdicts(*pair)
+        prompts.verdicts(*pair)
         for pair in zip(programs, [[("", "", t) for t in of] for of in tests], strict=True)
     ]
     return [
@@ -277,17 +277,20 @@ def judge(programs, tests):
 
 def opened(model, prompt, text, number):
     """Ids of a text that fails the examples of its prompt, None for masks: opening `number`, for
-    sample_rows.Dream.
+    batching.Dream.
     """
     read = infill.Reader(model.model, model.tokenizer)
-    if not text.startswith(prompt := canvas.on_new_line(prompt)) or not text[len(prompt) :].strip():
+    if (
+        not text.startswith(prompt := prompts.on_new_line(prompt))
+        or not text[len(prompt) :].strip()
+    ):
         raise ValueError("there is no text after this prompt to repair; generate it again")
-    draft = Draft(prompt, text[len(prompt) :], [test for *_, test in canvas.examples(prompt)])
+    draft = Draft(prompt, text[len(prompt) :], [test for *_, test in prompts.examples(prompt)])
     run_examples([draft], judge)
     with model.context():
         found = [*dict.fromkeys(default_openings(draft, suspects([draft], read)[0]))]
     before, _, behind, _ = (
-        canvas.encode(read.tokenizer, x, "") for x in draft.opened(*found[number % len(found)])
+        prompts.encode(read.tokenizer, x, "") for x in draft.opened(*found[number % len(found)])
     )
     return [*before, *[None] * (read.model.cfg.hole_masks or infill.START), *behind]
 
@@ -300,12 +303,12 @@ def repaired(dream, completions):
         dream.cfg,
         dream.read,
         [],
-        canvas.SHADES[9] if sys.stdout.isatty() else 0,
+        prompts.SHADES[9] if sys.stdout.isatty() else 0,
     )
     for row, text in completions:
-        body, examples = row["completion"], [test for *_, test in canvas.examples(row["prompt"])]
+        body, examples = row["completion"], [test for *_, test in prompts.examples(row["prompt"])]
         if not row["suffix"]:
-            cut = canvas.definitions(row["prompt"], text)  # what --check runs
+            cut = prompts.definitions(row["prompt"], text)  # what --check runs
             if infill.parses(text) or all(passed for passed, _ in judge([cut], [examples])[0]):
                 body = cut[len(row["prompt"]) :] + "\n"
         drafts.append(Draft(row["prompt"], body, examples, row["suffix"]))
@@ -325,7 +328,7 @@ def repaired(dream, completions):
             said = f"{old.strip()!r} -> {new.strip()!r}: {passed} of {len(draft.examples)} examples pass"
             print(f"repair {number}: {said}", file=sys.stderr)
             if cfg.show_steps:
-                print(draft.prompt + before + canvas.coloured(new, green) + behind)
+                print(draft.prompt + before + prompts.coloured(new, green) + behind)
         if draft.rounds:
             text, rounds = (
                 draft.prompt + draft.body + draft.suffix,

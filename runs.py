@@ -1,6 +1,6 @@
 """A run: command line, folder, lock, log, signals; the tokenizer in a model's folder.
 
-    with runs.Run(cfg) as run:                      # locks cfg.out; refuses a folder that holds another run
+    with runs.Folder(cfg) as run:                      # locks cfg.out; refuses a folder that holds another run
         run.begin(first, settings, {"tokenizer.json": data})    # writes config.json, cuts the logs to step `first`
         run.log({"step": step + 1, "loss": 3.41})   # in the loop over steps
         if run.signal: run.leave(step + 1)          # Ctrl-C or SIGTERM; save before it
@@ -148,7 +148,7 @@ def script(name, *flags):
     """Run another stage as a program, which gets our Ctrl-C and SIGTERM. RuntimeError if it
     fails.
     """
-    command = [sys.executable, str(Path(__file__).with_name(name)), *flags]
+    command = [sys.executable, str(Path(__file__).parent / name), *flags]
     with subprocess.Popen(command) as process, contextlib.ExitStack() as exits:
         for number in (signal.SIGINT, signal.SIGTERM):
             exits.callback(
@@ -330,7 +330,7 @@ def read_tokenizer(folder, vocab=2**31):
     return tokenizer
 
 
-class Run:
+class Folder:
     """The folder cfg.out, locked. cfg has out, resume and wandb; unit is what the run counts:
     "step" or "round".
 

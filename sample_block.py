@@ -152,7 +152,7 @@ class Sampler:
             u_BNV = jnp.where(draws, u_BNV, jnp.exp(-1.0))  # the same for all tokens: the argmax
             filters, width = (
                 (temperature, rule.top_k, top_p),
-                1 if model.run.platform == "cpu" else 3,
+                1 if model.compute.platform == "cpu" else 3,
             )
             filtered_BNV = diffusion.filter_logits(logits_BNV, *filters, rule="dream", width=width)
         token_BN = diffusion.sample_tokens(filtered_BNV, u_BNV, 0 if u_BNV is None else 1.0).astype(
@@ -356,7 +356,7 @@ def generate(
     rule = dataclasses.replace(rule, block_length=N)
     prompts = [[*ids, *[cfg.mask_id] * max_new] for ids in prompts]
     width = next((width for width in widths if width >= max(map(len, prompts))), 0)
-    state, given, prefix = prepare(cfg, rule, prompts, rows, width, key, model.run.dtype)
+    state, given, prefix = prepare(cfg, rule, prompts, rows, width, key, model.compute.dtype)
     graph, params = nnx.split(model)
     sampler = sampler_of(graph, rule, watch)
 

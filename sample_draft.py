@@ -130,7 +130,7 @@ class Sampler:
             u_BWV = jax.vmap(jax.vmap(uniform, (None, 0)))(given.key_B, slot_BW)
             filters, width = (
                 (rule.temperature, rule.top_k, rule.top_p),
-                1 if model.run.platform == "cpu" else 3,
+                1 if model.compute.platform == "cpu" else 3,
             )
             filtered_BWV = diffusion.filter_logits(logits_BWV, *filters, rule="dream", width=width)
         token_BW = diffusion.sample_tokens(
@@ -303,7 +303,7 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, on
     sampler = Sampler(graph, dataclasses.replace(rule, vocab=0))
     shape = B, cfg.kv_heads, L, cfg.head_size
     cache = [
-        (jnp.zeros(shape, model.run.dtype), jnp.zeros(shape, model.run.dtype))
+        (jnp.zeros(shape, model.compute.dtype), jnp.zeros(shape, model.compute.dtype))
         for _ in range(cfg.layers)
     ]
     empty = (

@@ -233,7 +233,10 @@ class Sampler:
             rule.top_p,
             bool(rule.temperature),
         )
-        filters, width = (temperature, rule.top_k, top_p), 1 if model.run.platform == "cpu" else 3
+        filters, width = (
+            (temperature, rule.top_k, top_p),
+            1 if model.compute.platform == "cpu" else 3,
+        )
         filtered_BCV, u_BCV = (
             diffusion.filter_logits(logits_BCV, *filters, rule="dream", width=width),
             None,
@@ -303,7 +306,7 @@ class Sampler:
         # The head is the widest matrix, so it runs for the wanted positions alone, C of each row at
         # a time. slot_BL holds these from the left, then L, which is dropped.
         C = min(
-            model.run.head_positions or (16 if model.run.platform == "cpu" else 64),
+            model.compute.head_positions or (16 if model.compute.platform == "cpu" else 64),
             rule.block_length or L,
             L,
         )

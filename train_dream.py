@@ -213,7 +213,7 @@ def pick_batch(cfg, seq_len, copies, on_cpu, data=None):
 
 
 def resolve(cfg, devices, data=None, memory=None):
-    """(cfg with its defaults filled in, architecture, md.Run, mesh), by the devices and the data;
+    """(cfg with its defaults filled in, architecture, md.Compute, mesh), by the devices and the data;
     printed.
 
     data is the meta.json of the rows, None for endless data; memory a device's GiB, where JAX
@@ -247,7 +247,7 @@ def resolve(cfg, devices, data=None, memory=None):
     cfg = dataclasses.replace(cfg, **chosen)
     # queries of attention at a time: scores that stay in a CPU's caches
     block = 64 if on_cpu else 128
-    run = md.Run(
+    run = md.Compute(
         platform=md.platform_of(device), dtype=jnp.dtype(dtype), remat=cfg.remat, block=block
     )
 
@@ -701,7 +701,7 @@ class Trainer:
             raise ValueError(f"{what}, on one host, and with --out on its own disk")
         self.train, self.heldout, tokenizer_json = find_data(cfg)
         data = self.train.meta
-        cfg, model, self.run, self.mesh = resolve(cfg, jax.devices(), data)
+        cfg, model, self.compute, self.mesh = resolve(cfg, jax.devices(), data)
         if self.train.total < cfg.batch_size:
             has = f"{self.train.folder} has {self.train.total} training rows"
             raise ValueError(
@@ -725,14 +725,14 @@ class Trainer:
         # Moments: bfloat16 mu saves 2 GiB of 23 at 1.08 B and costs nothing measurable; nu stays
         # float32.
         self.optimizer = make_optimizer(
-            cfg.clip, cfg.weight_decay, self.run.dtype, muon=cfg.optimizer == "muon"
+            cfg.clip, cfg.weight_decay, self.compute.dtype, muon=cfg.optimizer == "muon"
         )
         # The state and its bytes on a device, with gradients as large as what is trained; beside it
         # what takes less.
         forms = {"": (cfg.lora_rank, cfg.base_bits)} | (
             checkpoints.smaller_forms(cfg) if cfg.init else {}
         )
-        own = self.optimizer, self.mesh, self.run.dtype
+        own = self.optimizer, self.mesh, self.compute.dtype
         shapes = {
             flags: checkpoints.state_shapes(md, model, *own, *form) for flags, form in forms.items()
         }
@@ -765,7 +765,7 @@ class Trainer:
         (step, skipped).
         """
         cfg, layout = self.cfg, jax.tree.map(lambda s: s.sharding, self.shapes)
-        base = {"base": self.read_init(self.run.dtype, cfg.base_bits)} if cfg.lora_rank else {}
+        base = {"base": self.read_init(self.compute.dtype, cfg.base_bits)} if cfg.lora_rank else {}
         if cfg.resume and (
             found := store.resume(cfg.resume, self.meta(0, 0), self.saved(self.shapes))
         ):
@@ -817,7 +817,7 @@ class Trainer:
 
     def score(self):
         """Scores over --eval_rows held-out rows, from all parts of them."""
-        graph = md.graph_of(self.model, dataclasses.replace(self.run, remat="none"))
+        graph = md.graph_of(self.model, dataclasses.replace(self.compute, remat="none"))
         return score(
             self.cfg,
             graph,
@@ -834,7 +834,7 @@ class Trainer:
         """
         if jax.process_count() > 1:  # one host does not hold the whole model
             return {}
-        lm = nnx.merge(md.graph_of(self.model, md.Run(self.run.dtype)), self.weights())
+        lm = nnx.merge(md.graph_of(self.model, md.Compute(self.compute.dtype)), self.weights())
         prompt, meta = (
             self.tokenizer.encode(self.cfg.prompt, add_special_tokens=False).ids,
             self.train.meta,
@@ -889,7 +889,7 @@ def main(cfg):
     trainer = Trainer(cfg)
     # a resumed run may have others
     given, cfg = {"steps": cfg.steps, "micro_batch": cfg.micro_batch}, trainer.cfg
-    with runs.Run(cfg, rank=jax.process_index(), hosts=jax.process_count()) as folder:
+    with runs.Folder(cfg, rank=jax.process_index(), hosts=jax.process_count()) as folder:
         model, settings = dataclasses.asdict(trainer.model), dataclasses.asdict(cfg)
         same = {name: value for name, value in settings.items() if name not in OF_A_HOST}
         checkpoints.check_hosts(
@@ -918,7 +918,7 @@ def main(cfg):
             )
             out, files = folder.out / "merged", [folder.out / name for name in trainer.files]
             # memory for the whole model
-            base, trainer.state = (cfg.init, trainer.base_step, trainer.run.dtype), None
+            base, trainer.state = (cfg.init, trainer.base_step, trainer.compute.dtype), None
             checkpoints.save_merged(
                 md, trainer.model, out, *base, adapters, files, config["source"]
             )
@@ -927,7 +927,11 @@ def main(cfg):
 
 def train(folder, store, trainer, first, skipped):
     """The steps after `first`."""
-    cfg, started, graph = trainer.cfg, time.perf_counter(), md.graph_of(trainer.model, trainer.run)
+    cfg, started, graph = (
+        trainer.cfg,
+        time.perf_counter(),
+        md.graph_of(trainer.model, trainer.compute),
+    )
     print("compiling the train step", flush=True)
     lowered = lower_step(
         cfg, graph, trainer.optimizer, trainer.shapes, trainer.mesh, len(trainer.train.columns)
@@ -935,7 +939,7 @@ def train(folder, store, trainer, first, skipped):
     train_step = lowered.compile()
     print(f"compiled in {time.perf_counter() - started:.1f} s", flush=True)
     meter, saved = (
-        Meter(cfg, trainer.model, trainer.run, trainer.mesh, first, skipped),
+        Meter(cfg, trainer.model, trainer.compute, trainer.mesh, first, skipped),
         time.monotonic(),
     )
     for step, batch, waited_s in prefetch(trainer.batch, first, cfg.steps):

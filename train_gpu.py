@@ -708,7 +708,7 @@ def train(cfg, devices):
     if cfg.compile:
         print("compiling: the first step takes about a minute more", flush=True)
 
-    with runs.Run(cfg, rank=devices.rank) as run:
+    with runs.Folder(cfg, rank=devices.rank) as run:
         state, first = make_state(cfg, architecture, dtype, devices), 0
         if cfg.resume and runs.saved_steps(Path(cfg.resume)):
             first = restore(runs.newest(cfg.resume)[1], state, meta)

@@ -207,7 +207,7 @@ def pick_batch(cfg, seq_len, copies, on_cpu, data=None, fitting=math.inf):
 
 
 def resolve(cfg, devices, data=None, memory=None):
-    """(cfg with its defaults filled in, architecture, pc.Run, mesh), by the devices and the data;
+    """(cfg with its defaults filled in, architecture, pc.Compute, mesh), by the devices and the data;
     printed.
 
     data is the meta.json of the rows; None stands for endless data. memory is that of a device in
@@ -241,7 +241,7 @@ def resolve(cfg, devices, data=None, memory=None):
     # queries of attention at a time: scores that stay in a CPU's caches
     block = 64 if on_cpu else 128
     kernel, tpu = fused_kernel(device, dtype), device.platform == "tpu"
-    run = pc.Run(
+    run = pc.Compute(
         jnp.dtype(dtype), remat="qkvo", block=block, kernel=kernel, tpu=tpu, dropout=dropout
     )
 
@@ -563,7 +563,7 @@ class Trainer:
         # the library feeds no more
         cfg = cfg if cfg.data else dataclasses.replace(cfg, model=cfg.model or "tiny")
         self.train, self.heldout, tokenizer_json = find_data(cfg)
-        cfg, self.model, self.run, self.mesh = resolve(cfg, jax.devices(), self.train.meta)
+        cfg, self.model, self.compute, self.mesh = resolve(cfg, jax.devices(), self.train.meta)
         folder, total = self.train.folder, self.train.total
         if total < cfg.batch_size:
             advice = "lower --batch_size or add data"
@@ -584,7 +584,7 @@ class Trainer:
         # Moments: bfloat16 mu saves 2 GiB of 23 at 1.08 B and costs nothing measurable; nu stays
         # float32.
         self.optimizer = make_optimizer(
-            cfg.clip, cfg.weight_decay, self.run.dtype, muon=cfg.optimizer == "muon"
+            cfg.clip, cfg.weight_decay, self.compute.dtype, muon=cfg.optimizer == "muon"
         )
         self.shapes = checkpoints.state_shapes(pc, self.model, self.optimizer, self.mesh)
         with_gradients = self.shapes, self.shapes["params"]
@@ -631,7 +631,9 @@ class Trainer:
 
     def score(self):
         """Scores over --eval_rows held-out rows, from all parts of them."""
-        graph = pc.graph_of(self.model, dataclasses.replace(self.run, remat="none", dropout=0.0))
+        graph = pc.graph_of(
+            self.model, dataclasses.replace(self.compute, remat="none", dropout=0.0)
+        )
         cfg, params = self.cfg, self.state["params"]
         return score(
             graph, params, self.heldout, cfg.eval_rows, self.micro_rows, self.mesh, self.bytes_V
@@ -643,7 +645,9 @@ class Trainer:
         """
         if jax.process_count() > 1:  # one host does not hold the whole model
             return {}
-        lm = nnx.merge(pc.graph_of(self.model, pc.Run(self.run.dtype)), self.state["params"])
+        lm = nnx.merge(
+            pc.graph_of(self.model, pc.Compute(self.compute.dtype)), self.state["params"]
+        )
         prompt, meta = (
             self.tokenizer.encode(self.cfg.prompt, add_special_tokens=False).ids,
             self.train.meta,
@@ -696,7 +700,7 @@ def main(cfg):
     trainer = Trainer(cfg)
     # a resumed run may have others
     given, cfg = {"steps": cfg.steps, "micro_batch": cfg.micro_batch}, trainer.cfg
-    with runs.Run(cfg, rank=jax.process_index(), hosts=jax.process_count()) as folder:
+    with runs.Folder(cfg, rank=jax.process_index(), hosts=jax.process_count()) as folder:
         model, settings = dataclasses.asdict(trainer.model), dataclasses.asdict(cfg)
         same = {name: value for name, value in settings.items() if name not in OF_A_HOST}
         checkpoints.check_hosts(
@@ -718,12 +722,16 @@ def main(cfg):
 
 def train(folder, store, trainer, first, skipped):
     """The steps after `first`."""
-    cfg, started, graph = trainer.cfg, time.perf_counter(), pc.graph_of(trainer.model, trainer.run)
+    cfg, started, graph = (
+        trainer.cfg,
+        time.perf_counter(),
+        pc.graph_of(trainer.model, trainer.compute),
+    )
     print("compiling the train step", flush=True)
     train_step = lower_step(cfg, graph, trainer.optimizer, trainer.shapes, trainer.mesh).compile()
     print(f"compiled in {time.perf_counter() - started:.1f} s", flush=True)
     meter, saved = (
-        Meter(cfg, trainer.model, trainer.run, trainer.mesh, first, skipped),
+        Meter(cfg, trainer.model, trainer.compute, trainer.mesh, first, skipped),
         time.monotonic(),
     )
     for step, batch, waited_s in prefetch(trainer.batch, first, cfg.steps):

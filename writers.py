@@ -15,11 +15,11 @@ import typing
 
 import jax
 
-import canvas
-import inference
+import checkpoints
 import infill
 import model_dream
 import model_pythoncoder
+import prompts
 import repair
 import runs
 import sample_block
@@ -32,7 +32,7 @@ def find_model(cfg):
     model.
     """
     trained = {"pythoncoder": "out/train_tpu", "dream": "out/train_dream"}
-    run = runs.as_path(cfg.ckpt or inference.default_folder(trained[cfg.model], cfg.model))
+    run = runs.as_path(cfg.ckpt or checkpoints.default_folder(trained[cfg.model], cfg.model))
     if any((run / name).is_file() for name in ("meta.json", "model.safetensors")):
         return run, None, run
     return run, *runs.newest(run, cfg.step)
@@ -65,31 +65,31 @@ def key_of(cfg, number):
 def pythoncoder_writer(cfg, record, run, step):
     """Generates from left to right; a model with heads for further tokens speculates with them."""
     settings = {"rows": cfg.batch_size, "compile_cache": cfg.compile_cache}
-    model, _, mesh = inference.load_for_inference(model_pythoncoder, run, step or 0, **settings)
+    model, _, mesh = checkpoints.load_for_inference(model_pythoncoder, run, step or 0, **settings)
     tokenizer = runs.read_tokenizer(run, model.cfg.vocab)
-    ids = {"vocab": tokenizer.get_vocab_size(), "eos": canvas.end_of_text(run, tokenizer)}
+    ids = {"vocab": tokenizer.get_vocab_size(), "eos": prompts.end_of_text(run, tokenizer)}
     rule = model_pythoncoder.Sampling(
         cfg.temperature, top_p=cfg.top_p, **ids, speculate=model.cfg.mtp
     )
 
     def write(prompts, number, lengths, finished):
         settings = prompts, cfg.max_new, rule, key_of(cfg, number), finished
-        with inference.mesh_context(mesh):
+        with checkpoints.mesh_context(mesh):
             texts = model_pythoncoder.generate(model, *settings)[0]
         return [[*itertools.takewhile(lambda token: token != rule.eos, ids)] for ids in texts]
 
     longest = int(model.cfg.positions * model.cfg.yarn_factor)
-    return Writer(tokenizer, longest, write, lambda *around: canvas.in_order(tokenizer, *around))
+    return Writer(tokenizer, longest, write, lambda *around: prompts.in_order(tokenizer, *around))
 
 
 def dream_writer(cfg, record, run, step):
     """Unmasks --max_new masks after the prompt."""
     settings = {
-        "bits": inference.bits_of(cfg.dream),
+        "bits": checkpoints.bits_of(cfg.dream),
         "rows": cfg.batch_size,
         "compile_cache": cfg.compile_cache,
     }
-    model, _, mesh = inference.load_for_inference(model_dream, run, step or 0, **settings)
+    model, _, mesh = checkpoints.load_for_inference(model_dream, run, step or 0, **settings)
     tokenizer, positions = sample_dream.load_tokenizer(run, model.cfg), model.cfg.positions
     named, own = tokenizer.token_to_id("<|beginoftext|>"), model.cfg.bos_id
     bos = own if named is None and own != model.cfg.eos_id else named
@@ -163,7 +163,7 @@ def dream_writer(cfg, record, run, step):
         ]
         key = jax.random.fold_in(key_of(cfg, number), 1 << 31)  # a number that no row has
         fill = repair.filler(reader, rule, key, size, hole_ends, cfg.batch_size)
-        with inference.mesh_context(mesh):
+        with checkpoints.mesh_context(mesh):
             repair.repair(drafts, cfg.dream.repair, reader, fill, judge)
         for (row, _), draft in zip(pairs, drafts, strict=True):
             if draft.rounds:
@@ -176,7 +176,7 @@ def dream_writer(cfg, record, run, step):
     def write(prompts, number, lengths, finished):
         if record.data == ("infilling",):
             # of a prompt that is too long there is only one token
-            with inference.mesh_context(mesh):
+            with checkpoints.mesh_context(mesh):
                 keys = jax.random.split(key_of(cfg, number), len(prompts))
                 return [
                     fill_hole(*pair) if len(pair[0]) > 1 else []
@@ -187,14 +187,14 @@ def dream_writer(cfg, record, run, step):
             "widths": sample_dream.widths(lengths, cfg.batch_size, positions),
             "rows": cfg.batch_size,
         }
-        with inference.mesh_context(mesh):
+        with checkpoints.mesh_context(mesh):
             rows, _ = sampler.generate(
                 model, prompts, cfg.max_new, rule, key_of(cfg, number), **shape
             )
         new = [row[len(ids) :] for row, ids in zip(rows, prompts, strict=True)]
         return [[*itertools.takewhile(lambda token: token not in ends, ids)] for ids in new]
 
-    return Writer(tokenizer, positions, write, hole, canvas.chat_template(run), bos, repair_rows)
+    return Writer(tokenizer, positions, write, hole, prompts.chat_template(run), bos, repair_rows)
 
 
 WRITERS = {"pythoncoder": pythoncoder_writer, "dream": dream_writer}

@@ -86,7 +86,7 @@ def from_hf(folder, dtype):
     checkpoint = find(folder)
     arrays, _ = open_safetensors(checkpoint, dtype)
     params = {name: jax.numpy.array(array, dtype) for name, array in arrays.items()}
-    graph = dream.graph_of(checkpoint.cfg, dream.Run(dtype=jax.numpy.dtype(dtype)))
+    graph = dream.graph_of(checkpoint.cfg, dream.Compute(dtype=jax.numpy.dtype(dtype)))
     return dream.nnx.merge(graph, checkpoints.unflatten(params))
 
 

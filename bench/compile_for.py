@@ -70,7 +70,6 @@ import checkpoints
 import coupled_grpo
 import generate
 import grpo
-import inference
 import model_dream as md
 import model_pythoncoder as pc
 import runs
@@ -915,7 +914,7 @@ class Generate:
     """The denoising steps of generate.py: by default, and with blocks, a cache and a threshold.
 
     One round of each loop counts: a step, with the logits of a block, or of as many positions as
-    Run.head_positions in model_dream.py; a step of a canvas with more masks than that takes a
+    Compute.head_positions in model_dream.py; a step of a canvas with more masks than that takes a
     little longer. Several chips share the heads of each layer, up to four, and then the texts of
     --batch_size.
     """
@@ -957,13 +956,15 @@ class Generate:
         return denoising(sampler, params, mesh, self.batch_size, self.length, begin=1)
 
     def weights(self, mesh):
-        """(the model without its parameters, their shapes), as inference.load_for_inference gives
+        """(the model without its parameters, their shapes), as checkpoints.load_for_inference gives
         them.
         """
         model = md.CONFIGS[self.model]
-        graph = md.graph_of(model, md.Run(jnp.dtype("bfloat16"), platform=platform(self.device)))
+        graph = md.graph_of(
+            model, md.Compute(jnp.dtype("bfloat16"), platform=platform(self.device))
+        )
         params = checkpoints.stored_shapes(
-            md, md.param_shapes(model), jnp.bfloat16, inference.bits_of(self)
+            md, md.param_shapes(model), jnp.bfloat16, checkpoints.bits_of(self)
         )
         if mesh.size == 1:
             params = jax.eval_shape(
@@ -974,7 +975,7 @@ class Generate:
     def lowered(self, name):
         """One of STEPS, or a pass over so many slots with the cache of sample_block.py, traced."""
         mesh = self.mesh()
-        with inference.mesh_context(mesh if mesh.size > 1 else None):
+        with checkpoints.mesh_context(mesh if mesh.size > 1 else None):
             if isinstance(name, tuple):
                 return self.block_pass(mesh, *name)
             return lowered_step(name, mesh, *self.program(mesh, cached=name != "canvas"))
@@ -1014,7 +1015,7 @@ class Generate:
         # no step is faster than its FLOPs at the peak, nor than one pass over the weights
         chip, bits, mesh, model = (
             place(self.device)[0],
-            inference.bits_of(self),
+            checkpoints.bits_of(self),
             self.mesh(),
             md.CONFIGS[self.model],
         )
@@ -1114,7 +1115,7 @@ class Drafts:
         return jax.jit(step, donate_argnums=1).lower(*inputs)
 
     def rows(self):
-        kind = f"int{bits}" if (bits := inference.bits_of(self)) else "bfloat16"
+        kind = f"int{bits}" if (bits := checkpoints.bits_of(self)) else "bfloat16"
         what = (
             f"{self.draft} drafts in {self.draft_steps} passes" if self.draft else "token by token"
         )

@@ -77,7 +77,7 @@ def prepare(cfg, out):
     """The tasks; under `out` their world, and the Dream of blocks, trained from the other one."""
     world, rows, blocks = out / "world", out / "rows", out / "blocks"
     runs.script(
-        "tinypython.py",
+        "extra/tinypython.py",
         "--splits=composed",
         "--formats=pairs",
         f"--tasks={cfg.tasks}",

@@ -37,10 +37,10 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import canvas
+import checkpoints
 import diffusion
-import inference
 import model_dream as md
+import prompts
 import runs
 import sample_block
 import sample_dream
@@ -138,16 +138,16 @@ class Unmask(TemplateLM):
             greedy,
         )
         settings = {"dtype": dtype, "bits": bits, "rows": self.batch_size}
-        self.model, _, self.mesh = inference.load_for_inference(md, ckpt, **settings)
+        self.model, _, self.mesh = checkpoints.load_for_inference(md, ckpt, **settings)
         self.ckpt, cfg = ckpt, self.model.cfg
         self.tokenizer, self.wrap = (
             sample_dream.load_tokenizer(ckpt, cfg),
-            canvas.chat_template(runs.as_path(ckpt)),
+            prompts.chat_template(runs.as_path(ckpt)),
         )
         self.max_length, self.max_new = max_length or min(cfg.positions, 4096), max_new
         ends = {
             cfg.eos_id,
-            canvas.turn_end(self.tokenizer),
+            prompts.turn_end(self.tokenizer),
             self.tokenizer.token_to_id("<|endoftext|>"),
         }
         ends -= {None, cfg.expand_id}
@@ -171,7 +171,7 @@ class Unmask(TemplateLM):
             )
         self.graph, self.params = nnx.split(self.model)
         if self.likelihood == "ar":
-            self.graph = md.graph_of(dataclasses.replace(cfg, block_length=1), self.model.run)
+            self.graph = md.graph_of(dataclasses.replace(cfg, block_length=1), self.model.compute)
         self.key, self.rng = jax.random.key(seed), np.random.default_rng(seed)
         drawn = self.likelihood in ("bound", "llada")
         print(
@@ -225,7 +225,7 @@ class Unmask(TemplateLM):
             for context, answer in pairs
         ]
         found = []
-        with inference.mesh_context(self.mesh):
+        with checkpoints.mesh_context(self.mesh):
             for i in range(0, len(pairs), self.batch_size):
                 batch = pairs[i : i + self.batch_size]
                 drawn = self.likelihood in ("bound", "llada")
@@ -322,7 +322,7 @@ class Unmask(TemplateLM):
         rows = []
         for i in range(0, len(prompts), self.batch_size):
             batch, key = prompts[i : i + self.batch_size], jax.random.fold_in(self.key, i)
-            with inference.mesh_context(self.mesh):
+            with checkpoints.mesh_context(self.mesh):
                 rows += self.sampler.generate(self.model, batch, new, rule, key, **shape)[0]
         return [row[len(ids) :] for row, ids in zip(rows, prompts, strict=True)]
 

@@ -96,7 +96,7 @@ def server(cfg):
     """(process, address) of serve.py."""
     flags = f"--model={cfg.model} --ckpt={cfg.ckpt} --batch_size={cfg.batch_size} --port=0 --queue=128 --warm".split()
     with subprocess.Popen(
-        [sys.executable, "serve.py", *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "extra/serve.py", *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
             yield process, process.stdout.readline().strip()

@@ -84,7 +84,7 @@ def prepare(cfg, recipe, data):
     source = {"stories": ["text", cfg.text], "code": ["python"]}.get(cfg.track)
     if not source:
         world = f"{cfg.out}/world"
-        runs.script("tinypython.py", "--n=200000", f"--out={world}")
+        runs.script("extra/tinypython.py", "--n=200000", f"--out={world}")
         source = ["python", "--roots", f"{world}/train.jsonl", "--column=content"]
         source = ["pairs", f"{world}/pairs.jsonl"] if cfg.family == "dream" else source
     runs.script("data_prep.py", *source, f"--out={data}", *shlex.split(cfg.data or DATA[recipe]))

@@ -47,7 +47,7 @@ if (
 os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "extra")]
 ON_A_JETSON = "export_jetson", "inference_jetson", "kernels", "golden_kernels", "model_mdlm"
 if not importlib.util.find_spec("jax"):
     collect_ignore = [
@@ -396,7 +396,7 @@ def from_hf(folder, dtype=None, run=None):
     arrays, stored = convert_weights.open_safetensors(checkpoint, dtype)
     dtype = jax.numpy.dtype(dtype or stored)
     params = {name: jax.numpy.array(array, dtype) for name, array in arrays.items()}
-    graph = model_dream.graph_of(checkpoint.cfg, run or model_dream.Run(dtype=dtype))
+    graph = model_dream.graph_of(checkpoint.cfg, run or model_dream.Compute(dtype=dtype))
     return nnx.merge(graph, checkpoints.unflatten(params))
 
 

@@ -93,8 +93,8 @@ NUMBERS = {
         "seed": "-1",
     },
     "rl_tasks.py": {"heldout": "-1 2 nan inf", "max_prompt": "0 -1", "seed": "-1"},
-    "tinypython.py": {"n tasks": "0 -1", "seed": "-1"},
-    "serve.py": {"port": "-1 70000", "batch_size queue grace": "0 -1"},
+    "extra/tinypython.py": {"n tasks": "0 -1", "seed": "-1"},
+    "extra/serve.py": {"port": "-1 70000", "batch_size queue grace": "0 -1"},
     "generate.py": {
         "temperature alg_temp entropy_bound eos_penalty": "-1 nan inf",
         "threshold": "-0.5 1.5 nan",
@@ -168,7 +168,7 @@ READERS = {  # script: {flags with a file: kinds of file that it does not refuse
         "--task=mbpp --tasks_file={file} --samples={samples}": "",
         "--tasks_file={humaneval} --samples={file}": "",
     },
-    "fetch_pypi.py": {"{file}": "deep nul binary"},  # names of packages
+    "extra/fetch_pypi.py": {"{file}": "deep nul binary"},  # names of packages
 }
 
 
@@ -181,7 +181,7 @@ def files():
                 path = {"zero": "/dev/zero", "gone": "{files}/gone.txt"}.get(
                     kind, f"{{files}}/{kind}.txt"
                 )
-                if script == "fetch_pypi.py" and kind == "zero":
+                if script == "extra/fetch_pypi.py" and kind == "zero":
                     continue  # no name of a file there
                 part = path.rpartition("/")[2]
                 if (
@@ -435,11 +435,11 @@ SETTINGS = [  # what does not go together, or is not there
     ("benchmarks.py", "--task=humaneval --since=2024", "days of LiveCodeBench"),
     ("benchmarks.py", "--n=2 --temperature=0", "--temperature=0"),
     ("benchmarks.py", "--tasks_file={humaneval} --samples={empty}", "holds no samples"),
-    ("fetch_pypi.py", "top:0", "names no package"),
-    ("fetch_pypi.py", "a==b==c", "a==b==c"),
+    ("extra/fetch_pypi.py", "top:0", "names no package"),
+    ("extra/fetch_pypi.py", "a==b==c", "a==b==c"),
     ("rl_tasks.py", "--roots {empty} --out=out", "no task is left"),
     ("rl_tasks.py", "--roots {empty} --out=out --tokenizer={pairs}", "--tokenizer="),
-    ("serve.py", "--api_key=sk-mine", "names an environment variable"),
+    ("extra/serve.py", "--api_key=sk-mine", "names an environment variable"),
     ("convert_weights.py", "--source={hub} --out={dream}", "exists"),
     ("convert_weights.py", "--source={files} --out=out", "config.json"),
     ("export_jetson.py", "--ckpt={files} --out=out", "holds no"),

@@ -17,10 +17,10 @@ import tokenizers
 from conftest import AS_A_USER, ROOT, run
 from flax import nnx
 
-import canvas
 import checkpoints
 import generate
 import model_dream as md
+import prompts
 import sample_dream
 import train_dream
 import train_tpu
@@ -629,7 +629,7 @@ def test_dreams_programs_are_those_of_the_command_line(flags, monkeypatch, tmp_p
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}))
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    model = nnx.merge(md.graph_of(cfg, md.Run()), md.new_params(cfg, 0))
+    model = nnx.merge(md.graph_of(cfg, md.Compute()), md.new_params(cfg, 0))
     checkpoints.save(md, tmp_path / "model", model, [tmp_path / "tokenizer.json"])
     settings = {"ckpt": str(tmp_path / "model"), "prompt": "a", "dtype": "bfloat16", "devices": 1}
     settings = generate.Config(model="dream", dream=generate.DreamFlags(**flags), **settings)
@@ -641,7 +641,7 @@ def test_dreams_programs_are_those_of_the_command_line(flags, monkeypatch, tmp_p
 
     monkeypatch.setattr(sample_dream, "fill_block", stop)
     writer.streams = False
-    blank = canvas.Canvas("", "", [cfg.bos_id] + [cfg.mask_id] * 95, 0, None)
+    blank = prompts.Canvas("", "", [cfg.bos_id] + [cfg.mask_id] * 95, 0, None)
     with pytest.raises(InterruptedError):
         writer.fill([blank], {"rows": 1, "widths": (96,)})
     want, static = calls[0]

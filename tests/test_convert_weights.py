@@ -152,7 +152,7 @@ def test_there_and_back_every_byte_is_equal(tmp_path, dtype, tie):
         tmp_path / "hub" / "tokenizer.json"
     ).read_bytes()
     for model in (checkpoints.load(dream, tmp_path / "orbax")[0], from_hf(back)):
-        assert model.run.dtype == dtype
+        assert model.compute.dtype == dtype
         for name, array in params_of(model).items():
             assert same(array, tensors[convert.hf_name(name)])
 
@@ -160,7 +160,7 @@ def test_there_and_back_every_byte_is_equal(tmp_path, dtype, tie):
 def test_one_file_loads_without_an_index_and_in_another_dtype(tmp_path):
     tensors = write_hub_folder(tmp_path / "hub", shards=1)
     model = from_hf(tmp_path / "hub", np.float32)
-    assert model.run.dtype == np.float32
+    assert model.compute.dtype == np.float32
     all_same(
         params_of(model),
         {name: tensors[convert.hf_name(name)].astype(np.float32) for name in params_of(model)},
@@ -410,7 +410,7 @@ def arrays_of(folder):
 
 def test_a_model_that_the_library_saved_goes_to_the_hub_in_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(convert, "CHUNK_BYTES", 5000)  # every matrix comes in several blocks
-    model = nnx.merge(dream.graph_of(SMALL, dream.Run()), random_params(dream, SMALL))
+    model = nnx.merge(dream.graph_of(SMALL, dream.Compute()), random_params(dream, SMALL))
     want = params_of(model)
     # all arrays in the files of one database, compressed
     checkpoints.save(dream, tmp_path / "orbax", model)

@@ -71,7 +71,7 @@ def tiny(cfg=TINY, matrix=0.1):
 
 
 def model_of(params, cfg=TINY):
-    return nnx.merge(dream.graph_of(cfg, dream.Run(jnp.float32)), params)
+    return nnx.merge(dream.graph_of(cfg, dream.Compute(jnp.float32)), params)
 
 
 @jax.jit
@@ -892,7 +892,7 @@ def test_gradients_of_micro_batches_are_added_and_an_update_takes_their_mean():
     halves = [
         {name: x if name == "first" else x[i : i + 2] for name, x in batch.items()} for i in (0, 2)
     ]
-    graph = dream.graph_of(TINY, dream.Run(jnp.float32))
+    graph = dream.graph_of(TINY, dream.Compute(jnp.float32))
     _, gradients, update = grpo.make_programs(graph, optimizer, TINY.mask_id)
     zero = functools.partial(jax.tree.map, jnp.zeros_like, params)  # given away, so one for each
     first, metrics = gradients(params, {}, zero(), halves[0])
@@ -1436,7 +1436,7 @@ def test_lora_beside_few_bits_has_the_gradients_of_lora_beside_the_matrices_that
         "first": jnp.asarray(True),
     }
     batch |= {name: jnp.zeros(batch["counted_BC"].shape) for name in ("old_BC", "ref_BC")}
-    graph = dream.graph_of(TINY, dream.Run(remat="full"))
+    graph = dream.graph_of(TINY, dream.Compute(remat="full"))
     _, gradients, _ = grpo.make_programs(graph, grpo.make_optimizer(1e-3), TINY.mask_id)
     got, want = (
         checkpoints.flatten(

@@ -41,7 +41,7 @@ def params(golden_dir):
 def built(params, **changes):
     """The model with other settings of its architecture."""
     cfg, weights = params
-    return nnx.merge(md.graph_of(dataclasses.replace(cfg, **changes), md.Run()), weights)
+    return nnx.merge(md.graph_of(dataclasses.replace(cfg, **changes), md.Compute()), weights)
 
 
 def positions(segment_BL):
@@ -123,7 +123,7 @@ def noisy_nll(model, token_BL, mask_BL, segment_BL, position_BL, block):
     """
     noised_BL = jnp.where(mask_BL, model.cfg.mask_id, token_BL)
     unshifted = nnx.merge(
-        md.graph_of(dataclasses.replace(model.cfg, shift=False), model.run), nnx.state(model)
+        md.graph_of(dataclasses.replace(model.cfg, shift=False), model.compute), nnx.state(model)
     )
     hidden_BLD = unshifted.predicting(noised_BL, token_BL, segment_BL, position_BL, block)
     before_BLD = jnp.roll(hidden_BLD, 1, 1)

@@ -88,7 +88,7 @@ def test_logits_are_made_only_where_they_are_asked_for(model, forward):
 
 def test_hidden_states_after_every_layer(model, forward):
     # one program for all layers
-    apply_layer = jax.jit(lambda layer, *inputs: layer(*inputs, model.run)[0])
+    apply_layer = jax.jit(lambda layer, *inputs: layer(*inputs, model.compute)[0])
     cases = {name.split(".hidden.")[0] for name in forward if ".hidden." in name}
     assert cases
     for case in cases:
@@ -277,7 +277,7 @@ def test_a_case_of_each_kind_unpadded_in_small_chunks(golden_dir):
     case's own.
     """
     golden = json.loads((golden_dir("dream") / "generate.json").read_text())
-    model, seen = from_hf(golden_dir("dream"), run=md.Run(head_positions=3, block=4)), set()
+    model, seen = from_hf(golden_dir("dream"), run=md.Compute(head_positions=3, block=4)), set()
     for case in golden["cases"]:
         kind = case["sampler"], case["settings"]["alg"], case["settings"].get("dual_cache")
         if kind not in seen:

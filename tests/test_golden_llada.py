@@ -11,9 +11,9 @@ import pytest
 from conftest import from_hf
 from safetensors.numpy import load_file
 
-import canvas
 import diffusion
 import model_dream as md
+import prompts
 import sample_dream as sd
 
 pytestmark = [pytest.mark.golden, pytest.mark.usefixtures("exact_matmuls")]
@@ -91,7 +91,7 @@ def test_hidden_states_after_every_layer(model, forward):
         x_BLD = model.lookup(token_BL)
         for i in range(model.cfg.layers):
             close(x_BLD, forward[f"{case}.hidden.{i}"], f"{case} {i}")
-            x_BLD, _ = model.layers[str(i)](x_BLD, rope, None, model.run)
+            x_BLD, _ = model.layers[str(i)](x_BLD, rope, None, model.compute)
         close(hidden_of(model, token_BL)[0], forward[f"{case}.hidden.{model.cfg.layers}"], case)
 
 
@@ -311,7 +311,7 @@ def test_the_chat_template_renders_every_conversation(folder, tmp_path):
     chat = json.loads((folder / "chat.json").read_text())
     keys = {name: chat[name] for name in ("chat_template", "bos_token", "eos_token", "pad_token")}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(keys))
-    wrap = canvas.chat_template(tmp_path)
+    wrap = prompts.chat_template(tmp_path)
     # as generate.py asks
     cases = [case for case in chat["cases"] if case["messages"][-1]["role"] == "user"]
     assert cases

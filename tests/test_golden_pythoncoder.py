@@ -172,7 +172,7 @@ def test_whole_model_logits_losses_and_gradients(golden_dir, remat, monkeypatch)
         params = tiny_params(arrays, cfg)
         b = settings["base"] | variant["config"]
         graph = pc.graph_of(
-            cfg, pc.Run(remat=remat, block=7, loss_tokens=8, yarn=b["yarn_factor"] > 1)
+            cfg, pc.Compute(remat=remat, block=7, loss_tokens=8, yarn=b["yarn_factor"] > 1)
         )
         monkeypatch.setattr(pc, "attention", functools.partial(attention, cap=b["attn_cap"]))
         monkeypatch.setattr(
@@ -236,7 +236,7 @@ def test_greedy_text_with_and_without_the_draft_head(golden_dir, speculate, monk
     assert settings["base"]["yarn_factor"] == 1
     # the golden runs past yarn_original
     cfg = dataclasses.replace(tiny_config(settings["base"], {}), positions=4096)
-    model = nnx.merge(pc.graph_of(cfg, pc.Run()), tiny_params(arrays, cfg))
+    model = nnx.merge(pc.graph_of(cfg, pc.Compute()), tiny_params(arrays, cfg))
     # always n rows: one compiled program
     rule, n = pc.Sampling(speculate=speculate), len(settings["greedy"])
     for case in settings["greedy"]:

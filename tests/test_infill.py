@@ -164,7 +164,7 @@ def new_model(likely, strength=9.0):
         "embed_tokens": jnp.asarray(embed),
         "lm_head": jnp.asarray(head),
     }
-    return nnx.merge(md.graph_of(cfg, md.Run()), params)
+    return nnx.merge(md.graph_of(cfg, md.Compute()), params)
 
 
 def test_the_score_of_a_hole_is_its_likelihood_from_left_to_right(tokenizer):

@@ -14,7 +14,6 @@ from flax import nnx
 
 import checkpoints
 import diffusion
-import inference
 import model_dream as md
 import sample_dream as sd
 
@@ -56,7 +55,7 @@ def params_of(cfg, seed=0):
 
 
 def build(cfg=TINY, seed=0, **run):
-    return nnx.merge(md.graph_of(cfg, md.Run(**run)), params_of(cfg, seed))
+    return nnx.merge(md.graph_of(cfg, md.Compute(**run)), params_of(cfg, seed))
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +180,7 @@ def test_eight_devices_give_the_logits_of_one(model, shape):
     split = jax.device_put(params, md.shardings(mesh, params))
     assert split["layers"]["0"]["gate_proj"].sharding.spec == jax.P("tensor", "fsdp")
     assert len(split["layers"]["0"]["gate_proj"].addressable_shards[0].data) == TINY.ffn // shape[2]
-    spread = nnx.merge(md.graph_of(TINY, md.Run()), split)
+    spread = nnx.merge(md.graph_of(TINY, md.Compute()), split)
     token_BL = tokens(8, 10)
     want = apply(model, token_BL)
     with jax.set_mesh(mesh):
@@ -212,7 +211,7 @@ def test_the_gpus_attention_is_the_plain_one(shape, gradient):
     mesh = shape and jax.make_mesh(
         shape, ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Auto,) * 3
     )
-    with inference.mesh_context(mesh):
+    with checkpoints.mesh_context(mesh):
         got = outputs(
             jax.jit(md.attention_gpu, static_argnames="interpret"),
             segment_BL=segment_BL,
@@ -237,7 +236,7 @@ def test_attention_is_a_kernel_on_the_gpus_it_was_compiled_for():
         ),
         ("", jnp.bfloat16, False),
     ):
-        assert md.Run(dtype, platform=platform).fused == fused, platform
+        assert md.Compute(dtype, platform=platform).fused == fused, platform
 
 
 # ---- configuration and files ---------------------------------------------------------------------------------------
@@ -335,7 +334,7 @@ def test_a_saved_model_loads_bit_for_bit_also_onto_a_mesh(tmp_path):
         (2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
     )
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params_of(TINY))
-    model = nnx.merge(md.graph_of(TINY, md.Run()), params)
+    model = nnx.merge(md.graph_of(TINY, md.Compute()), params)
     (tmp_path / "tokenizer.json").write_text("{}")
     checkpoints.save(md, tmp_path / "ckpt", model, files=[tmp_path / "tokenizer.json"])
     assert {p.name for p in (tmp_path / "ckpt").iterdir()} == {
@@ -483,7 +482,7 @@ def test_quantised_logits_are_those_of_the_matrices_that_the_numbers_stand_for(b
     same = jax.tree.map(dense, narrow, is_leaf=lambda x: isinstance(x, md.Int8 | md.Int4))
     token_BL = tokens(2, 14)
     got, want, full = (
-        np.asarray(apply(nnx.merge(md.graph_of(cfg, md.Run()), params), token_BL))
+        np.asarray(apply(nnx.merge(md.graph_of(cfg, md.Compute()), params), token_BL))
         for params in (narrow, same, params_of(cfg))
     )
     assert np.abs(got - want).max() < 2e-5 * np.abs(want).max()
@@ -496,7 +495,8 @@ def test_quantised_logits_are_those_of_the_matrices_that_the_numbers_stand_for(b
 def test_a_tpu_multiplies_in_another_order_and_has_the_same_logits(bits):
     params = quantised(params_of(SHALLOW), bits=bits) if bits else params_of(SHALLOW)
     cpu, tpu = (
-        nnx.merge(md.graph_of(SHALLOW, md.Run(platform=name)), params) for name in ("cpu", "tpu")
+        nnx.merge(md.graph_of(SHALLOW, md.Compute(platform=name)), params)
+        for name in ("cpu", "tpu")
     )
     for shape in ((1, 1), (2, 7)):
         want = np.asarray(apply(cpu, tokens(*shape)))
@@ -513,7 +513,8 @@ def test_joined_matrices_give_the_same_states(bits):
     cfg = dataclasses.replace(SHALLOW, ffn=128)
     params = quantised(params_of(cfg), bits=bits) if bits else params_of(cfg)
     alone, joined = (
-        nnx.merge(md.graph_of(cfg, md.Run()), jax.tree.map(jnp.asarray, params)) for _ in range(2)
+        nnx.merge(md.graph_of(cfg, md.Compute()), jax.tree.map(jnp.asarray, params))
+        for _ in range(2)
     )
     layer = md.join(joined).layers["0"]
     rows = [
@@ -537,7 +538,7 @@ def test_joined_matrices_give_the_same_states(bits):
 def test_quantised_checkpoints_load_layer_by_layer_also_onto_a_mesh(tmp_path, bits):
     cfg = dataclasses.replace(TINY, ffn=128)  # two groups of 64
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params_of(cfg))
-    checkpoints.save(md, tmp_path / "ckpt", nnx.merge(md.graph_of(cfg, md.Run()), params))
+    checkpoints.save(md, tmp_path / "ckpt", nnx.merge(md.graph_of(cfg, md.Compute()), params))
     model = checkpoints.load(md, tmp_path / "ckpt", dtype=jnp.float32, bits=bits)[0]
     want, got = (
         checkpoints.flatten(x)
@@ -551,7 +552,7 @@ def test_quantised_checkpoints_load_layer_by_layer_also_onto_a_mesh(tmp_path, bi
         (2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
     )
     like = {"dtype": "float32", "bits": bits}
-    needed = inference.bytes_needed(
+    needed = checkpoints.bytes_needed(
         md, cfg, checkpoints.inference_mesh(cfg, jax.devices()[:1], 1), "bfloat16", **like
     )
     kept, layer = (
@@ -588,7 +589,7 @@ def test_7b_takes_half_of_16_gb_in_int8_and_of_8_gb_five_in_int4():
     # memory
     mesh = checkpoints.inference_mesh(cfg, jax.devices()[:1], 1)
     assert (
-        inference.bytes_needed(md, cfg, mesh, "bfloat16", "bfloat16", 4)
+        checkpoints.bytes_needed(md, cfg, mesh, "bfloat16", "bfloat16", 4)
         == size(4) + 2 * parts["embed_tokens"]
         < 0.75 * 2**33
     )
@@ -657,7 +658,7 @@ def batch_of_four():
 
 def bound_and_gradient(**run):
     """A compiled function of parameters: the bound of batch_of_four and its gradient."""
-    graph, batch = md.graph_of(SHALLOW, md.Run(**run)), batch_of_four()
+    graph, batch = md.graph_of(SHALLOW, md.Compute(**run)), batch_of_four()
     return jax.jit(jax.value_and_grad(lambda params: nnx.merge(graph, params).nelbo(*batch)))
 
 
@@ -725,7 +726,7 @@ def test_the_gradient_on_a_mesh_of_eight_devices_is_that_of_one(plain):
 
 def test_the_bound_of_uniform_logits_is_the_logarithm_of_the_vocabulary_without_mask():
     params = params_of(SHALLOW) | {"lm_head": jnp.zeros((TINY.vocab, TINY.width))}
-    model, token_BL = nnx.merge(md.graph_of(SHALLOW, md.Run()), params), tokens(2, 20)
+    model, token_BL = nnx.merge(md.graph_of(SHALLOW, md.Compute()), params), tokens(2, 20)
     (t_BL, u_BL), in_BL = noised(), SEGMENT_BL > 0
     want = float(np.log(TINY.vocab - 1) * (in_BL * (u_BL < t_BL) / t_BL).sum())
     assert float(bound(model, token_BL, SEGMENT_BL, POSITION_BL, t_BL, u_BL)) == pytest.approx(
@@ -735,7 +736,7 @@ def test_the_bound_of_uniform_logits_is_the_logarithm_of_the_vocabulary_without_
 
 def test_the_gpu_kernel_is_left_alone_where_more_than_documents_decides_who_sees_whom():
     model = nnx.eval_shape(
-        lambda: md.Dream(SHALLOW, nnx.Rngs(0), md.Run(jnp.bfloat16, platform="gpu 8.9"))
+        lambda: md.Dream(SHALLOW, nnx.Rngs(0), md.Compute(jnp.bfloat16, platform="gpu 8.9"))
     )
     place, hidden = (
         diffusion.Place(SEGMENT_BL),

@@ -36,7 +36,7 @@ def new_params(cfg):
 def build(cfg, **run):
     """A model whose weights are large enough for every part to matter."""
     params = jax.tree.map(lambda x: x * 5 if x.ndim > 2 else x, new_params(cfg))
-    return nnx.merge(pc.graph_of(cfg, pc.Run(**run)), params)
+    return nnx.merge(pc.graph_of(cfg, pc.Compute(**run)), params)
 
 
 @jax.jit
@@ -80,7 +80,7 @@ def test_new_matrices_have_the_size_that_their_form_says(init_std):
         std /= np.sqrt(2 * N) if name in ("layers.wo", "layers.w_down") else 1
         assert np.std(params[name]) == pytest.approx(std, rel=0.08), name
     size = np.std(
-        nnx.merge(pc.graph_of(cfg, pc.Run()), new_params(cfg)).lookup(tokens((8, 64), 512))
+        nnx.merge(pc.graph_of(cfg, pc.Compute()), new_params(cfg)).lookup(tokens((8, 64), 512))
     )
     assert size == pytest.approx(1 if init_std == "fan_in" else 0.02, rel=0.08)
 
@@ -249,7 +249,7 @@ def test_eight_devices_give_the_losses_and_gradients_of_one(tensor, remat):
     segment_BL = jnp.asarray(np.sort(np.random.default_rng(0).integers(1, 4, (8, 32)), 1))
     position_BL = jnp.broadcast_to(jnp.arange(32), (8, 32))
     graph, key = (
-        pc.graph_of(cfg, pc.Run(dropout=0.1, remat=remat, loss_tokens=16)),
+        pc.graph_of(cfg, pc.Compute(dropout=0.1, remat=remat, loss_tokens=16)),
         jax.random.key(3),
     )
 

@@ -223,7 +223,7 @@ def test_peft_loads_our_adapters_and_merges_them_into_what_we_merge(tmp_path):
         got = adapted(torch.from_numpy(np.array(token_BL))).logits.numpy()
     np.testing.assert_allclose(
         got,
-        apply(nnx.merge(md.graph_of(TINY, md.Run()), md.assemble(base, trained)), token_BL),
+        apply(nnx.merge(md.graph_of(TINY, md.Compute()), md.assemble(base, trained)), token_BL),
         atol=1e-4,
     )
     adapted.save_pretrained(tmp_path / "theirs")
@@ -536,7 +536,7 @@ def test_lm_eval_scores_a_dream_on_its_own_tasks(changes, flags, kind, code_rows
     cfg = dataclasses.replace(
         TINY, vocab=640, mask_id=639, pad_id=0, bos_id=0, eos_id=0, positions=512, **changes
     )
-    model = nnx.merge(md.graph_of(cfg, md.Run()), params_of(cfg))
+    model = nnx.merge(md.graph_of(cfg, md.Compute()), params_of(cfg))
     checkpoints.save(md, tmp_path / "dream", model, [code_rows / "tokenizer.json"])
     for name, rows in LOCAL.items():  # lm-eval's own definitions, on rows that need no hub
         task, file = name.split("/")[1], tmp_path / f"{name.split('/')[1]}.jsonl"

@@ -15,11 +15,11 @@ from conftest import ROOT, refused_by, run
 from flax import nnx
 
 import benchmarks
-import canvas
 import checkpoints
 import generate
 import infill
 import model_dream
+import prompts
 import repair
 import runs
 import sample_dream
@@ -257,7 +257,8 @@ def test_what_cannot_be_repaired_is_refused_in_one_line(flags, part):
 def test_a_hole_that_grows_is_filled_token_by_token_whatever_the_rule(read):
     cfg = dataclasses.replace(read.model.cfg, expand_id=1100)
     grows = infill.Reader(
-        nnx.merge(model_dream.graph_of(cfg, read.model.run), nnx.state(read.model)), read.tokenizer
+        nnx.merge(model_dream.graph_of(cfg, read.model.compute), nnx.state(read.model)),
+        read.tokenizer,
     )
     ids = {"vocab": read.tokenizer.get_vocab_size(), "eos_ids": (cfg.eos_id,)}
     rule = sample_dream.Sampling(entropy_bound=0.1, eos_penalty=3.0, late_eos="confidence", **ids)
@@ -270,7 +271,8 @@ def test_a_hole_that_grows_is_filled_token_by_token_whatever_the_rule(read):
 def test_a_hole_in_a_text_that_fills_all_positions_is_filled(read):
     cfg = dataclasses.replace(read.model.cfg, positions=64)
     short = infill.Reader(
-        nnx.merge(model_dream.graph_of(cfg, read.model.run), nnx.state(read.model)), read.tokenizer
+        nnx.merge(model_dream.graph_of(cfg, read.model.compute), nnx.state(read.model)),
+        read.tokenizer,
     )
     rule = sample_dream.Sampling(
         threshold=0.9, vocab=read.tokenizer.get_vocab_size(), eos_ids=(cfg.eos_id,)
@@ -318,5 +320,5 @@ def test_benchmarks_repair_what_fails_the_examples_and_count_the_rounds(tmp_path
 
 
 def test_the_examples_are_those_of_canvas():
-    (example,) = canvas.examples(PROMPT)
+    (example,) = prompts.examples(PROMPT)
     assert repair.judge([PROMPT + "    return 2\n"], [[example[2]]]) == [[(False, "2")]]

@@ -248,29 +248,29 @@ def test_checkpoints_are_found_in_order_and_unfinished_ones_are_not(tmp_path):
 
 def test_two_runs_do_not_write_to_one_folder(tmp_path):
     cfg = Config(str(tmp_path / "run"))
-    with runs.Run(cfg):
-        with pytest.raises(BlockingIOError, match="another process is writing"), runs.Run(cfg):
+    with runs.Folder(cfg):
+        with pytest.raises(BlockingIOError, match="another process is writing"), runs.Folder(cfg):
             pass
-        with runs.Run(cfg, rank=1):  # another process of the same run
+        with runs.Folder(cfg, rank=1):  # another process of the same run
             pass
-    with runs.Run(cfg):
+    with runs.Folder(cfg):
         pass
     (tmp_path / "run" / "checkpoints" / "1").mkdir(parents=True)
     # a run that goes on in a folder of its own, started twice
     for resume in "", str(tmp_path / "other"):
         with (
             pytest.raises(FileExistsError, match="--resume"),
-            runs.Run(dataclasses.replace(cfg, resume=resume)),
+            runs.Folder(dataclasses.replace(cfg, resume=resume)),
         ):
             pass
-    with runs.Run(dataclasses.replace(cfg, resume=str(tmp_path / "other" / ".." / "run"))):
+    with runs.Folder(dataclasses.replace(cfg, resume=str(tmp_path / "other" / ".." / "run"))):
         pass
     for name in ("meta.json", "bundle.json", "model.safetensors", "model.safetensors.index.json"):
         folder = tmp_path / f"of {name}"
         folder.mkdir()
         (folder / name).touch()
         with pytest.raises(FileExistsError, match=f"is no folder of a run, it holds {name}"):
-            with runs.Run(Config(str(folder))):
+            with runs.Folder(Config(str(folder))):
                 pass
 
 
@@ -280,7 +280,7 @@ def test_a_resumed_log_goes_on_after_the_checkpoint(tmp_path, capsys):
     # what a kill in the middle of a line leaves
     (tmp_path / "log.jsonl").write_text(rows + '{"step": 4, "lo')
     (tmp_path / "checkpoints" / "2").mkdir(parents=True)
-    with runs.Run(cfg) as run:
+    with runs.Folder(cfg) as run:
         run.begin(2, {"train": {}}, {"tokenizer.json": b"{}"})
         run.log({"step": 3, "loss": 1.23456, "tokens": 12345})
     assert capsys.readouterr().out == "step 3 | loss 1.235 | tokens 12,345\n"
@@ -293,7 +293,7 @@ def test_a_resumed_run_goes_on_with_the_samples_of_its_checkpoint(tmp_path):
     samples = [f"---- step {step}\ndef f(x):\r\n---- step by step \udcff\n" for step in (2, 4, 6)]
     (tmp_path / "samples.txt").write_bytes("".join(samples).encode(errors="surrogateescape"))
     (tmp_path / "checkpoints" / "4").mkdir(parents=True)
-    with runs.Run(Config(str(tmp_path), resume=str(tmp_path))) as run:
+    with runs.Folder(Config(str(tmp_path), resume=str(tmp_path))) as run:
         run.begin(4, {})
     kept = (tmp_path / "samples.txt").read_bytes()
     assert kept == "".join(samples[:2]).encode(errors="surrogateescape")
@@ -301,10 +301,10 @@ def test_a_resumed_run_goes_on_with_the_samples_of_its_checkpoint(tmp_path):
 
 def test_a_folder_without_a_checkpoint_begins_its_log_anew(tmp_path):
     (tmp_path / "b" / "checkpoints" / "1000").mkdir(parents=True)
-    with runs.Run(Config(str(tmp_path / "a"))) as run:  # killed before its first checkpoint
+    with runs.Folder(Config(str(tmp_path / "a"))) as run:  # killed before its first checkpoint
         run.begin(0, {})
         run.log({"step": 10})
-    with runs.Run(Config(str(tmp_path / "a"), resume=str(tmp_path / "b"))) as run:
+    with runs.Folder(Config(str(tmp_path / "a"), resume=str(tmp_path / "b"))) as run:
         run.begin(1000, {})
         run.log({"step": 1010})
     assert (tmp_path / "a" / "log.jsonl").read_text() == '{"step": 1010}\n'
@@ -317,14 +317,14 @@ def test_a_damaged_line_within_a_log_is_named_and_nothing_is_cut(tmp_path, line)
     log = b'{"step": 1}\n' + line + b'\n{"step": 3}\n'
     (tmp_path / "log.jsonl").write_bytes(log)
     with pytest.raises(ValueError, match=r"log.jsonl, line 2 is damaged: it is no row of a step"):
-        with runs.Run(Config(str(tmp_path), resume=str(tmp_path))) as run:
+        with runs.Folder(Config(str(tmp_path), resume=str(tmp_path))) as run:
             run.begin(2, {})
     assert (tmp_path / "log.jsonl").read_bytes() == log
 
 
 def test_a_signal_asks_the_run_to_stop_and_a_second_one_ends_it(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
-    with runs.Run(Config(str(tmp_path))) as run:
+    with runs.Folder(Config(str(tmp_path))) as run:
         run.begin(0, {})
         assert not run.signal
         signal.raise_signal(signal.SIGTERM)
@@ -343,7 +343,7 @@ def test_a_closed_terminal_asks_a_run_to_stop_but_not_under_nohup(tmp_path):
     try:
         for handler, name in ((signal.SIG_DFL, "SIGHUP"), (signal.SIG_IGN, "")):
             signal.signal(signal.SIGHUP, handler)
-            with runs.Run(Config(str(tmp_path))) as run:
+            with runs.Folder(Config(str(tmp_path))) as run:
                 run.begin(0, {})
                 signal.raise_signal(signal.SIGHUP)
                 assert run.signal == name
@@ -355,14 +355,14 @@ def test_a_closed_terminal_asks_a_run_to_stop_but_not_under_nohup(tmp_path):
 def test_a_closed_output_ends_no_run(tmp_path):
     # it raises again when it is left
     with contextlib.suppress(OSError), open("/dev/full", "w") as closed:
-        with runs.Run(Config(str(tmp_path))) as run, contextlib.redirect_stdout(closed):
+        with runs.Folder(Config(str(tmp_path))) as run, contextlib.redirect_stdout(closed):
             run.begin(0, {})
             run.log({"step": 1})
     assert json.loads((tmp_path / "log.jsonl").read_text()) == {"step": 1}
 
 
 def test_a_log_on_a_full_disk_is_named(tmp_path):
-    with runs.Run(Config(str(tmp_path))) as run:
+    with runs.Folder(Config(str(tmp_path))) as run:
         run.begin(0, {})
         (tmp_path / "log.jsonl").symlink_to("/dev/full")
         with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/log\.jsonl'"):
@@ -371,7 +371,7 @@ def test_a_log_on_a_full_disk_is_named(tmp_path):
 
 def test_a_signal_that_ends_a_compiler_too_is_one_line(tmp_path):
     def train():
-        with runs.Run(Config(str(tmp_path))) as run:
+        with runs.Folder(Config(str(tmp_path))) as run:
             run.begin(0, {})
             signal.raise_signal(signal.SIGINT)  # a Ctrl-C goes to both
             subprocess.run(["sh", "-c", "kill -INT $$"], check=True)
@@ -429,17 +429,17 @@ def test_a_run_that_lost_its_checkpoints_does_not_begin_anew(tmp_path):
     # killed right after its first checkpoint: nothing of ours ran behind it
     store.manager.wait_until_finished()
     assert checkpoints.Checkpoints(tmp_path).newest() == 1
-    with runs.Run(cfg):
+    with runs.Folder(cfg):
         pass
     shutil.rmtree(tmp_path / "checkpoints")
     for again in cfg, Config(str(tmp_path)):
         with (
             pytest.raises(FileNotFoundError, match=r"checkpoints of .* are gone; choose another"),
-            runs.Run(again),
+            runs.Folder(again),
         ):
             pass
     # stopped before its first one
-    with runs.Run(Config(str(tmp_path / "other"), resume=str(tmp_path / "other"))):
+    with runs.Folder(Config(str(tmp_path / "other"), resume=str(tmp_path / "other"))):
         pass
 
 
@@ -607,7 +607,7 @@ def test_a_resumed_run_goes_on_in_its_curve_of_wandb_and_a_new_one_begins_anothe
         monkeypatch.setenv(name, value)
     ids = []
     for name, resume in (("a", ""), ("a", str(tmp_path / "a")), ("b", "")):
-        with runs.Run(Config(str(tmp_path / name), resume, wandb="project")) as run:
+        with runs.Folder(Config(str(tmp_path / name), resume, wandb="project")) as run:
             run.begin(0, {"train": {}})
             ids.append(run.tracker.id)
             assert (tmp_path / name / "wandb_id").read_text() == ids[-1]

@@ -33,7 +33,7 @@ CFG = md.DreamConfig(
 @pytest.fixture(scope="module")
 def model():
     params = jax.tree.map(lambda x: 2 * x, md.new_params(CFG, 0))
-    return nnx.merge(md.graph_of(CFG, md.Run()), params)
+    return nnx.merge(md.graph_of(CFG, md.Compute()), params)
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_the_id_of_a_mask_that_grows_is_never_written(model):
     written = ids[0][3:]
     often = max(set(written) - {CFG.eos_id}, key=written.count)
     grows = nnx.merge(
-        md.graph_of(dataclasses.replace(CFG, expand_id=often), md.Run()), nnx.state(model)
+        md.graph_of(dataclasses.replace(CFG, expand_id=often), md.Compute()), nnx.state(model)
     )
     assert often not in sample_block.generate(grows, [[5, 6, 7]], 12)[0][0][3:]
 
@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_one_line(model):
         with pytest.raises(ValueError, match=part):
             sample_block.generate(model, prompts, 4)
     whole = nnx.merge(
-        md.graph_of(dataclasses.replace(CFG, block_length=0), md.Run()), nnx.state(model)
+        md.graph_of(dataclasses.replace(CFG, block_length=0), md.Compute()), nnx.state(model)
     )
     with pytest.raises(ValueError, match="the model has no blocks"):
         sample_block.generate(whole, [[5]], 4)
@@ -120,7 +120,7 @@ def test_a_mesh_splits_the_cache_and_writes_what_one_device_writes(model, monkey
     )
     params = nnx.to_pure_dict(nnx.state(model))
     spread = nnx.merge(
-        md.graph_of(CFG, md.Run()), jax.device_put(params, md.shardings(mesh, params))
+        md.graph_of(CFG, md.Compute()), jax.device_put(params, md.shardings(mesh, params))
     )
     caches, fill_block, prompts = [], sample_block.fill_block, [[5, 6, 7], [8]]
     want, _ = sample_block.generate(model, prompts, 12)

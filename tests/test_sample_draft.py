@@ -24,7 +24,7 @@ def model_of(shift):
     cfg = dataclasses.replace(cfg, shift=shift, causal=True, block_length=8)
     # sharper than at the start of training
     params = jax.tree.map(lambda x: 3 * x, md.new_params(cfg, 0))
-    return nnx.merge(md.graph_of(cfg, md.Run()), params)
+    return nnx.merge(md.graph_of(cfg, md.Compute()), params)
 
 
 @pytest.mark.usefixtures("exact_matmuls")
@@ -135,7 +135,7 @@ def test_an_end_token_ends_a_text_and_callers_see_it_grow():
 def test_what_cannot_be_written_is_refused(change, prompts, rule, message):
     model = model_of(True)
     model = nnx.merge(
-        md.graph_of(dataclasses.replace(model.cfg, **change), md.Run()), nnx.state(model)
+        md.graph_of(dataclasses.replace(model.cfg, **change), md.Compute()), nnx.state(model)
     )
     with pytest.raises(ValueError, match=message):
         sample_draft.generate(model, prompts, 40, sample_draft.Sampling(**rule))
@@ -151,7 +151,7 @@ def test_nemotron_s_autoregressive_and_self_speculated_texts_and_their_passes(go
     folder, checked = golden_dir("nemotron"), set()
     model = from_hf(folder, "float32")
     # theirs asks for no number
-    graph = md.graph_of(dataclasses.replace(model.cfg, positions=1 << 17), md.Run())
+    graph = md.graph_of(dataclasses.replace(model.cfg, positions=1 << 17), md.Compute())
     model = nnx.merge(graph, nnx.state(model))
     for case in json.loads((folder / "nemotron.json").read_text())["cases"]:
         settings = case["settings"]

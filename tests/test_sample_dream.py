@@ -30,7 +30,7 @@ class Table(nnx.Module):
     """
 
     def __init__(self, logits_LV):
-        self.cfg, self.run = dataclasses.replace(TINY, shift=False), md.Run()
+        self.cfg, self.run = dataclasses.replace(TINY, shift=False), md.Compute()
         self.table = nnx.Param(jnp.asarray(logits_LV, jnp.float32))
 
     def hidden(self, token_BL, position_BL=None, see_BM=None, cache=None, start=0):
@@ -688,7 +688,7 @@ def test_eight_devices_give_the_tokens_of_one(shallow, programs):
     )
     params = params_of(shallow.cfg)
     spread = nnx.merge(
-        md.graph_of(shallow.cfg, md.Run()), jax.device_put(params, md.shardings(mesh, params))
+        md.graph_of(shallow.cfg, md.Compute()), jax.device_put(params, md.shardings(mesh, params))
     )
     canvas_BL = masked(8, 6, 8)
     for rule in (sd.Sampling(steps=4), sd.Sampling(threshold=0.5, block_length=4, cache="dual")):

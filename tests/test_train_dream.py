@@ -188,7 +188,7 @@ def test_a_step_without_finite_gradient_changes_nothing():
     batch = {"token_ABL": row_11L, "segment_ABL": jnp.ones_like(row_11L), "position_ABL": row_11L}
     step = jax.jit(
         train_dream.make_step(
-            train_dream.Config(lr=0.1, steps=9), md.graph_of(TINY, md.Run()), optimizer
+            train_dream.Config(lr=0.1, steps=9), md.graph_of(TINY, md.Compute()), optimizer
         )
     )
     for size, finite in ((1.0, True), (3e38, False)):
@@ -225,7 +225,7 @@ def test_a_step_with_lora_changes_the_adapters_alone():
     optimizer = train_dream.make_optimizer(1.0, 0.5)
     state = {"params": adapters, "opt": jax.jit(optimizer.init)(adapters), "base": base}
     settings = train_dream.Config(lr=1e-2, steps=10, warmup=1)
-    step = jax.jit(train_dream.make_step(settings, md.graph_of(TINY, md.Run()), optimizer))
+    step = jax.jit(train_dream.make_step(settings, md.graph_of(TINY, md.Compute()), optimizer))
     new, metrics = step(state, random_batch(4, 16), 1)
     assert metrics["ok"]
     assert jax.tree.map(np.array_equal, new["base"], base) == jax.tree.map(lambda _: True, base)
@@ -249,7 +249,7 @@ def test_lora_beside_few_bits_has_the_gradients_of_lora_beside_the_matrices_that
         lambda x: x + 0.2 * rng.normal(size=x.shape).astype(np.float32), adapters
     )
     batch = random_batch(4, 16) | {"row_AB": jnp.arange(4)[None]}
-    graph, key = md.graph_of(TINY, md.Run(remat="qkvo")), jax.random.key(0)
+    graph, key = md.graph_of(TINY, md.Compute(remat="qkvo")), jax.random.key(0)
 
     def gradients(base):
         loss_fn = train_dream.loss_of_step(train_dream.Config(), graph, batch, key, 0, base)
@@ -276,7 +276,7 @@ def test_a_dream_learns_the_answers_to_eight_prompts_by_heart():
     )
     state = {"params": params, "opt": jax.jit(optimizer.init)(params)}
     settings = train_dream.Config(lr=1e-2, steps=1000, warmup=3)
-    step = jax.jit(train_dream.make_step(settings, md.graph_of(cfg, md.Run()), optimizer))
+    step = jax.jit(train_dream.make_step(settings, md.graph_of(cfg, md.Compute()), optimizer))
     batch, history = random_batch(8, 16, fixed=4), []
     for i in range(200):
         state, metrics = step(state, batch, i)
@@ -298,7 +298,7 @@ def test_a_step_on_eight_devices_has_the_loss_of_one(code_rows):
         columns = [jnp.asarray(x.reshape(-1, micro, 64)) for x in rows]
         batch = dict(zip(train_dream.COLUMNS, columns, strict=False))
         step = jax.jit(
-            train_dream.make_step(settings, md.graph_of(DREAM, md.Run(remat="qkvo")), optimizer)
+            train_dream.make_step(settings, md.graph_of(DREAM, md.Compute(remat="qkvo")), optimizer)
         )
         devices, auto = (
             np.array(jax.devices()[: np.prod(shape)]).reshape(shape),
@@ -324,7 +324,7 @@ def loss_in_blocks(params, batch, objective="diffusion", **settings):
     """The loss of the first step of TINY with these settings of blocks."""
     cfg = train_dream.Config(objective=objective, blocks=train_dream.Blocks(**settings))
     graph, micro = (
-        md.graph_of(train_dream.with_blocks(cfg, TINY), md.Run()),
+        md.graph_of(train_dream.with_blocks(cfg, TINY), md.Compute()),
         {k: x[0] for k, x in batch.items()},
     )
     loss_fn = train_dream.loss_of_step(cfg, graph, batch, jax.random.key(0), step=0, base={})
@@ -416,7 +416,7 @@ def test_the_loss_of_blocks_is_in_the_mean_their_exact_bound_whatever_the_estima
         jnp.tile(x, (B, 1)) for x in (jnp.array([1] * 7 + [2] * 4 + [0]), position_L)
     )
     model = nnx.merge(
-        md.graph_of(cfg, md.Run()), jax.tree.map(lambda x: 3 * x, md.new_params(cfg, 0))
+        md.graph_of(cfg, md.Compute()), jax.tree.map(lambda x: 3 * x, md.new_params(cfg, 0))
     )
     counted_BL = md.counted(segment_BL).at[:, :2].set(False)
     row = token_BL, segment_BL, position_BL
@@ -459,7 +459,7 @@ def test_a_causal_context_has_the_loss_of_blocks_behind_clean_text_and_that_of_t
         np.array([[3], [1]]),
     )
     counted_BL = (segment_BL > 0) & (position_BL > 0)
-    model = nnx.merge(md.graph_of(cfg, md.Run()), random_params(cfg, 0.4))
+    model = nnx.merge(md.graph_of(cfg, md.Compute()), random_params(cfg, 0.4))
     mask_BL = counted_BL & (u_BL < 0.5)
 
     @jax.jit
@@ -564,14 +564,14 @@ def test_a_run_ends_with_what_generate_needs(code_rows, unbroken, tmp_path):
 def test_sigterm_saves_and_resuming_equals_not_stopping_bit_for_bit(
     code_rows, unbroken, one_device, monkeypatch, tmp_path
 ):
-    out, log = tmp_path / "run", runs.Run.log
+    out, log = tmp_path / "run", runs.Folder.log
 
     def log_then_stop(run, row):
         log(run, row)
         if row["step"] == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(runs.Run, "log", log_then_stop)
+    monkeypatch.setattr(runs.Folder, "log", log_then_stop)
     with pytest.raises(InterruptedError, match="SIGTERM: saved step 3"):
         train_dream.main(config(code_rows, out))
     assert max(runs.saved_steps(out)) == 3
@@ -758,7 +758,9 @@ def save_start(folder, data):
         data / "tokenizer.json",
         *(folder.parent / name for name in ("tokenizer_config.json", "vocab.json")),
     ]
-    checkpoints.save(md, folder, nnx.merge(md.graph_of(cfg, md.Run()), params), files, source="a/b")
+    checkpoints.save(
+        md, folder, nnx.merge(md.graph_of(cfg, md.Compute()), params), files, source="a/b"
+    )
     return str(folder), cfg
 
 
@@ -773,7 +775,7 @@ def first_loss(cfg, folder, data):
         t_BL, u_BL = md.noise(
             jax.random.fold_in(jax.random.key(0), 0), 8, jnp.arange(8), segment_BL
         )
-        model = nnx.merge(md.graph_of(cfg, md.Run()), params)
+        model = nnx.merge(md.graph_of(cfg, md.Compute()), params)
         return model.nelbo(token_BL, segment_BL, position_BL, t_BL, u_BL, *fixed)
 
     return float(nats(params) / md.counted(segment_BL, *fixed).sum())
@@ -808,7 +810,7 @@ def test_a_dream_learns_holes_of_any_length_from_the_loss_of_init_and_says_with_
     # So does one from scratch, and an autoregressive one that is annealed; others do not learn such
     # holes.
     assert train_dream.Trainer(config(data, tmp_path / "a")).model.expand_id == cfg.expand_id
-    ar = nnx.merge(md.graph_of(cfg, md.Run()), random_params(cfg))
+    ar = nnx.merge(md.graph_of(cfg, md.Compute()), random_params(cfg))
     ar.cfg = dataclasses.replace(cfg, block_length=1, expand_id=-1)
     checkpoints.save(md, tmp_path / "ar", ar, [data / "tokenizer.json"])
     whole = config(data, tmp_path / "a", init=str(tmp_path / "ar"), anneal_steps=1)
@@ -1011,7 +1013,7 @@ def new_model(folder, data, size, **changes):
     cfg = dataclasses.replace(DREAM, width=16, ffn=16, mask_id=mask_id, eos_id=eos_id, **changes)
     params = random_params(cfg)
     model = nnx.merge(
-        md.graph_of(cfg, md.Run()), params | {"norm": jnp.full_like(params["norm"], size)}
+        md.graph_of(cfg, md.Compute()), params | {"norm": jnp.full_like(params["norm"], size)}
     )
     checkpoints.save(md, folder / "model", model, [folder / "tokenizer.json"])
     return folder / "model", model

@@ -602,14 +602,14 @@ def test_what_eval_only_says_of_bad_input(data, unbroken, tmp_path):
 def test_sigterm_saves_and_resuming_equals_not_stopping_bit_for_bit(
     data, unbroken, tmp_path, monkeypatch
 ):
-    out, log = tmp_path / "run", runs.Run.log
+    out, log = tmp_path / "run", runs.Folder.log
 
     def log_and_stop(self, row):
         log(self, row)
         if row["step"] == 6:
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(runs.Run, "log", log_and_stop)
+    monkeypatch.setattr(runs.Folder, "log", log_and_stop)
     with pytest.raises(InterruptedError, match="SIGTERM: saved step 7; go on with --resume="):
         train(data, out, **TWELVE)
     monkeypatch.undo()

@@ -150,7 +150,7 @@ def test_a_step_without_finite_gradient_changes_nothing():
     batch = {"token_ABL": row_11L, "segment_ABL": jnp.ones_like(row_11L), "position_ABL": row_11L}
     step = jax.jit(
         train_tpu.make_step(
-            train_tpu.Config(lr=0.1, steps=9), pc.graph_of(cfg, pc.Run()), optimizer
+            train_tpu.Config(lr=0.1, steps=9), pc.graph_of(cfg, pc.Compute()), optimizer
         )
     )
     for size, finite in ((1.0, True), (3e38, False)):
@@ -200,7 +200,7 @@ def test_thirty_steps_on_one_batch_learn_it_by_heart(code_rows, one_device, tmp_
     checkpoints.connect(cfg)
     trainer = train_tpu.Trainer(cfg)
     trainer.begin(checkpoints.Checkpoints(tmp_path / "run"))
-    graph = train_tpu.pc.graph_of(trainer.model, trainer.run)
+    graph = train_tpu.pc.graph_of(trainer.model, trainer.compute)
     step = train_tpu.lower_step(
         trainer.cfg, graph, trainer.optimizer, trainer.shapes, trainer.mesh
     ).compile()
@@ -232,7 +232,7 @@ def test_splitting_a_step_into_micro_batches_changes_nothing(code_rows):
         parts = [jnp.asarray(x.reshape(-1, micro, 64)) for x in rows]
         batch = dict(zip(("token_ABL", "segment_ABL", "position_ABL"), parts, strict=True))
         settings = train_tpu.Config(lr=1e-2, steps=10, warmup=1)
-        step = train_tpu.make_step(settings, pc.graph_of(cfg, pc.Run(dropout=0.1)), optimizer)
+        step = train_tpu.make_step(settings, pc.graph_of(cfg, pc.Compute(dropout=0.1)), optimizer)
         results.append(jax.jit(step)({"params": params, "opt": optimizer.init(params)}, batch, 1))
     (one, first), (many, second) = results
     assert float(first["loss"]) == pytest.approx(float(second["loss"]), rel=1e-5)
@@ -268,7 +268,7 @@ def test_gradients_of_many_micro_batches_meet_once_a_step():
         )
         optimizer = train_tpu.make_optimizer(1.0, 0.1)
         shapes = checkpoints.state_shapes(pc, model, optimizer, mesh)
-        graph = pc.graph_of(model, pc.Run(dropout=0.1))
+        graph = pc.graph_of(model, pc.Compute(dropout=0.1))
         step = train_tpu.lower_step(cfg, graph, optimizer, shapes, mesh).compile()
         text = step.as_text()
         bodies = set(re.findall(r"body=%?([\w.-]+)", text))
@@ -466,14 +466,14 @@ def test_a_run_prints_its_choices_and_leaves_what_generate_needs(unbroken):
 def test_sigterm_saves_and_resuming_equals_not_stopping_bit_for_bit(
     code_rows, unbroken, one_device, monkeypatch, tmp_path
 ):
-    out, log = tmp_path / "run", runs.Run.log
+    out, log = tmp_path / "run", runs.Folder.log
 
     def log_then_stop(run, row):
         log(run, row)
         if row["step"] == 6:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(runs.Run, "log", log_then_stop)
+    monkeypatch.setattr(runs.Folder, "log", log_then_stop)
     with pytest.raises(InterruptedError, match="SIGTERM: saved step 6"):
         train_tpu.main(config(code_rows, out))
     assert max(int(p.name) for p in (out / "checkpoints").iterdir()) == 6

@@ -1,12 +1,12 @@
 """Serve a model over HTTP: completions in OpenAI's form, filling in the middle, and a page that
 shows the denoising.
 
-    python serve.py                                # weights/dream, or weights/pythoncoder; open the address it prints
-    python serve.py --model=dream --ckpt=out/diffucoder --int8 --warm
+    python extra/serve.py                                # weights/dream, or weights/pythoncoder; open the address it prints
+    python extra/serve.py --model=dream --ckpt=out/diffucoder --int8 --warm
 
 /v1/models, /v1/completions, /v1/chat/completions and Mistral's /v1/fim/completions take what
 OpenAI's clients send, for a Dream also steps, threshold, entropy_bound and block_length. Requests
-join a running batch, see sample_rows.py.
+join a running batch, see batching.py.
 """
 
 import asyncio
@@ -24,9 +24,11 @@ import time
 import typing
 from pathlib import Path
 
-import canvas
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import batching
+
+import prompts
 import runs
-import sample_rows
 from runs import Count
 
 try:
@@ -70,7 +72,9 @@ def main(cfg):
         raise ValueError(
             "--api_key names an environment variable that holds the key, and that one is not set"
         )
-    weights = Path(__file__).with_name("weights")  # small trained models, a folder for each family
+    weights = (
+        Path(__file__).parents[1] / "weights"
+    )  # small trained models, a folder for each family
     family = cfg.model or ("dream" if (weights / "dream").is_dir() else "pythoncoder")
     folder = cfg.ckpt or str(weights / family)
     host, kind = (
@@ -78,9 +82,9 @@ def main(cfg):
     )
     # a port in use is told before the model is read
     socket.create_server((cfg.host, cfg.port), family=kind).close()
-    read = sample_rows.Dream if family == "dream" else sample_rows.PythonCoder
+    read = batching.Dream if family == "dream" else batching.PythonCoder
     model = read(folder, cfg.batch_size, bits=8 if cfg.int8 else 0, compile_cache=cfg.compile_cache)
-    (loop := sample_rows.Loop(model, cfg.queue, cfg.warm)).start()
+    (loop := batching.Loop(model, cfg.queue, cfg.warm)).start()
     # a step that has ended waits for the interpreter no longer than this
     sys.setswitchinterval(5e-4)
     how = {"log_level": "warning", "timeout_graceful_shutdown": cfg.grace, "lifespan": "off"}
@@ -95,7 +99,7 @@ def main(cfg):
         os._exit(0)
 
 
-MOST, TOP, SEEDS = (1, sample_rows.WIDTHS[-1]), (0, canvas.LIKELIEST), (-(1 << 63), (1 << 63) - 1)
+MOST, TOP, SEEDS = (1, batching.WIDTHS[-1]), (0, prompts.LIKELIEST), (-(1 << 63), (1 << 63) - 1)
 # fmt: off
 NUMBERS = {  # lowest and highest; a field whose limits are of type int is one
     "max_tokens": MOST, "max_completion_tokens": MOST, "steps": MOST, "block_length": MOST, "n": (1, 16),
@@ -212,7 +216,7 @@ def rows_of(ask, path, model, wake):
     page, mask = path == "/v1/canvas", getattr(model.model.cfg, "mask_id", -1)
     if "messages" in FORMS[path]:
         canvases = [
-            [*canvas.encode_messages(model.tokenizer, model.wrap, ask.get("messages")), None]
+            [*prompts.encode_messages(model.tokenizer, model.wrap, ask.get("messages")), None]
         ]
     elif "ids" in ask:
         canvases = [ids := ask["ids"]]
@@ -222,24 +226,24 @@ def rows_of(ask, path, model, wake):
                 400, "ids has to hold token ids, and null where the model generates", "ids"
             )
     else:
-        prompts = given if isinstance(given := ask.get("prompt", ""), list) else [given]
+        asked = given if isinstance(given := ask.get("prompt", ""), list) else [given]
         if (
-            not 1 <= len(prompts) <= 16
-            or not all(isinstance(x, str) for x in prompts)
-            or (page and prompts is given)
+            not 1 <= len(asked) <= 16
+            or not all(isinstance(x, str) for x in asked)
+            or (page and asked is given)
         ):
             raise Refusal(
                 400, f"prompt has to be a text{'' if page else ' or a list of 1 to 16'}", "prompt"
             )
         # what does not fit is refused below
-        texts = canvas.Texts(model.tokenizer, None, model.ends, BODY)
+        texts = prompts.Texts(model.tokenizer, None, model.ends, BODY)
         how = {
             "suffix": ask.get("suffix", ""),
             "infill": page,
             "measure": lambda *x: [n or masks or 8 for n in x[-1]],
         }
-        prompts = map(canvas.on_new_line, prompts) if page else prompts  # of an editor: as it is
-        canvases = [texts.canvas(prompt, max_new=1, **how).ids for prompt in prompts]
+        asked = map(prompts.on_new_line, asked) if page else asked  # of an editor: as it is
+        canvases = [texts.canvas(prompt, max_new=1, **how).ids for prompt in asked]
     for ids in canvases:
         room = most - len(ids)
         if (
@@ -257,7 +261,7 @@ def rows_of(ask, path, model, wake):
                 "context_length_exceeded",
             )
         model.check(ids, ask)
-        rows += [sample_rows.Row(ids, ask, number, wake=wake) for number in range(ask["n"])]
+        rows += [batching.Row(ids, ask, number, wake=wake) for number in range(ask["n"])]
     return rows
 
 
@@ -308,7 +312,7 @@ class Answer:
 
     def text(self, row, ended):
         """What of a row's text will not change any more; all of it when it has ended."""
-        cut = canvas.truncate if ended else canvas.printable
+        cut = prompts.truncate if ended else prompts.printable
         return cut(
             self.model.tokenizer.decode([token for token, *_ in self.tokens(row)]), row.ask["stop"]
         )
@@ -330,7 +334,7 @@ class Answer:
         .. end - 1.
         """
         tokens, at, found = self.tokens(row), 0, []
-        texts = canvas.pieces(self.model.tokenizer, [token for token, *_ in tokens])
+        texts = prompts.pieces(self.model.tokenizer, [token for token, *_ in tokens])
         for text, (_, logp, *likely) in zip(texts, tokens, strict=True):
             at += len(text)
             # a part of a character goes with its end
@@ -400,14 +404,14 @@ class Answer:
         left, with texts.
         """
         (row,), tokenizer, shown = self.rows, self.model.tokenizer, 0
-        texts = iter(canvas.pieces(tokenizer, [token for token in row.ids if token is not None]))
+        texts = iter(prompts.pieces(tokenizer, [token for token in row.ids if token is not None]))
         yield {"canvas": [token if token is None else [token, next(texts)] for token in row.ids]}
         async for _ in self.follow():
             for slots in row.steps[shown:]:
                 shown, written = shown + 1, []
                 for slot in slots:
                     token, logp, *likely = row.written[slot]
-                    others = canvas.others_of(tokenizer, *likely)
+                    others = prompts.others_of(tokenizer, *likely)
                     written.append((slot, token, tokenizer.decode([token]), math.exp(logp), others))
                 yield {
                     "step": shown,
@@ -421,12 +425,12 @@ class Answer:
             row.written.get(slot, (-1,))[0] if token is None else token
             for slot, token in enumerate(row.ids)
         ]
-        kept = canvas.Texts(None, None, {*self.model.ends, -1}, 0).kept(
-            canvas.Canvas("", "", row.ids, 0, None), ids
+        kept = prompts.Texts(None, None, {*self.model.ends, -1}, 0).kept(
+            prompts.Canvas("", "", row.ids, 0, None), ids
         )
         yield {
             "keep": [
-                *zip(kept, canvas.pieces(tokenizer, [ids[slot] for slot in kept]), strict=True)
+                *zip(kept, prompts.pieces(tokenizer, [ids[slot] for slot in kept]), strict=True)
             ]
         }
 
@@ -503,7 +507,7 @@ def app(loop, name, cfg):
                     return JSONResponse(
                         {"ids": await asyncio.to_thread(repair.opened, model, *texts, opening)}
                     )
-                return JSONResponse({"examples": await asyncio.to_thread(canvas.judged, *texts)})
+                return JSONResponse({"examples": await asyncio.to_thread(prompts.judged, *texts)})
         except (
             ValueError,
             RuntimeError,

@@ -10,11 +10,11 @@ import random
 from pathlib import Path
 
 import pytest
+import tinypython
 from conftest import run
 
 import coupled_grpo
 import problems
-import tinypython
 
 CONFIG = tinypython.Config(n=3000, tasks=20)
 
@@ -160,7 +160,7 @@ def test_files_of_somebody_else_are_not_touched(tmp_path):
     ],
 )
 def test_what_makes_no_world_is_refused(tmp_path, flags, words):
-    result = run("tinypython.py", *flags, f"--out={tmp_path / 'out'}")
+    result = run("extra/tinypython.py", *flags, f"--out={tmp_path / 'out'}")
     assert result.returncode
     assert all(word in result.stderr for word in words), result.stderr
     assert "Traceback" not in result.stderr

@@ -1,10 +1,10 @@
 """Texts that join and leave a running batch between its steps (continuous batching); each becomes
 what it is alone.
 
-    loop = sample_rows.Loop(sample_rows.Dream("out/diffucoder", rows=8, bits=8), queue=64)    # or PythonCoder
+    loop = batching.Loop(batching.Dream("out/diffucoder", rows=8, bits=8), queue=64)    # or PythonCoder
     loop.start()
     ask = {"temperature": 0.2, "top_p": 0.95, "seed": 0, "stop": ["\\n\\n"]}
-    row = sample_rows.Row([*prompt_ids, *[None] * 64], ask, wake=on_step)
+    row = batching.Row([*prompt_ids, *[None] * 64], ask, wake=on_step)
     loop.submit([row])    # then row.written grows, until row.ended is set
 
 Temperature, top-p, schedule, bound and random numbers belong to a row and are arrays of one
@@ -23,17 +23,19 @@ import threading
 import time
 import traceback
 import typing
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import canvas
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import checkpoints
 import diffusion
-import inference
 import model_dream
 import model_pythoncoder as pc
+import prompts
 import runs
 import sample_block
 import sample_dream
@@ -120,10 +122,10 @@ class Family:
     """A model and its batches, one for each canvas width and order of positions."""
 
     def __init__(self, module, folder, rows, bits=0, **how):
-        self.model, _, mesh = inference.load_for_inference(
+        self.model, _, mesh = checkpoints.load_for_inference(
             module, folder, rows=rows, bits=bits, **how
         )
-        self.context = functools.partial(inference.mesh_context, mesh)
+        self.context = functools.partial(checkpoints.mesh_context, mesh)
         self.tokenizer = runs.read_tokenizer(folder, self.model.cfg.vocab)
         self.rows, self.vocab, self.batches = rows, self.tokenizer.get_vocab_size(), {}
         self.positions = min(self.model.cfg.positions, WIDTHS[-1])
@@ -170,7 +172,7 @@ class Canvases:
     def __init__(self, family, width, order):
         self.family, self.width, self.order, self.rows = family, width, order, [None] * family.rows
         cfg, bound = family.model.cfg, {} if order == "steps" else {order: 1.0}
-        watched = {"history": True, "likeliest": canvas.LIKELIEST}
+        watched = {"history": True, "likeliest": prompts.LIKELIEST}
         rule = sample_dream.Sampling(vocab=family.vocab, eos_ids=family.ends, **watched, **bound)
         empty_BL = np.full((family.rows, width), cfg.pad_id, np.int32)
         self.state, given, _ = sample_dream.prepare(
@@ -267,11 +269,11 @@ class Blocks:
         """Make room for the cache; not before a row joins, as the device may have none left."""
         family, width, order = self.family, self.width, self.order
         cfg, bound = family.model.cfg, {} if order == "steps" else {order: 1.0}
-        block = {"block_length": cfg.block_length, "likeliest": canvas.LIKELIEST}
+        block = {"block_length": cfg.block_length, "likeliest": prompts.LIKELIEST}
         rule = sample_block.Sampling(vocab=family.vocab, eos_ids=family.ends, **block, **bound)
         nothing = [[cfg.pad_id]] * family.rows
         state, given, _ = sample_block.prepare(
-            cfg, rule, nothing, width=width, dtype=family.model.run.dtype
+            cfg, rule, nothing, width=width, dtype=family.model.compute.dtype
         )
         self.state = self.on_host(state)
         self.given = given._replace(
@@ -377,11 +379,11 @@ class Dream(Family):
             set() if cfg.block_length else {"steps", "block_length"}
         )
         self.tokenizer = sample_dream.load_tokenizer(folder, cfg)
-        ends = map(self.tokenizer.token_to_id, ("<|endoftext|>", *canvas.TURN_ENDS, "<|dlm_pad|>"))
+        ends = map(self.tokenizer.token_to_id, ("<|endoftext|>", *prompts.TURN_ENDS, "<|dlm_pad|>"))
         ends = dict.fromkeys((cfg.eos_id, cfg.pad_id, *ends))
         # the first one fills a text that ended
         self.ends = tuple(i for i in ends if i not in (None, cfg.expand_id))
-        self.wrap = canvas.chat_template(runs.as_path(folder))
+        self.wrap = prompts.chat_template(runs.as_path(folder))
 
     def check(self, ids, ask):
         if len(given := [order for order in self.ORDERS if ask.get(order)]) > 1:
@@ -450,7 +452,7 @@ class PythonCoder(Family):
         if bits:
             raise ValueError("--int8 is for --model=dream")
         super().__init__(pc, folder, rows, **how)
-        self.ends = {canvas.end_of_text(runs.as_path(folder), self.tokenizer)} - {-1}
+        self.ends = {prompts.end_of_text(runs.as_path(folder), self.tokenizer)} - {-1}
 
     def check(self, ids, ask):
         if Row(ids, ask).holes > 1:
@@ -461,7 +463,7 @@ class PythonCoder(Family):
         """The prompt of a text with one run of masks: what stands after them comes before them."""
         first = ids.index(None)
         behind = [token for token in ids[first:] if token is not None]
-        return canvas.in_order(self.tokenizer, ids[:first], behind) or [*self.ends, 0][:1]
+        return prompts.in_order(self.tokenizer, ids[:first], behind) or [*self.ends, 0][:1]
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
@@ -494,7 +496,7 @@ def advance(model, cache, token_BM, length_B, key_B, filters, *, vocab):
     drawn_B = jax.vmap(jax.random.categorical)(key_B, kept_BV)
     token_B = jnp.where(draws_B1[:, 0], drawn_B, jnp.argmax(logits_BV, -1))
     # JSON has no infinity
-    likely_BN, ids_BN = jax.lax.top_k(jnp.maximum(logp_BV, -9999), canvas.LIKELIEST)
+    likely_BN, ids_BN = jax.lax.top_k(jnp.maximum(logp_BV, -9999), prompts.LIKELIEST)
     return cache, (token_B, logp_BV[row_B, token_B], ids_BN, likely_BN)
 
 
@@ -613,6 +615,6 @@ class Loop(threading.Thread):
         slots, ended = row.completion(self.model.ends)
         if row.ask["stop"]:
             text = self.model.tokenizer.decode([row.written[slot][0] for slot in slots])
-            ended = ended or canvas.truncate(text, row.ask["stop"]) != text
+            ended = ended or prompts.truncate(text, row.ask["stop"]) != text
         if len(row.written) == row.ids.count(None) or (ended and row.holes == 1):
             row.ended = "stop" if ended else "length"

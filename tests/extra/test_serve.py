@@ -16,21 +16,21 @@ import subprocess
 import threading
 import time
 
+import batching
 import jax
 import pytest
 from conftest import AS_A_USER, ROOT, command, run, says
 from flax import nnx
 from test_generate import CODE, TEMPLATE, new_params, new_tokenizer
 
-import canvas
 import checkpoints
 import data_prep
 import generate
 import infill
 import model_dream as md
 import model_pythoncoder as pc
+import prompts
 import sample_dream
-import sample_rows
 
 httpx, openai, uvicorn, _ = (
     pytest.importorskip(name) for name in ("httpx", "openai", "uvicorn", "starlette")
@@ -60,7 +60,7 @@ def folder(tmp_path_factory):
     cfg = md.DreamConfig(
         320, 32, layers=1, heads=4, kv_heads=2, head_size=8, ffn=40, positions=160, **ids
     )
-    model = nnx.merge(md.graph_of(cfg, md.Run()), new_params(md, cfg, 0.5))
+    model = nnx.merge(md.graph_of(cfg, md.Compute()), new_params(md, cfg, 0.5))
     checkpoints.save(
         md, folder / "tiny", model, [folder / "tokenizer.json", folder / "tokenizer_config.json"]
     )
@@ -69,7 +69,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def dream(folder):
-    return sample_rows.Dream(str(folder), rows=4, **ONE)
+    return batching.Dream(str(folder), rows=4, **ONE)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["blocks", "causal"])
@@ -77,23 +77,23 @@ def blocks(request, folder, tmp_path_factory):
     """(a Dream of blocks of 4 tokens, its folder); causal: finished tokens attend causally."""
     cfg = dataclasses.replace(md.read_config(folder), block_length=4, causal=request.param)
     model, out = (
-        nnx.merge(md.graph_of(cfg, md.Run()), new_params(md, cfg, 0.5)),
+        nnx.merge(md.graph_of(cfg, md.Compute()), new_params(md, cfg, 0.5)),
         tmp_path_factory.mktemp("blocks") / "b",
     )
     checkpoints.save(md, out, model, [folder / "tokenizer.json"])
-    return sample_rows.Dream(str(out), rows=4, **ONE), str(out)
+    return batching.Dream(str(out), rows=4, **ONE), str(out)
 
 
 @pytest.fixture(scope="module")
 def coder():
-    return sample_rows.PythonCoder(str(ROOT / "weights/pythoncoder"), rows=4, **ONE)
+    return batching.PythonCoder(str(ROOT / "weights/pythoncoder"), rows=4, **ONE)
 
 
 @contextlib.contextmanager
 def served(model, name="tiny", **settings):
     """The address of a server in a thread."""
     cfg = serve.Config(**{"queue": 16} | settings)
-    loop = sample_rows.Loop(model, cfg.queue)
+    loop = batching.Loop(model, cfg.queue)
     model.batches.clear()
     loop.start()
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -164,7 +164,7 @@ def texts_that_join(model, folder, how, size, joins, capsys):
 
     def rows():
         return [
-            sample_rows.Row([*encode(model, x), *[None] * size], ASK | how, i)
+            batching.Row([*encode(model, x), *[None] * size], ASK | how, i)
             for i, x in enumerate(prompts)
         ]
 
@@ -219,14 +219,14 @@ def test_a_row_of_blocks_that_joins_becomes_what_it_is_alone_and_what_generate_w
 ):
     model, folder = blocks
     for i, row in enumerate(texts_that_join(model, folder, how, 21, (0, 1, 3), capsys)):
-        alone = sample_rows.Row(row.ids, row.ask, i)
+        alone = batching.Row(row.ids, row.ask, i)
         fill(model, [alone], (0,))
         assert (alone.passes, len(alone.steps)) == (row.passes, len(row.steps))  # not of the batch
 
 
 def test_a_place_that_is_taken_again_shows_nothing_of_the_text_before(dream):
     """What an end token fills is never drawn: it has probability 1."""
-    row = sample_rows.Row([*encode(dream, "x = "), *[None] * 6], ASK)
+    row = batching.Row([*encode(dream, "x = "), *[None] * 6], ASK)
     fill(dream, [row], (0,))
     batch = dream.batch_of(row)
     assert batch.state.record.logp_BL.any()
@@ -241,31 +241,31 @@ def test_a_place_that_is_taken_again_shows_nothing_of_the_text_before(dream):
 def test_a_server_of_blocks_warms_up_before_its_first_request(blocks):
     model, _ = blocks
     model.batches.clear()
-    sample_rows.Loop(model, 4, warm=True)
+    batching.Loop(model, 4, warm=True)
     before = [
-        fn._cache_size() for fn in (sample_rows.sample_block.fill_block, sample_rows.prefill_blocks)
+        fn._cache_size() for fn in (batching.sample_block.fill_block, batching.prefill_blocks)
     ]
     fill(
         model,
-        [sample_rows.Row([*encode(model, "x = "), *[None] * 9], ASK | {"threshold": 0.3})],
+        [batching.Row([*encode(model, "x = "), *[None] * 9], ASK | {"threshold": 0.3})],
         (0,),
     )
     assert [
-        fn._cache_size() for fn in (sample_rows.sample_block.fill_block, sample_rows.prefill_blocks)
+        fn._cache_size() for fn in (batching.sample_block.fill_block, batching.prefill_blocks)
     ] == before
 
 
 @pytest.mark.slow
 def test_a_server_of_pythoncoder_warms_up_before_its_first_request(coder):
     coder.batches.clear()
-    sample_rows.Loop(coder, 4, warm=True)
-    before = [fn._cache_size() for fn in (sample_rows.prefill, sample_rows.advance)]
+    batching.Loop(coder, 4, warm=True)
+    before = [fn._cache_size() for fn in (batching.prefill, batching.advance)]
     fill(
         coder,
-        [sample_rows.Row([*encode(coder, "x = "), *[None] * 9], ASK) for _ in range(2)],
+        [batching.Row([*encode(coder, "x = "), *[None] * 9], ASK) for _ in range(2)],
         (0, 2),
     )
-    assert [fn._cache_size() for fn in (sample_rows.prefill, sample_rows.advance)] == before
+    assert [fn._cache_size() for fn in (batching.prefill, batching.advance)] == before
 
 
 @pytest.mark.slow
@@ -300,7 +300,7 @@ def test_rows_of_pythoncoder_come_and_go_and_are_what_generate_writes_with_draft
     def rows(**how):
         prompts = PROMPT, "import os\n", "def f(x):\n    return"
         return [
-            sample_rows.Row([*encode(coder, text), *[None] * 20], ASK | how, i)
+            batching.Row([*encode(coder, text), *[None] * 20], ASK | how, i)
             for i, text in enumerate(prompts)
         ]
 
@@ -329,7 +329,7 @@ def test_three_programs_fill_all_canvases_of_a_width(dream):
         for length in (3, 40):
             fill(
                 dream,
-                [sample_rows.Row([*encode(dream, "x" * length), None, None, None], ASK | how)],
+                [batching.Row([*encode(dream, "x" * length), None, None, None], ASK | how)],
                 (0,),
             )
     assert sample_dream.fill_block._cache_size() - before <= 3
@@ -337,7 +337,7 @@ def test_three_programs_fill_all_canvases_of_a_width(dream):
 
 def test_a_text_joins_a_wider_batch_that_runs_if_it_has_a_place_and_becomes_what_it_is_alone(dream):
     def row(masks):
-        return sample_rows.Row([*encode(dream, "x = "), *[None] * masks], ASK | {"steps": 6})
+        return batching.Row([*encode(dream, "x = "), *[None] * masks], ASK | {"steps": 6})
 
     def tokens(written):
         return {slot: token for slot, (token, *_) in written.items()}
@@ -415,7 +415,7 @@ def test_a_stream_adds_up_to_the_whole_text_and_never_shows_a_stop_string(server
             assert reasons[choice.index] is None
             texts[choice.index] += choice.text
             reasons[choice.index] = choice.finish_reason
-        assert texts == [canvas.truncate(text, stop or ()) for text in whole]
+        assert texts == [prompts.truncate(text, stop or ()) for text in whole]
         assert all(reasons)
 
 
@@ -434,10 +434,10 @@ def test_a_conversation_takes_the_checkpoints_template(dream_server):
     model = dream_server[1].model
     # not the template's own system turn
     begun = [{"role": "system", "content": ""}, {"role": "user", "content": "c"}]
-    ids = canvas.encode_messages(model.tokenizer, model.wrap, begun)
+    ids = prompts.encode_messages(model.tokenizer, model.wrap, begun)
     text = model.tokenizer.decode(ids, skip_special_tokens=False)
     assert text.startswith("<|im_start|>system\n<|im_end|>\n<|im_start|>user")
-    before = canvas.encode_chat(model.tokenizer, model.wrap, "c", "Be brief.", [("a", "b")])
+    before = prompts.encode_chat(model.tokenizer, model.wrap, "c", "Be brief.", [("a", "b")])
     assert answer.usage.prompt_tokens == len(before)
     content = answer.choices[0].logprobs.content
     assert "".join(token.token for token in content) == answer.choices[0].message.content
@@ -477,7 +477,7 @@ def test_openais_helper_joins_a_streamed_conversation(dream_server):
 def test_each_token_of_a_character_is_in_the_chunk_that_ends_it(coder_server):
     model, text = coder_server[1].model, "x = 'é → 日'\n"
     ids = model.tokenizer.encode(text).ids
-    row = sample_rows.Row([None] * len(ids), {"logprobs": 0, "stop": []})
+    row = batching.Row([None] * len(ids), {"logprobs": 0, "stop": []})
     row.write({slot: (token, -1.0, (), ()) for slot, token in enumerate(ids)})
     request = httpx.Request("POST", "http://x/v1/chat/completions")
     answer = serve.Answer(request, [row], None, model, "x")
@@ -607,13 +607,13 @@ def wait_until(condition, seconds=60):
 def test_past_the_queue_is_429_and_a_client_that_goes_away_frees_its_row(coder):
     with served(coder, "pythoncoder", queue=4) as (url, loop):
         hold = threading.Event()
-        step = sample_rows.Caches.step
+        step = batching.Caches.step
 
         def slow(batch):
             hold.wait(20)
             step(batch)
 
-        sample_rows.Caches.step = slow
+        batching.Caches.step = slow
         try:
             body = {"prompt": "def", "max_tokens": 100, "n": 4, "temperature": 1.0}
 
@@ -653,7 +653,7 @@ def test_past_the_queue_is_429_and_a_client_that_goes_away_frees_its_row(coder):
                 assert len(later.result().choices) == 4
         finally:
             hold.set()
-            sample_rows.Caches.step = step
+            batching.Caches.step = step
         wait_until(
             lambda: (
                 not loop.waiting and not any(any(batch.rows) for batch in coder.batches.values())
@@ -675,7 +675,7 @@ def test_a_device_out_of_memory_fails_its_batch_alone(coder, monkeypatch):
             def exhausted(batch):
                 raise RuntimeError("RESOURCE_EXHAUSTED: 5 GB")
 
-            patch.setattr(sample_rows.Caches, "step", exhausted)
+            patch.setattr(batching.Caches, "step", exhausted)
             with pytest.raises(openai.InternalServerError) as error:
                 client.completions.create(model="pythoncoder", prompt="x")
             assert error.value.status_code == 503
@@ -772,7 +772,7 @@ def test_the_page_gets_a_canvas_its_steps_and_the_verdicts_of_the_sandbox(
 def started(*flags):
     """(process, address) of serve.py."""
     env = os.environ | AS_A_USER | {"XLA_FLAGS": "", "OMP_NUM_THREADS": "1"}
-    flags = command("serve.py", "--port=0", "--compile_cache=", *flags)
+    flags = command("extra/serve.py", "--port=0", "--compile_cache=", *flags)
     with subprocess.Popen(
         flags, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -829,15 +829,19 @@ def test_what_still_runs_when_the_grace_is_over_is_told_so():
 def test_a_port_in_use_a_folder_without_a_model_and_a_missing_package_are_one_line(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         says(
-            run("serve.py", f"--port={taken.getsockname()[1]}"),
+            run("extra/serve.py", f"--port={taken.getsockname()[1]}"),
             "already in use",
             str(taken.getsockname()[1]),
         )
-    says(run("serve.py", "--port=70000"), "--port=70000 is not in 0 .. 65,535")
-    says(run("serve.py", "--port=0", f"--ckpt={tmp_path}"), str(tmp_path), "holds no checkpoint")
+    says(run("extra/serve.py", "--port=70000"), "--port=70000 is not in 0 .. 65,535")
+    says(
+        run("extra/serve.py", "--port=0", f"--ckpt={tmp_path}"),
+        str(tmp_path),
+        "holds no checkpoint",
+    )
     (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError(\"No module named 'uvicorn'\")")
     without = os.environ | AS_A_USER | {"PYTHONPATH": str(tmp_path)}
-    says(run("serve.py", env=without), "uvicorn", "pip install -r requirements-serve.txt")
+    says(run("extra/serve.py", env=without), "uvicorn", "pip install -r requirements-serve.txt")
 
 
 # ---- the page, in a browser ----------------------------------------------------------------------------------------
@@ -1017,11 +1021,11 @@ def test_a_dream_on_the_page_has_controls_and_several_holes(dream_server):
 @pytest.mark.slow
 def test_a_recorded_page_replays_without_a_server(tmp_path):
     tokens = [
-        canvas.Token("a<b ", 0),
-        canvas.Token("x", 2, 0.5, "", (("x", 0.5), ("y", 0.3))),
-        canvas.Token("\n", 1, 0.9),
+        prompts.Token("a<b ", 0),
+        prompts.Token("x", 2, 0.5, "", (("x", 0.5), ("y", 0.3))),
+        prompts.Token("\n", 1, 0.9),
     ]
-    canvas.write_page(str(tmp_path / "steps.html"), [tokens, tokens[:1]])
+    prompts.write_page(str(tmp_path / "steps.html"), [tokens, tokens[:1]])
     with browser_at((tmp_path / "steps.html").as_uri()) as page:
         assert not page.is_visible("#generate")
         assert not page.is_visible("#fill")
@@ -1044,7 +1048,7 @@ def test_the_screenshot_of_the_readme(tmp_path):
 
     SCREENSHOT=1 writes it into bench/results.
     """
-    model = sample_rows.Dream(str(ROOT / "weights/dream"), rows=4, **ONE)
+    model = batching.Dream(str(ROOT / "weights/dream"), rows=4, **ONE)
     path = (ROOT / "bench/results" if os.environ.get("SCREENSHOT") else tmp_path) / "serve.png"
     with (
         served(model, "dream") as (url, _),
@@ -1065,7 +1069,7 @@ def test_the_screenshot_of_the_readme(tmp_path):
 @pytest.mark.slow
 def test_a_text_that_fails_is_repaired_round_by_round():
     prompt = 'def double(n):\n    """Return n times 2.\n\n    >>> double(2)\n    99\n    """\n'
-    model = sample_rows.Dream(str(ROOT / "weights/dream"), rows=4, **ONE)
+    model = batching.Dream(str(ROOT / "weights/dream"), rows=4, **ONE)
     with served(model, "dream") as (url, _), browser_at(url) as page:
         page.wait_for_selector("#order:not([hidden])")
         page.fill("#prompt", prompt)

@@ -1,8 +1,8 @@
 """Fetch the Python source of packages from a package index, with their licences: a folder for
 data_prep.py --roots.
 
-    python fetch_pypi.py top:300    # the most downloaded packages, 560 MB of archives; needs: pip install pypi-simple
-    python fetch_pypi.py requirements.txt --index=$(pip config get global.index-url)    # a mirror, as pip is set up
+    python extra/fetch_pypi.py top:300    # the most downloaded packages, 560 MB of archives; needs: pip install pypi-simple
+    python extra/fetch_pypi.py requirements.txt --index=$(pip config get global.index-url)    # a mirror, as pip is set up
 
 Copies .py files and licence texts of the newest source distribution with a permissive licence,
 without vendored packages and test data. Writes --out: a folder NAME-VERSION for each package, which
@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import gzip
 import re
+import sys
 import tarfile
 import tempfile
 import typing
@@ -24,6 +25,7 @@ from pathlib import Path
 import tyro
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import corpus
 import runs
 

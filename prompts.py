@@ -6,7 +6,7 @@ terminal or as a page; the >>> examples of a prompt as tests.
     completion, text = texts.text_of(blank, ids)
     canvas.write_page("steps.html", [texts.tokens(blank, ids, when, probability)])    # or steps.svg
 
-For generate.py, serve.py, sample_rows.py, writers.py, repair.py, coupled_grpo.py, and
+For generate.py, serve.py, batching.py, writers.py, repair.py, coupled_grpo.py, and
 data_prep.py's chat templates. Imports nothing of ours; a page is serve.html with the steps inside.
 """
 

@@ -17,12 +17,12 @@ import time
 from email.parser import HeaderParser
 from pathlib import Path
 
+import fetch_pypi
 import pytest
 from conftest import ROOT
 from test_corpus import module
 
 import data_prep
-import fetch_pypi
 
 pytest.importorskip("pypi_simple", reason="needs: pip install pypi-simple")
 MIT = "License-Expression: MIT\n"
@@ -184,7 +184,7 @@ def test_a_killed_run_goes_on_and_what_is_there_is_not_fetched_again(tmp_path, i
     packages = "Alpha,bee.two,classic"
     flags = [packages, f"--index={index[0]}", f"--out={tmp_path / 'src'}"]
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "fetch_pypi.py"), *flags], stdout=subprocess.DEVNULL
+        [sys.executable, str(ROOT / "extra/fetch_pypi.py"), *flags], stdout=subprocess.DEVNULL
     )
     while not (tmp_path / "src" / "manifest.json").exists():
         assert process.poll() is None

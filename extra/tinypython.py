@@ -1,7 +1,7 @@
 """Write TinyPython: small Python functions with docstrings, examples and hidden tests, drawn from
 tinypython.txt.
 
-    python tinypython.py                                      # 100,000 functions and four splits: two minutes
+    python extra/tinypython.py                                      # 100,000 functions and four splits: two minutes
     python data_prep.py python --roots data/tinypython/train.jsonl --vocab_size=1024 --seq_len=512 --out=data/tiny
     python data_prep.py pairs data/tinypython/holes.jsonl --vocab_size=1024 --seq_len=256    # or pairs.jsonl
     python benchmarks.py --task=humaneval --tasks_file=data/tinypython/composed.jsonl --max_new=128
@@ -22,11 +22,15 @@ import functools
 import json
 import random
 import re
+import sys
 import textwrap
 import typing
 import warnings
 import zlib
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import runs
 
 Split = typing.Literal["constants", "composed", "phrased", "level4"]
 Format = typing.Literal["rows", "pairs", "holes"]
@@ -518,8 +522,6 @@ def hole(text, rng):
 
 
 def main(cfg):
-    import runs
-
     out = Path(cfg.out)
     if not cfg.levels:
         raise ValueError("--levels needs one of 1 to 4, or several")
@@ -588,6 +590,4 @@ def main(cfg):
 
 
 if __name__ == "__main__":
-    import runs
-
     runs.command(main, Config, __doc__)
