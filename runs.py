@@ -57,12 +57,13 @@ def check(cfg):
     return cfg
 
 
-def command(main, config_class, doc, machine=()):
+def command(main, config_class, doc, machine=(), moved=None):
     """Run main(config) by tyro: flags are the fields of the dataclass, their comments the help.
 
     With --resume=DIR the defaults are the settings of that run, without the fields named in
     `machine`. An error of ours or of the system is one line and status 1. What a library raises is
-    a bug: its traceback stays; -X dev shows all.
+    a bug: its traceback stays; -X dev shows all. moved says of flags that are gone what does their
+    work now: {"repair": "python extra/repair.py"}.
     """
     import tyro
 
@@ -74,6 +75,10 @@ def command(main, config_class, doc, machine=()):
             re.sub(r"^(--[\w-]+=)~(?=/)", lambda m: m[1] + os.path.expanduser("~"), x)
             for x in sys.argv
         ]
+        for argument in sys.argv[1:]:
+            name = argument.lstrip("-").partition("=")[0].replace("-", "_")
+            if argument.startswith("--") and name in (moved or {}):
+                raise ValueError(f"--{name} is gone: {moved[name]}")
         default = resumed(config_class, sys.argv[1:], machine)
         main(
             check(
@@ -100,7 +105,7 @@ def command(main, config_class, doc, machine=()):
             Path(__file__).resolve().parent,
         )
         ours = isinstance(error, OSError) or (
-            raised.is_file() and raised.resolve().parent in (here, here / "bench")
+            raised.is_file() and raised.resolve().parent in (here, here / "bench", here / "extra")
         )
         if sys.flags.dev_mode or not ours:
             raise
