@@ -767,8 +767,35 @@ def check(**options):
     return 1
 
 
-def main(program: Path, /, tests: Path, options: Options = Options()):
-    """Print a verdict for every test of a file; the exit status of the command."""
+def report(result, cases, as_json):
+    """Print the verdicts: lines for a reader, or a JSON object for every test, and a last one for
+    all.
+
+    {"verdict": "fail", "test": "assert f(1) == 2", "got": "3"}; got is null where nothing was given
+    {"passed": 1, "tests": 2, "rate": 0.5, "error": ""}; with an error rate is null, no tests before
+    """
+    rows = zip(result.verdicts, cases, result.values, strict=False)
+    for outcome, case, value in rows:
+        got = str(value) if outcome == "fail" and value is not None else None
+        if as_json:
+            print(json.dumps({"verdict": outcome, "test": case, "got": got}))
+            continue
+        # no escape sequences
+        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in got or "")
+        print(f"{outcome:12} {case.splitlines()[0]}" + (f"    # got {shown}" if got else ""))
+    passed = result.verdicts.count("pass")
+    if as_json:
+        counts = {"passed": passed, "tests": len(cases), "rate": result.rate}
+        print(json.dumps(counts | {"error": result.error}))
+    elif result.rate is not None:
+        print(f"{passed} of {len(cases)} passed")
+
+
+def main(program: Path, /, tests: Path, options: Options = Options(), json: bool = False):
+    """Print a verdict for every test of a file; the exit status of the command.
+
+    json: print an object for every test, and a last one for all, see report().
+    """
     if missing := ", ".join(str(path) for path in (program, tests) if not path.is_file()):
         raise FileNotFoundError(
             f"{missing} is no file; name a program and, with --tests, a file of one test per line"
@@ -787,14 +814,9 @@ def main(program: Path, /, tests: Path, options: Options = Options()):
     if not cases:
         raise ValueError(f"{tests} holds no tests; write one per line, such as: assert f(1) == 2")
     (result,) = run_tests([program.read_text("utf-8-sig")], [cases], **dataclasses.asdict(options))
+    report(result, cases, json)
     if result.rate is None:
         return 2
-    for outcome, value, case in zip(result.verdicts, result.values, cases, strict=True):
-        # no escape sequences
-        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(value))
-        got = f"    # got {shown}" if outcome == "fail" and value is not None else ""
-        print(f"{outcome:12} {case.splitlines()[0]}{got}")
-    print(f"{result.verdicts.count('pass')} of {len(cases)} passed")
     return 0 if result.rate == 1 else 1
 
 

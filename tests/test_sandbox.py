@@ -2888,3 +2888,26 @@ def test_values_are_shown_and_the_exit_status_says_whether_all_passed(layers, tm
     for nothing in ("\n", "# only a comment\n"):
         with pytest.raises(ValueError, match="holds no tests"):
             sandbox.main(*files(tmp_path, GOOD, nothing))
+
+
+def test_with_json_the_command_prints_an_object_for_every_test(layers, tmp_path):
+    tests = (
+        "assert f(1) == 2\nfor x in (1, 2):\n    assert f(x) == 2\nassert f(1) == 'a\x1b'\nf()\n"
+    )
+    paths = files(tmp_path, GOOD, tests)
+    done = run("sandbox.py", paths[0], f"--tests={paths[1]}", "--json")
+    *rows, last = map(json.loads, done.stdout.splitlines())
+    missing = "TypeError: f() missing 1 required positional argument: 'x'"
+    assert rows == [
+        {"verdict": "pass", "test": "assert f(1) == 2", "got": None},
+        {"verdict": "fail", "test": "for x in (1, 2):\n    assert f(x) == 2", "got": None},
+        {"verdict": "fail", "test": "assert f(1) == 'a\x1b'", "got": "2"},
+        {"verdict": "fail", "test": "f()", "got": missing},
+    ]
+    assert last == {"passed": 1, "tests": 4, "rate": 0.25, "error": ""}
+    assert done.returncode == 1
+    flags = ["--json", "--runner=e2b", "--e2b_router_url=127.0.0.1:1"]
+    failed = run("sandbox.py", paths[0], f"--tests={paths[1]}", *flags)
+    (row,) = map(json.loads, failed.stdout.splitlines())
+    assert (row["rate"], failed.returncode) == (None, 2)
+    assert "Connection refused" in row["error"]
