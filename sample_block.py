@@ -250,6 +250,16 @@ def fill_block(params, state, given, *, sampler, width):
     return sample_dream.split(state)
 
 
+@functools.partial(
+    jax.jit, static_argnames=("sampler", "width", "seeds"), donate_argnames=("state",)
+)
+def one_step(params, state, given, start_B, masks_B, i, *, sampler, width, seeds):
+    """Step i of `fill_block` alone: a State."""
+    model = nnx.merge(sampler.graph, params)
+    state = sampler.step(model, state, given, start_B, width, masks_B, i, seeds)
+    return sample_dream.split(state)
+
+
 def counts(rule):
     """Tokens that each step of a block fills, by how many of it are masked at first [N + 1, S]."""
     N = rule.block_length
@@ -334,18 +344,12 @@ def sampler_of(graph, rule, watch=None):
     )
 
 
-def generate(
-    model, prompts, max_new, rule=None, key=None, widths=(), rows=0, watch=None, on_block=None
+def steps(
+    model, prompts, max_new, rule=None, key=None, widths=(), rows=0, watch=None, by_block=False
 ):
-    """Continue prompts (lists of ids, any lengths) with max_new tokens each: (rows of ids, stats).
-
-    A prompt may end in MASKs already. The batch has the first of the widths that holds its longest
-    text: with the same widths and rows other prompts need no other program. on_block is called
-    after each block with the rows so far: what stands before their first MASK stays as it is.
-    stats: "forwards", "steps", "passes" (of each row), "begun" (steps before each block), "windows"
-    (slots fed in each pass); and NumPy arrays [B, L]: "record", a Record, "when", the step that
-    wrote a token, from 1 on, and "probability", its probability then. Raises ValueError for what
-    does not fit.
+    """Generate as `generate` does, and yield a sample_dream.Step after each forward pass, or with
+    by_block after each block, which one compiled loop fills: what stands before the first MASK of a
+    text stays as it is. The last state comes once more, with the stats of `generate`.
     """
     cfg, rule = model.cfg, rule or Sampling()
     N = rule.block_length or cfg.block_length
@@ -360,12 +364,6 @@ def generate(
     graph, params = nnx.split(model)
     sampler = sampler_of(graph, rule, watch)
 
-    def texts_of(state):
-        return [
-            row[: len(ids)].tolist()
-            for row, ids in zip(np.asarray(state.token_BL), prompts, strict=False)
-        ]
-
     # Block after block; a row that is done repeats its last.
     begun, windows = [], []
     begin_B = given.first_B
@@ -378,22 +376,81 @@ def generate(
         start_B = np.maximum(first_B - N, 0) if i else 0 * first_B
         width = (N if cfg.causal else 2 * N) if i else prefix
         given = given._replace(first_B=first_B.astype(np.int32), start_B=start_B.astype(np.int32))
-        state = fill_block(
-            params, sample_dream.beside(params, state), given, sampler=sampler, width=width
-        )
+        state = sample_dream.beside(params, state)
+        if by_block:
+            state = fill_block(params, state, given, sampler=sampler, width=width)
+            yield step_of(state, prompts)
+        else:
+            for now in steps_of_block(params, state, given, sampler, width, cfg):
+                state = now
+                yield step_of(state, prompts)
         windows += [width] + [N + cfg.shift] * (int(state.step) - len(windows) - 1)
-        if on_block:
-            on_block(texts_of(state))
-    record, steps = jax.tree.map(np.asarray, state.record), int(state.step)
+
+    record, number = jax.tree.map(np.asarray, state.record), int(state.step)
     stats = {
-        "forwards": steps,
-        "steps": steps,
-        "passes": [steps] * len(prompts),
+        "forwards": number,
+        "steps": number,
+        "passes": [number] * len(prompts),
         "begun": begun,
         "windows": windows,
     }
     stats |= {"record": record, "when": record.step_BL + 1, "probability": np.exp(record.logp_BL)}
-    return texts_of(state), stats
+    yield step_of(state, prompts)._replace(stats=stats)
+
+
+def steps_of_block(params, state, given, sampler, width, cfg):
+    """The states after each step of a block."""
+    N = sampler.rule.block_length
+    slot_BN = given.first_B[:, None] + np.arange(N)
+    see_BN = np.take_along_axis(given.see_BL, slot_BN, 1)
+
+    def masks_of(state):
+        token_BN = np.take_along_axis(np.asarray(state.token_BL), slot_BN, 1)
+        return ((token_BN == cfg.mask_id) & see_BN).sum(-1)
+
+    # The first pass feeds the block before, too; in a causal model it is one of its own.
+    how = {"sampler": sampler, "width": width, "seeds": cfg.causal}
+    masks_B = masks_of(state)
+    state = one_step(params, state, given, given.start_B, masks_B, np.int32(0), **how)
+    yield state
+    if cfg.causal:
+        masks_B = masks_of(state)
+    start_B = np.maximum(given.first_B - cfg.shift, 0)
+    how = {"sampler": sampler, "width": N + cfg.shift, "seeds": False}
+    i = int(not cfg.causal)
+    while masks_of(state).any():
+        state = one_step(params, state, given, start_B, masks_B, np.int32(i), **how)
+        i += 1
+        yield state
+
+
+def step_of(state, prompts):
+    """The sample_dream.Step of a state."""
+    token_BL = np.asarray(state.token_BL)
+    prob_BL = np.exp(np.asarray(state.record.logp_BL))
+    rows = [token_BL[i, : len(ids)].tolist() for i, ids in enumerate(prompts)]
+    probability = [prob_BL[i, : len(ids)].tolist() for i, ids in enumerate(prompts)]
+    number = int(state.step)
+    return sample_dream.Step(number, number, rows, probability)
+
+
+def generate(
+    model, prompts, max_new, rule=None, key=None, widths=(), rows=0, watch=None, on_block=None
+):
+    """Continue prompts (lists of ids, any lengths) with max_new tokens each: (rows of ids, stats).
+
+    A prompt may end in MASKs already. The batch has the first of the widths that holds its longest
+    text: with the same widths and rows other prompts need no other program. on_block is called
+    after each block with the rows so far: what stands before their first MASK stays as it is.
+    stats: "forwards", "steps", "passes" (of each row), "begun" (steps before each block), "windows"
+    (slots fed in each pass); and NumPy arrays [B, L]: "record", a Record, "when", the step that
+    wrote a token, from 1 on, and "probability", its probability then. Raises ValueError for what
+    does not fit.
+    """
+    for step in steps(model, prompts, max_new, rule, key, widths, rows, watch, by_block=True):
+        if on_block and not step.stats:
+            on_block(step.rows)
+    return step.rows, step.stats
 
 
 def fill(model, token_BL, see_BL, rule, key):

@@ -143,6 +143,17 @@ class State(typing.NamedTuple):
         return jax.tree.map(lambda x: x[index] if x.ndim else x, self)
 
 
+class Step(typing.NamedTuple):
+    """What a front end shows after a denoising step."""
+
+    number: int  # denoising steps so far: when the newest tokens were written
+    forwards: int  # forward passes so far
+    rows: list  # the ids of each text, without padding
+    # the model's probability of each id when it was written; 1 for those given and for MASK
+    probability: list
+    stats: dict | None = None  # after the last step: those of `generate`
+
+
 class Given(typing.NamedTuple):
     """What stays as it is while a block is filled. Arrays, so that another value needs no other
     program.
@@ -459,6 +470,16 @@ def fill_block(params, state, given, *, sampler, width=0):
     return jax.tree.map(shard, state)
 
 
+@functools.partial(
+    jax.jit, static_argnames=("sampler", "width", "opening"), donate_argnames=("cache",)
+)
+def one_step(params, state, given, cache, *, sampler, width, opening):
+    """A single step of `fill_block`: (State, keys and values)."""
+    model = nnx.merge(sampler.graph, params)
+    state, cache = sampler.step(model, state, given, cache, width, opening)
+    return jax.tree.map(shard, state), split(cache)
+
+
 # ---- a canvas ------------------------------------------------------------------------------------------------------
 
 
@@ -590,6 +611,19 @@ def sampler_of(graph, cfg, rule, watch=None):
     return Sampler(graph, cfg, rule, watch)
 
 
+def check(cfg, rule, slots):
+    if cfg.block_length:
+        raise ValueError(
+            f"the model was trained in blocks of {cfg.block_length}: sample_block.py fills these"
+        )
+    if rule.sub_block:
+        raise ValueError("sub_block is for a model that was trained in blocks; leave it out")
+    if slots > cfg.positions:
+        raise ValueError(
+            f"{slots} tokens do not fit: the model reaches {cfg.positions} positions; lower max_new"
+        )
+
+
 def fill(model, token_BL, see_BL=None, rule=None, key=None, watch=None, rows=0):
     """Fill every MASK of a canvas: (token_BL, {"forwards", "steps", "windows", "passes"}), with
     rule.history also "record", a Record, and its "when" and "probability". All arrays are NumPy's.
@@ -610,16 +644,7 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, watch=None, rows=0):
     """
     cfg, rule, token_BL = model.cfg, rule or Sampling(), np.asarray(token_BL)
     B, L = token_BL.shape
-    if cfg.block_length:
-        raise ValueError(
-            f"the model was trained in blocks of {cfg.block_length}: sample_block.py fills these"
-        )
-    if rule.sub_block:
-        raise ValueError("sub_block is for a model that was trained in blocks; leave it out")
-    if L > cfg.positions:
-        raise ValueError(
-            f"{L} tokens do not fit: the model reaches {cfg.positions} positions; lower max_new"
-        )
+    check(cfg, rule, L)
     see_BL = np.broadcast_to(True if see_BL is None else np.asarray(see_BL) != 0, (B, L))
     state, given, blocks = prepare(cfg, rule, token_BL, see_BL, key)
     graph, params = nnx.split(model)
@@ -653,19 +678,7 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, watch=None, rows=0):
             # the first pass of a block with a cache is over the canvas
             windows += [L] + [width] * (passes - 1)
 
-    stats = {
-        "forwards": int(state.forwards),
-        "steps": int(state.step),
-        "windows": windows,
-        "passes": passes_B,
-    }
-    if state.record:
-        stats |= {
-            "record": state.record,
-            "when": state.record.step_BL + 1,
-            "probability": np.exp(state.record.logp_BL),
-        }
-    return state.token_BL, stats
+    return state.token_BL, stats_of(state, windows, passes_B)
 
 
 def beside(params, state):
@@ -775,6 +788,76 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, wa
         for n, row, see in zip(numbers, token_BL, see_BL, strict=True):
             texts[n] = row[see].tolist()
     return texts, stats | total | {"passes": passes_B}
+
+
+def steps(model, prompts, max_new, rule=None, key=None, widths=()):
+    """Generate as `generate` does, in one batch, and yield a Step after each forward pass.
+
+    The last state comes once more, with the stats of `generate`.
+    """
+    cfg, rule = model.cfg, dataclasses.replace(rule or Sampling(), history=True)
+    longest = max(map(len, prompts)) + max_new
+    width = next((width for width in widths if width >= longest), 0)
+    token_BL, see_BL = canvas(prompts, max_new, cfg, width)
+    check(cfg, rule, token_BL.shape[1])
+    state, given, blocks = prepare(cfg, rule, token_BL, see_BL, key)
+    graph, params = nnx.split(model)
+    sampler = sampler_of(graph, cfg, rule)
+    state = jax.tree.map(np.asarray, state)
+    windows, passes_B = [], np.zeros(len(prompts), int)
+    for first, start, width in blocks:
+        columns = slice(first, first + given.size)
+        open_B = ((state.token_BL == cfg.mask_id) & see_BL)[:, columns].any(-1)
+        waiting_B, before, cache = open_B, state, None
+        block = given._replace(first=first, start=start, begun=state.step)
+        while waiting_B.any() and state.step - before.step < given.steps:
+            opening = bool(rule.cache) and cache is None
+            forwards = int(state.forwards)
+            state, cache = one_step(
+                params,
+                beside(params, state),
+                block,
+                cache,
+                sampler=sampler,
+                width=width,
+                opening=opening,
+            )
+            state = jax.tree.map(np.asarray, state)
+            waiting_B = ((state.token_BL == cfg.mask_id) & see_BL)[:, columns].any(-1)
+            if state.forwards > forwards:
+                windows.append(token_BL.shape[1] if opening else width)
+                yield step_of(state, see_BL)
+        passes_B += row_passes(before, state, open_B)
+    yield step_of(state, see_BL)._replace(stats=stats_of(state, windows, passes_B))
+
+
+def step_of(state, see_BL):
+    """The Step of a state whose arrays are NumPy's."""
+    rows, probability = [], []
+    for token_L, logp_L, see_L in zip(state.token_BL, state.record.logp_BL, see_BL, strict=True):
+        rows.append(token_L[see_L].tolist())
+        probability.append(np.exp(logp_L[see_L]).tolist())
+    return Step(int(state.step), int(state.forwards), rows, probability)
+
+
+def row_passes(old, new, open_B):
+    """Forward passes [B] until each row of a block was full, of the states around it."""
+    return np.minimum(new.forwards - old.forwards, (new.step_B - old.step_B + 1) * open_B)
+
+
+def stats_of(state, windows, passes_B):
+    """The stats of `generate`."""
+    stats = {
+        "forwards": int(state.forwards),
+        "steps": int(state.step),
+        "windows": windows,
+        "passes": passes_B,
+    }
+    if state.record:
+        stats["record"] = state.record
+        stats["when"] = state.record.step_BL + 1
+        stats["probability"] = np.exp(state.record.logp_BL)
+    return stats
 
 
 # ---- files of a Dream's folder -------------------------------------------------------------------------------------
