@@ -89,18 +89,11 @@ class Config:
     threshold: Share = 0.9
     # peak learning rate, then a cosine to a tenth of it; 7b: 1e-6, with LoRA 2e-5, a guess
     lr: Positive | None = None
-    # divide by the tokens of the micro-batch (bnpo, as the reference), of the update (dapo), those
-    # that completions could have (dr_grpo), or those of each completion (grpo; gspo with the
-    # geometric mean of a completion's ratios)
-    loss: typing.Literal["bnpo", "dapo", "dr_grpo", "grpo", "gspo"] = "bnpo"
     # weight of the KL divergence from the reference model; 0: no reference model
     beta: NonNegative = 0.01
     epsilon: Share = 0.5  # the ratio of new to old probability is clipped below 1 - epsilon
     # the ratio of new to old probability is clipped above 1 + epsilon_high
     epsilon_high: NonNegative = 0.5
-    # upper bound of the ratio at negative advantages, above 1 + epsilon_high; 0: none
-    delta: NonNegative = 0.0
-    scale_rewards: bool = False  # divide advantages by the standard deviation of their group
     # updates between moves of the reference model towards the policy; 0: it stays
     sync_every: Natural = 64
     rewards: tuple[str, ...] | None = None  # names in sandbox.py, or your own as file.py:function
@@ -413,7 +406,7 @@ class Trainer:
         optimizer = grpo.make_optimizer(rate, *OPTIMIZER[cfg.preset])
         state = self.trained, jax.eval_shape(optimizer.init, self.trained)
         layouts = tuple(md.shardings(mesh, tree) for tree in state)
-        form = grpo.Loss(cfg.loss, cfg.beta, cfg.epsilon, cfg.epsilon_high, cfg.delta)
+        form = grpo.Loss(cfg.beta, cfg.epsilon, cfg.epsilon_high)
         programs = grpo.make_programs(graph, optimizer, model_cfg.mask_id, form, layouts, scores_of)
         self.scores, self.gradients, self.update = programs
         self.opt = jax.jit(optimizer.init, out_shardings=layouts[1])(self.trained)
@@ -528,10 +521,6 @@ class Trainer:
         if not kept_B.any():
             return {}
         batches = micro_batches(np.flatnonzero(kept_B), cfg.micro_batch, self.mesh.size)
-        # counted tokens, and completions, per micro-batch, on average: the update is the mean of
-        # their gradients
-        counts = {"update_tokens": batch.counted_BC[kept_B].sum(), "update_rows": kept_B.sum()}
-        counts = {name: jnp.float32(count / len(batches)) for name, count in counts.items()}
         advantage_B = advantages.advantage_B.astype(np.float32)
         # An update goes through all micro-batches under masks of its own. The reference takes those
         # of (step + 1) mod
@@ -541,7 +530,7 @@ class Trainer:
             total = jax.tree.map(jnp.zeros_like, self.trained)
             for row_R in batches:
                 inputs = self.to_devices(batch, row_R, scored[i] | {"advantage_B": advantage_B})
-                inputs |= {"first": jnp.asarray(i == 0)} | counts
+                inputs["first"] = jnp.asarray(i == 0)
                 total, metrics = self.gradients(self.trained, self.base, total, inputs)
                 measured.append(metrics)
             self.trained, self.opt, norm = self.update(self.trained, self.opt, total, len(batches))
@@ -762,9 +751,7 @@ def train(run, store, meta, trainer, first, draw):
 
         # A completion that does better than the others of its task becomes likelier, one that does
         # worse less likely.
-        advantages = grpo.group_advantages(
-            reward_BF, cfg.reward_weights, cfg.group, cfg.scale_rewards
-        )
+        advantages = grpo.group_advantages(reward_BF, cfg.reward_weights, cfg.group)
         try:
             metrics = trainer.learn(batch, scored, advantages)
         except RuntimeError:
@@ -814,10 +801,6 @@ def resolve(cfg):
     )
 
     # What would fail late, or silently.
-    if cfg.delta and cfg.delta <= 1 + cfg.epsilon_high:
-        raise ValueError(
-            f"--delta={cfg.delta}: above 1 + --epsilon_high = {1 + cfg.epsilon_high}, or 0 for none"
-        )
     if not len(set(cfg.rewards)) == len(cfg.rewards) == len(cfg.reward_weights):
         raise ValueError(
             f"--rewards={' '.join(cfg.rewards)}: each once, with a weight of its own in --reward_weights"
@@ -870,4 +853,9 @@ def batch_sizes(cfg, devices):
 
 
 if __name__ == "__main__":
-    runs.command(main, Config, __doc__, ("hosts",))
+    gone = {
+        "loss": "the mean over a micro-batch's tokens, bnpo, is the only one",
+        "delta": "nothing on file measured it",
+        "scale_rewards": "nothing on file measured it",
+    }
+    runs.command(main, Config, __doc__, ("hosts",), gone)

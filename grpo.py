@@ -196,14 +196,13 @@ class Advantages(typing.NamedTuple):
     constant_B: np.ndarray
 
 
-def group_advantages(reward_BF, weight_F, group, scale=False):
+def group_advantages(reward_BF, weight_F, group):
     """Each reward minus the mean of the others in its group of `group` consecutive rows; None or
     nan: not known.
 
-    A = R - sum_others / (n - 1) = n / (n - 1) (R - mean), with n known rewards in the group. A completion that lacks a
-    reward, as when the sandbox failed, has advantage 0 and is in no baseline; leave its tokens out
-    of the loss (counted_B). scale divides by the group's standard deviation + 1e-4. Ref: RLOO,
-    arXiv:2402.14740.
+    A = R - sum_others / (n - 1) = n / (n - 1) (R - mean), with n known rewards in the group. A
+    completion that lacks a reward, as when the sandbox failed, has advantage 0 and is in no
+    baseline; leave its tokens out of the loss (counted_B). Ref: RLOO, arXiv:2402.14740.
     """
     reward_BF = np.array(reward_BF, np.float64).reshape(len(reward_BF), -1)
     counted_B = ~np.isnan(reward_BF).any(-1)
@@ -220,8 +219,6 @@ def group_advantages(reward_BF, weight_F, group, scale=False):
     difference_GN = np.where(constant_G1, 0.0, difference_GN)
     std_G1 = np.sqrt((difference_GN**2).sum(-1, keepdims=True) / others_G1)
     advantage_GN = difference_GN * n_G1 / others_G1
-    if scale:
-        advantage_GN /= std_G1 + 1e-4
     std_B, constant_B = (np.repeat(x_G1, group) for x_G1 in (std_G1, constant_G1))
     return Advantages(reward_B, advantage_GN.reshape(-1), std_B, counted_B, constant_B)
 
@@ -231,44 +228,27 @@ def group_advantages(reward_BF, weight_F, group, scale=False):
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """The form of the loss. kind says what the sum over tokens is divided by, see grpo_loss."""
+    """The numbers of the loss, see grpo_loss."""
 
-    kind: typing.Literal["bnpo", "dapo", "dr_grpo", "grpo", "gspo"] = "bnpo"
     beta: float = 0.01  # weight of the KL divergence; 0 leaves it out
     low: float = 0.5  # the ratio is clipped to [1 - low, 1 + high]
     high: float = 0.5
-    delta: float = 0.0  # upper bound of the ratio where the advantage is negative; 0: none
     limit: float = 20.0  # both logarithms are clipped to +- limit, where their gradients end
 
 
-def grpo_loss(
-    score_BC,
-    old_BC,
-    ref_BC,
-    advantage_B,
-    counted_BC,
-    loss=Loss(),
-    update_tokens=0,
-    update_rows=None,
-):
-    """(value, metrics): -min(r A, clip(r, 1 - low, 1 + high) A) + beta KL, over the counted tokens,
-    float32.
+def grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, loss=Loss()):
+    """(value, metrics): the mean of -min(r A, clip(r, 1 - low, 1 + high) A) + beta KL over the
+    counted tokens, float32.
 
-    r = exp(score - old), with "gspo" the exponential of the mean of that over the completion; old None stands for the
-    score itself, so r = 1. With delta r is at most delta in the first term. KL = exp(d) - d - 1
-    with d = ref - score; ref None leaves it out. The sum over tokens is divided by their number
-    ("bnpo"), by update_tokens ("dapo"), by B C ("dr_grpo"), or is a mean over the completions of
-    each one's mean over tokens ("grpo", "gspo"). B counts completions with a token, or is
-    update_rows, so that uneven micro-batches weigh all alike. What is not counted may have any
-    value. Without a counted token, value and metrics are 0. metrics: "kl", "clip_low" and
-    "clip_high" (shares of tokens without gradient at either side), "ratio_max", "tokens".
-    Refs: PPO, arXiv:1707.06347, eq. 7; k3, http://joschu.net/blog/kl-approx.html; DAPO,
-    arXiv:2503.14476; Dr. GRPO, arXiv:2503.20783; GSPO, arXiv:2507.18071; two-sided clip,
-    arXiv:2505.07291.
+    r = exp(score - old); old None stands for the score itself, so r = 1. KL = exp(d) - d - 1 with
+    d = ref - score; ref None leaves it out. What is not counted may have any value. Without a
+    counted token, value and metrics are 0. metrics: "kl", "clip_low" and "clip_high" (shares of
+    tokens without gradient at either side), "ratio_max", "tokens". The mean is over the tokens of
+    the batch ("bnpo" in TRL).
+    Refs: PPO, arXiv:1707.06347, eq. 7; k3, http://joschu.net/blog/kl-approx.html.
     """
     counted_BC = counted_BC.astype(bool)
-    tokens, tokens_B1 = counted_BC.sum(), jnp.maximum(counted_BC.sum(1, keepdims=True), 1)
-    rows = jnp.maximum(counted_BC.any(1).sum(), 1) if update_rows is None else update_rows
+    tokens = counted_BC.sum()
 
     def mean(x_BC):
         return jnp.where(counted_BC, x_BC, 0.0).sum() / jnp.maximum(tokens, 1)
@@ -280,13 +260,9 @@ def grpo_loss(
     score_BC = score_BC.astype(jnp.float32)
     old_BC = jax.lax.stop_gradient(score_BC if old_BC is None else old_BC)
     advantage_B1 = jnp.asarray(advantage_B, jnp.float32)[:, None]
-    log_BC = logarithm(score_BC - old_BC)
-    if loss.kind == "gspo":
-        log_BC = jnp.broadcast_to(log_BC.sum(1, keepdims=True) / tokens_B1, log_BC.shape)
-    ratio_BC = jnp.exp(log_BC)
-    upper_BC = jnp.minimum(ratio_BC, loss.delta) if loss.delta else ratio_BC
+    ratio_BC = jnp.exp(logarithm(score_BC - old_BC))
     clipped_BC = jnp.clip(ratio_BC, 1 - loss.low, 1 + loss.high)
-    loss_BC = -jnp.minimum(upper_BC * advantage_B1, clipped_BC * advantage_B1)
+    loss_BC = -jnp.minimum(ratio_BC * advantage_B1, clipped_BC * advantage_B1)
 
     # the divergence from the reference model
     kl_BC = jnp.zeros_like(loss_BC)
@@ -295,15 +271,7 @@ def grpo_loss(
         kl_BC = jnp.exp(log_BC) - log_BC - 1
         loss_BC += loss.beta * kl_BC
 
-    if loss.kind == "bnpo":
-        divisor = jnp.maximum(tokens, 1)
-    elif loss.kind == "dapo":
-        divisor = update_tokens
-    elif loss.kind == "dr_grpo":
-        divisor = rows * counted_BC.shape[1]
-    else:
-        divisor = rows * tokens_B1
-    return (jnp.where(counted_BC, loss_BC, 0.0) / divisor).sum(), {
+    return (jnp.where(counted_BC, loss_BC, 0.0) / jnp.maximum(tokens, 1)).sum(), {
         "kl": mean(kl_BC),
         "clip_low": mean((ratio_BC < 1 - loss.low) & (advantage_B1 < 0)),
         "clip_high": mean((ratio_BC > 1 + loss.high) & (advantage_B1 > 0)),
@@ -316,16 +284,13 @@ def micro_loss(model, batch, mask_id, loss=Loss(), chunk=1024, scores_of=coupled
     """(value, metrics) of one micro-batch, to be differentiated: grpo_loss of scores_of, and the
     mean entropy.
 
-    batch: what scores_of reads, advantage_B, counted_BC, old_BC, ref_BC if beta is not 0,
-    update_tokens, update_rows. With batch["first"] no update followed old_BC, so that the score
-    itself replaces it.
+    batch: what scores_of reads, advantage_B, counted_BC, old_BC, ref_BC if beta is not 0. With
+    batch["first"] no update followed old_BC, so that the score itself replaces it.
     """
     score_BC, entropy_BC = scores_of(model, batch, mask_id, chunk)
     old_BC = jnp.where(batch["first"], jax.lax.stop_gradient(score_BC), batch["old_BC"])
     terms = old_BC, batch.get("ref_BC"), batch["advantage_B"], batch["counted_BC"]
-    value, metrics = grpo_loss(
-        score_BC, *terms, loss, batch.get("update_tokens", 0), batch.get("update_rows")
-    )
+    value, metrics = grpo_loss(score_BC, *terms, loss)
     entropy = jnp.where(batch["counted_BC"], entropy_BC, 0.0).sum() / jnp.maximum(
         metrics["tokens"], 1
     )

@@ -1207,7 +1207,7 @@ class Grpo:
         graphs = coupled_grpo.graphs_of(
             model, jnp.dtype("bfloat16"), platform=platform(self.device)
         )
-        loss = grpo.Loss(cfg.loss, cfg.beta, cfg.epsilon, cfg.epsilon_high, cfg.delta)
+        loss = grpo.Loss(cfg.beta, cfg.epsilon, cfg.epsilon_high)
         scores, gradients, _ = grpo.make_programs(graphs[0], optimizer, model.mask_id, loss)
         beside_what = f" beside int{self.base_bits}" if self.base_bits else ""
         what = f"LoRA of rank {cfg.lora_rank}{beside_what}" if cfg.lora_rank else "all weights"

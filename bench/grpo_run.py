@@ -68,9 +68,9 @@ KINDS = {  # what differs from the demo's settings
     "coupled_alone": {"beta": 0.0},
     "d1": {"beta": 0.0},
     "count": {"beta": 0.0},
-    "espo": {"beta": 0.0, "loss": "gspo", "iterations": 3},  # of two canvases
+    "espo": {"beta": 0.0, "iterations": 3},  # of two canvases
     "spg": {"beta": 0.0},
-    "gdpo": {"beta": 0.0, "loss": "gspo"},
+    "gdpo": {"beta": 0.0},
     "left_to_right": {"beta": 0.0},
     "naive": FAST,
     "sure": FAST,
@@ -213,8 +213,8 @@ def run_demo(kind, settings):
     if kind == "shuffled":
         of_rewards, rng = grpo.group_advantages, np.random.default_rng(settings["seed"])
 
-        def shuffled(rewards, weights, group, scale):
-            found = of_rewards(rewards, weights, group, scale)
+        def shuffled(rewards, weights, group):
+            found = of_rewards(rewards, weights, group)
             return found._replace(
                 advantage_B=rng.permuted(found.advantage_B.reshape(-1, group), axis=1).reshape(-1)
             )

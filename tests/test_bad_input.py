@@ -76,7 +76,7 @@ NUMBERS = {
     },
     "coupled_grpo.py": {
         "lr temperature": "0 -1 nan inf",
-        "beta delta epsilon_high": "-1 nan inf",
+        "beta epsilon_high": "-1 nan inf",
         "epsilon threshold": "-1 2 nan inf",
         "top_p": "0 1.5 nan",
         "reward_weights": "nan inf",

@@ -206,8 +206,6 @@ def test_advantages(golden_dir):
         close(plain.advantage_B, case["advantages"], name)
         close(plain.std_B, case["group_std"], name)
         assert plain.constant_B.mean() == case["zero_std_ratio"], name
-        scaled = grpo.group_advantages(*inputs, scale=True)
-        close(scaled.advantage_B, case["advantages_scaled"], name, 1e-4)
 
 
 @functools.cache
