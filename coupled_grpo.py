@@ -8,9 +8,9 @@ CPU.
     python coupled_grpo.py --preset=7b --ckpt=out/diffucoder --prompts=data/acecode --lora_rank=16 --out=out/7b_lora
 
 Reads a Dream (a folder of convert_weights.py, or a run of train_dream.py) and tasks (JSON lines,
-see rl_tasks.py). Without --ckpt weights/dream learns tasks of tinypython.py, `constants`, and is
-evaluated on `composed`, combinations of operations of which no training function is made, and on
-`phrased`, docstrings of other phrasings. Writes --out: config.json, log.jsonl, rounds.jsonl (each
+see rl_tasks.py). Without --ckpt weights/dream learns the tasks beside it, and is evaluated on
+`composed`, combinations of operations of which no training function is made, and on `phrased`,
+docstrings of other phrasings. Writes --out: config.json, log.jsonl, rounds.jsonl (each
 completion with its rewards), checkpoints/<round>/, the tokenizer; with LoRA at the end also the
 adapters in peft's form, and merged/, a whole model. Several hosts train all weights, one also LoRA.
 
@@ -138,8 +138,7 @@ ON_A_DEVICE = {
 OPTIMIZER = {"demo": (0.0, 1.0), "7b": (0.1, 0.2)}
 MIXUP = 0.6  # how far the reference model moves towards the policy; with LoRA 1
 EVAL_SAMPLES = 2  # completions of each held-out task
-# of the demo
-WORLD = "--n=20000", "--tasks=400", "--formats=rows", "--splits", "constants", "composed", "phrased"
+DEMO = Path(__file__).parent / "weights/dream"  # a model with tasks of its own
 
 # Settings that may differ between hosts: where things are, and the sandbox, which host 0 alone
 # needs.
@@ -251,12 +250,11 @@ class Prompts:
 
 def sandbox_options(cfg):
     """Options of sandbox.run_tests and of the reward functions."""
-    where = {
+    return {
         "runner": cfg.runner,
         "e2b_router_url": cfg.e2b_router_url,
         "allow_unsafe": cfg.allow_unsafe,
     }
-    return where | {"max_tokens": cfg.max_new}
 
 
 # ---- the model and its programs ------------------------------------------------------------------------------------
@@ -650,13 +648,9 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
             check = functools.partial(sandbox.check, **sandbox_options(cfg))
             grpo.by_host_0(check, ())  # before anything is trained or read
         if not cfg.ckpt:
-            world, cfg = (
-                run.out / "world",
-                dataclasses.replace(cfg, ckpt=str(Path(__file__).parent / "weights/dream")),
-            )
-            runs.script("extra/tinypython.py", f"--out={world}", *WORLD)
-            heldout = cfg.heldout or (str(world / "composed.jsonl"), str(world / "phrased.jsonl"))
-            cfg = dataclasses.replace(cfg, prompts=str(world / "constants.jsonl"), heldout=heldout)
+            heldout = cfg.heldout or (str(DEMO / "composed.jsonl"), str(DEMO / "phrased.jsonl"))
+            demo = {"ckpt": str(DEMO), "prompts": str(DEMO / "tasks.jsonl"), "heldout": heldout}
+            cfg = dataclasses.replace(cfg, **demo)
 
         # From here on this process holds the devices, which share weights and rows.
         if idle := checkpoints.idle_accelerator():

@@ -230,15 +230,10 @@ def run_demo(kind, settings):
 
 def finished(cfg, seed, kind):
     """The log of a run and its minutes; runs it if that is not done yet."""
-    out, world = (
-        Path(cfg.out) / f"{kind}-{seed}",
-        Path(cfg.out) / f"{cfg.kinds[0]}-{cfg.seeds[0]}" / "world",
-    )
+    out = Path(cfg.out) / f"{kind}-{seed}"
     claim(cfg.out, {name: getattr(cfg, name) for name in ("rounds", "eval_every", "eval_samples")})
     if not (out / "minutes.json").exists():
         shutil.rmtree(out, ignore_errors=True)
-        if world.exists():  # the same tasks for all
-            shutil.copytree(world, out / "world")
         started = time.perf_counter()
         settings = {name: getattr(cfg, name) for name in ("rounds", "eval_every", "eval_samples")}
         settings |= {"seed": seed, "out": str(out)}

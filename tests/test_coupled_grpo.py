@@ -1191,28 +1191,6 @@ def test_on_eight_devices_each_writes_its_share_of_the_rows(folder, tmp_path, mo
 # ---- the demo
 
 
-def test_the_demo_s_tasks_are_written_before_this_process_asks_for_devices(tmp_path):
-    """A TPU, or nine tenths of a GPU, that the parent has is not the child's."""
-    code = """
-import jax, coupled_grpo, runs
-from jax._src import xla_bridge
-def script(name, *flags):
-    assert not xla_bridge.backends_are_initialized(), name
-    raise OSError(f"ran {name} {flags[0]}")
-runs.script = script
-runs.command(coupled_grpo.main, coupled_grpo.Config, "")
-"""
-    flags = "--out", str(tmp_path / "demo"), "--rewards=code_format"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *flags],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | AS_A_USER,
-    )
-    says(done, f"ran tinypython.py --out={tmp_path / 'demo/world'}")
-
-
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     """The folder of a demo that ran for all its rounds."""
@@ -1229,21 +1207,20 @@ def test_the_demo_evaluates_on_operations_and_phrasings_that_training_lacks(demo
     assert [row["round"] for row in scored] == [0, 5, 10]
     assert min(row[f"{split}_reward"] for row in scored for split in ("composed", "phrased")) > 0.1
     prompts = {
-        split: {row["prompt"] for row in read_lines(demo / f"world/{split}.jsonl")}
-        for split in ("constants", "composed", "phrased")
+        split: {row["prompt"] for row in read_lines(coupled_grpo.DEMO / f"{split}.jsonl")}
+        for split in ("tasks", "composed", "phrased")
     }
-    assert {row["prompt"] for row in read_lines(demo / "rounds.jsonl")} <= prompts["constants"]
-    assert not prompts["constants"] & (prompts["composed"] | prompts["phrased"])
+    assert {row["prompt"] for row in read_lines(demo / "rounds.jsonl")} <= prompts["tasks"]
+    assert not prompts["tasks"] & (prompts["composed"] | prompts["phrased"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 @pytest.mark.parametrize("preset", coupled_grpo.PRESETS)
-def test_every_preset_starts_on_any_number_of_devices(folder, demo, tmp_path, preset, devices):
+def test_every_preset_starts_on_any_number_of_devices(folder, tmp_path, preset, devices):
     out, flags = tmp_path / "run", ("--ckpt", folder / "base", "--prompts", folder / "tasks.jsonl")
-    if preset == "demo":  # its tasks are there already
+    if preset == "demo":
         flags = "--eval_every=9", "--eval_tasks=4"
-        shutil.copytree(demo / "world", out / "world")
     done = run(
         "coupled_grpo.py",
         f"--preset={preset}",
