@@ -1,18 +1,19 @@
-"""A run: command line, folder, lock, log, signals; the tokenizer in a model's folder.
+"""Command lines, and the folder of a run: lock, log, signals, resuming. Reads the disk.
 
-    with runs.Folder(cfg) as run:                      # locks cfg.out; refuses a folder that holds another run
-        run.begin(first, settings, {"tokenizer.json": data})    # writes config.json, cuts the logs to step `first`
-        run.log({"step": step + 1, "loss": 3.41})   # in the loop over steps
-        if run.signal: run.leave(step + 1)          # Ctrl-C or SIGTERM; save before it
+    with runs.Folder(cfg) as folder:  # locks cfg.out; refuses a folder that holds another run
+        folder.begin(first, settings, {"tokenizer.json": data})  # cuts the logs to step `first`
+        folder.log({"step": step + 1, "loss": 3.41})  # in the loop over steps
+        if folder.signal: folder.leave(step + 1)  # Ctrl-C or SIGTERM; save before it
 
-The folder of a run holds config.json, tokenizer.json, log.jsonl, and checkpoints/<step>/ (JAX, see
-checkpoints.py) or step_<n>/ (PyTorch, in safetensors). This file imports neither JAX nor PyTorch.
+The folder holds config.json, tokenizer.json, log.jsonl, and checkpoints/<step>/ (JAX, see
+checkpoints.py) or step_<n>/ (PyTorch, in safetensors). This file writes no checkpoint, and imports
+neither JAX nor PyTorch. It also reads the tokenizer in a model's folder.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import io
 import json
 import os
@@ -23,96 +24,51 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 import traceback
 import typing
 from pathlib import Path
 
-# Numbers of a Config with their lowest and highest value, for `check`: neither NaN nor infinite.
-Count, Natural = typing.Annotated[int, (1, 2**31 - 1)], typing.Annotated[int, (0, 2**31 - 1)]
-Positive, NonNegative = typing.Annotated[float, (1e-12, 1e12)], typing.Annotated[float, (0, 1e12)]
-Share, TopP = typing.Annotated[float, (0, 1)], typing.Annotated[float, (1e-9, 1)]
+# Numbers of a Config: lowest and highest value, neither NaN nor infinite, and how `check` says it.
+Count = typing.Annotated[int, (1, 2**31 - 1, "1 .. 2,147,483,647")]
+Natural = typing.Annotated[int, (0, 2**31 - 1, "0 .. 2,147,483,647")]
+Positive = typing.Annotated[float, (1e-12, 1e12, "1e-12 .. 1e+12")]
+NonNegative = typing.Annotated[float, (0, 1e12, "0 .. 1e+12")]
+Share = typing.Annotated[float, (0, 1, "0 .. 1")]
+TopP = typing.Annotated[float, (1e-9, 1, "1e-09 .. 1")]
+
 SAVED = ".saved"  # a file in the folder of a run that has had a checkpoint
 
 
-def check(cfg):
-    """The Config. ValueError for a number outside the limits in its annotation, which may be Count
-    or Count | None.
-    """
-    for name, hint in typing.get_type_hints(type(cfg), include_extras=True).items():
-        value = getattr(cfg, name)
-        if dataclasses.is_dataclass(value):
-            check(value)
-        known = [
-            note
-            for part in (hint, *typing.get_args(hint))
-            for note in getattr(part, "__metadata__", ())
-        ]
-        for low, high in (note for note in known if isinstance(note, tuple)):
-            for x in value if isinstance(value, tuple) else (value,):
-                if x is not None and not low <= x <= high:
-                    raise ValueError(
-                        f"--{name}={x} is not in {low} .. {high:{',' if type(high) is int else 'g'}}"
-                    )
-    return cfg
+# ---- the command line --------------------------------------------------------------------------
 
 
 def command(main, config_class, doc, machine=(), moved=None):
     """Run main(config) by tyro: flags are the fields of the dataclass, their comments the help.
 
-    With --resume=DIR the defaults are the settings of that run, without the fields named in
-    `machine`. An error of ours or of the system is one line and status 1. What a library raises is
-    a bug: its traceback stays; -X dev shows all. moved says of flags that are gone what does their
-    work now: {"repair": "python extra/repair.py"}.
+    An error of ours or of the system becomes one line and status 1. What a library raises is a bug:
+    its traceback stays, and -X dev shows every traceback. With --resume=DIR the defaults are the
+    settings of that run, without the fields named in `machine`. moved says what does the work of a
+    removed flag now: {"repair": "python extra/repair.py"}.
     """
-    import tyro
-
     # of a GPU's memory; JAX alone takes three quarters
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
-    status, poll = 0, select.poll()
+    status = 0
     try:
-        sys.argv = [
-            re.sub(r"^(--[\w-]+=)~(?=/)", lambda m: m[1] + os.path.expanduser("~"), x)
-            for x in sys.argv
-        ]
-        for argument in sys.argv[1:]:
-            name = argument.lstrip("-").partition("=")[0].replace("-", "_")
-            if argument.startswith("--") and name in (moved or {}):
-                raise ValueError(f"--{name} is gone: {moved[name]}")
-        default = resumed(config_class, sys.argv[1:], machine)
-        main(
-            check(
-                tyro.cli(
-                    config_class,
-                    default=default,
-                    description=doc,
-                    config=(tyro.conf.OmitArgPrefixes,),
-                )
-            )
-        )
+        main(parse(config_class, doc, machine, moved or {}))
         sys.stdout.flush()
     except KeyboardInterrupt:
         status = 130
     except Exception as error:
-        # nobody reads our output any more, as after `| head`
-        if isinstance(error, BrokenPipeError):
-            poll.register(sys.stdout.fileno(), 0)
-            if any(event & select.POLLERR for _, event in poll.poll(0)):
-                os._exit(141)  # silently, as SIGPIPE ends other programs
-        # An error of ours is raised by a line of ours.
-        raised, here = (
-            Path(traceback.extract_tb(error.__traceback__)[-1].filename),
-            Path(__file__).resolve().parent,
-        )
-        ours = isinstance(error, OSError) or (
-            raised.is_file() and raised.resolve().parent in (here, here / "bench", here / "extra")
-        )
-        if sys.flags.dev_mode or not ours:
+        if isinstance(error, BrokenPipeError) and output_is_closed():
+            os._exit(141)  # silently, as SIGPIPE ends other programs
+        if sys.flags.dev_mode or not (isinstance(error, OSError) or is_ours(error)):
             raise
-        advice = (
-            "; pip install -r requirements-gpu.txt" if getattr(error, "name", "") == "torch" else ""
-        )
-        print((str(error) or repr(error)) + advice, file=sys.__stderr__)
+        message = str(error) or repr(error)
+        if getattr(error, "name", "") == "torch":
+            message += "; pip install -r requirements-gpu.txt"
+        print(message, file=sys.__stderr__)
         status = 1
     # At once: threads of a broken Orbax save would print tracebacks, those of gloo abort a closing
     # interpreter.
@@ -122,49 +78,99 @@ def command(main, config_class, doc, machine=(), moved=None):
         os._exit(status)
 
 
-def resumed(config_class, arguments, machine=()):
-    """The defaults of a command line: those of the class, or the settings of the run that --resume
-    names.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--resume", nargs="?")
-    folder = parser.parse_known_args(arguments)[0].resume
-    if not folder or "resume" not in {field.name for field in dataclasses.fields(config_class)}:
-        return config_class()
-    saved = read_json(as_path(folder) / "config.json", "train")["train"] | {"out": folder}
-    return settings_of(config_class, saved, machine)
+def parse(config_class, doc, machine, moved):
+    """The Config of this program's command line. ValueError for a removed flag, or for `check`."""
+    import tyro
+
+    for i, argument in enumerate(sys.argv):
+        flag, _, value = argument.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if name != flag and name in moved:
+            raise ValueError(f"--{name} is gone: {moved[name]}")
+        if name != flag and value.startswith("~/"):  # shells leave it there
+            sys.argv[i] = f"{flag}={os.path.expanduser(value)}"
+    if "--help" in sys.argv or "-h" in sys.argv:
+        print(wrap(doc, shutil.get_terminal_size().columns))  # tyro breaks no line of a docstring
+    cli = functools.partial(
+        tyro.cli, config_class, description="", config=(tyro.conf.OmitArgPrefixes,)
+    )
+    cfg = cli()
+    if getattr(cfg, "resume", ""):
+        cfg = cli(default=resumed(config_class, cfg.resume, machine))
+    return check(cfg)
 
 
-def settings_of(config_class, saved, machine=()):
-    """A config of saved settings, without those that `machine` names; a group of flags is a
-    dictionary in it.
+def wrap(doc, columns):
+    """The docstring in lines of so many columns, broken between words."""
+    text = re.sub(r"(?<=\S)\n(?=\S)", " ", doc)  # a paragraph is one line
+    lines = []
+    for line in text.strip().splitlines():
+        hang = 8 * " " if line.startswith(" ") else ""
+        whole = textwrap.wrap(line, columns, subsequent_indent=hang, break_on_hyphens=False)
+        lines += whole or [""]
+    return "\n".join(lines) + "\n"
+
+
+def output_is_closed():
+    """Whether nobody reads what we print, as after `| head`."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def is_ours(error):
+    """Whether a line of ours raised an error, not one of a library."""
+    here = Path(__file__).resolve().parent
+    source = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    return source.is_file() and source.resolve().parent in (here, here / "bench", here / "extra")
+
+
+def check(cfg):
+    """The Config. ValueError for a number outside the limits of its type, which is Count,
+    Count | None or tuple[Count, ...].
     """
+    for field in dataclasses.fields(cfg):
+        value = getattr(cfg, field.name)
+        if dataclasses.is_dataclass(value):  # a group of flags
+            check(value)
+        numbers = value if isinstance(value, tuple) else (value,)
+        for hint in (field.type, *typing.get_args(field.type)):
+            for limits in typing.get_args(hint):
+                if isinstance(limits, tuple):
+                    check_limits(field.name, numbers, *limits)
+    return cfg
+
+
+def check_limits(name, numbers, low, high, shown):
+    """ValueError if a number is not in low .. high; None is unset."""
+    for number in numbers:
+        if number is not None and not low <= number <= high:
+            raise ValueError(f"--{name}={number} is not in {shown}")
+
+
+def resumed(config_class, folder, machine=()):
+    """The settings of the run in a folder, without those that `machine` names, as a Config."""
+    saved = read_json(as_path(folder) / "config.json", "train")["train"] | {"out": str(folder)}
     values = {}
     for field in dataclasses.fields(config_class):
         if field.name in saved and field.name not in machine:
             value = saved[field.name]
-            if dataclasses.is_dataclass(field.default):
-                value = settings_of(type(field.default), value, machine)
             values[field.name] = tuple(value) if isinstance(value, list) else value
     return config_class(**values)
 
 
 def script(name, *flags):
-    """Run another stage as a program, which gets our Ctrl-C and SIGTERM. RuntimeError if it
-    fails.
-    """
-    command = [sys.executable, str(Path(__file__).parent / name), *flags]
-    with subprocess.Popen(command) as process, contextlib.ExitStack() as exits:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            exits.callback(
-                signal.signal,
-                number,
-                signal.signal(number, lambda number, _: process.send_signal(number)),
-            )
-        if status := process.wait():
-            raise RuntimeError(
-                f"{shlex.join(['python', name, *flags])} ended with exit status {status}"
-            )
+    """Run another stage, which gets our SIGTERM. RuntimeError if it fails."""
+    with subprocess.Popen([sys.executable, Path(__file__).parent / name, *flags]) as process:
+        before = signal.signal(signal.SIGTERM, lambda number, frame: process.terminate())
+        status = process.wait()
+        signal.signal(signal.SIGTERM, before)
+    if status:
+        line = shlex.join(["python", name, *flags])
+        raise RuntimeError(f"{line} ended with exit status {status}")
+
+
+# ---- files -------------------------------------------------------------------------------------
 
 
 def as_path(name):
@@ -175,9 +181,10 @@ def as_path(name):
         from etils import epath
 
         return epath.Path(name)
-    if os.path.exists(name) and not (os.path.isfile(name) or os.path.isdir(name)):
+    path = Path(name)
+    if path.exists() and not (path.is_file() or path.is_dir()):
         raise ValueError(f"{name} is no regular file")
-    return Path(name)
+    return path
 
 
 def read_json(path, *needed):
@@ -195,10 +202,20 @@ def read_json(path, *needed):
     except (ValueError, AttributeError, RecursionError):
         raise ValueError(f"{path} is damaged: it is not a JSON object") from None
     if missing:
-        raise ValueError(
-            f"{path} is damaged or another file: it has no {' and no '.join(sorted(missing))}"
-        )
+        lacks = " and no ".join(sorted(missing))
+        raise ValueError(f"{path} is damaged or another file: it has no {lacks}")
     return found
+
+
+@contextlib.contextmanager
+def naming(path):
+    """The error of a full disk, which names no file, names this path."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno and not error.filename:
+            error.filename = str(path)
+        raise
 
 
 @contextlib.contextmanager
@@ -214,49 +231,45 @@ def writing(path):
         return
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with open(temporary, "wb") as file:
+        with naming(path), open(temporary, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:
-        if error.errno:
-            error.filename = error.filename or str(path)  # a full disk names no file
-        raise
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def write(path, data):
     """Write bytes, or anything else as JSON. The file is whole, or as it was."""
+    if not isinstance(data, bytes):
+        data = (json.dumps(data, indent=2) + "\n").encode()
     with writing(path) as file:
-        file.write(
-            data if isinstance(data, bytes) else (json.dumps(data, indent=2) + "\n").encode()
-        )
+        file.write(data)
 
 
 @contextlib.contextmanager
 def new_folder(path):
-    """A folder to write in, which gets its name when all went well; an error leaves nothing under
+    """A folder to write in, which gets its name when all went well. An error leaves nothing under
     that name.
     """
-    path, partial = Path(path).resolve(), Path(f"{Path(path).resolve()}.tmp")
+    path = Path(path).resolve()
+    partial = Path(f"{path}.tmp")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        yield partial
+        with naming(path):
+            yield partial
         # Everything is on disk before the name says that it is complete.
         for written in [*partial.rglob("*"), partial]:
             descriptor = os.open(written, os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
-    except BaseException as error:
+    except BaseException:
         for _ in range(50):  # threads of a failed Orbax save still write
             if partial.exists():
                 shutil.rmtree(partial, ignore_errors=True)
                 time.sleep(0.1)
-        if isinstance(error, OSError) and error.errno:
-            error.filename = error.filename or str(path)  # a full disk names no file
         raise
     shutil.rmtree(path, ignore_errors=True)
     os.replace(partial, path)
@@ -265,18 +278,17 @@ def new_folder(path):
 @contextlib.contextmanager
 def lock(path):
     """Hold a lock file; the lock ends with the process. BlockingIOError if another process holds
-    it.
+    it. A bucket has no locks.
     """
-    if not isinstance(path, str | Path):  # a bucket has no locks
+    if not isinstance(path, str | Path):
         yield
         return
     with open(path, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BlockingIOError(
-                f"another process is writing ({path}): wait, or choose another --out"
-            ) from None
+            problem = f"another process is writing ({path}): wait, or choose another --out"
+            raise BlockingIOError(problem) from None
         yield
 
 
@@ -284,17 +296,14 @@ def saved_steps(folder):
     """{step: path} of the finished checkpoints of a run, in order: checkpoints/<step>/ (JAX) or
     step_<n>/ (PyTorch).
     """
-    names = [
-        (p.name.removeprefix("step_"), p)
-        for p in (*folder.glob("checkpoints/*"), *folder.glob("step_*"))
-    ]
-    # there Orbax cannot rename what is complete
+    # In a bucket Orbax cannot rename what is complete.
     mark = "commit_success.txt" if str(folder).startswith("gs://") else ""
-    return dict(
-        sorted(
-            (int(name), path) for name, path in names if name.isdigit() and (path / mark).exists()
-        )
-    )
+    found = {}
+    for path in (*folder.glob("checkpoints/*"), *folder.glob("step_*")):
+        step = path.name.removeprefix("step_")
+        if step.isdigit() and (path / mark).exists():
+            found[int(step)] = path
+    return dict(sorted(found.items()))
 
 
 def newest(folder, step=0):
@@ -303,10 +312,10 @@ def newest(folder, step=0):
     """
     found = saved_steps(as_path(folder))
     if not found:
-        raise FileNotFoundError(
-            f"{folder} holds no checkpoint; train one, or name a folder of convert_weights.py"
-        )
-    if (step := step or max(found)) not in found:
+        advice = "train one, or name a folder of convert_weights.py"
+        raise FileNotFoundError(f"{folder} holds no checkpoint; {advice}")
+    step = step or max(found)
+    if step not in found:
         raise FileNotFoundError(
             f"{folder} holds no checkpoint of step {step}; it has {list(found)}"
         )
@@ -325,14 +334,16 @@ def read_tokenizer(folder, vocab=2**31):
         tokenizer.no_truncation()  # as a file may have been saved with
         tokenizer.no_padding()
     except Exception as error:  # tokenizers raises nothing narrower for a broken file
-        raise ValueError(
-            f"{path} cannot be read ({error}); put the tokenizer.json of the model there"
-        ) from None
-    if (largest := max(tokenizer.get_vocab().values(), default=0)) >= vocab:
-        raise ValueError(
-            f"{path} does not fit: its ids reach {largest:,}, the model has {vocab:,}; copy its own there"
-        )
+        advice = "put the tokenizer.json of the model there"
+        raise ValueError(f"{path} cannot be read ({error}); {advice}") from None
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest >= vocab:
+        problem = f"its ids reach {largest:,}, the model has {vocab:,}; copy its own there"
+        raise ValueError(f"{path} does not fit: {problem}")
     return tokenizer
+
+
+# ---- the folder of a run -----------------------------------------------------------------------
 
 
 class Folder:
@@ -344,44 +355,30 @@ class Folder:
     """
 
     def __init__(self, cfg, unit="step", rank=0, hosts=1):
-        self.cfg, self.out, self.unit, self.rank, self.hosts = (
-            cfg,
-            as_path(cfg.out),
-            unit,
-            rank,
-            hosts,
-        )
-        self.exits, self.tracker, self.signal, self.asked_at = (
-            contextlib.ExitStack(),
-            None,
-            "",
-            None,
-        )
+        self.cfg = cfg
+        self.out = as_path(cfg.out)
+        self.unit = unit
+        self.rank = rank
+        self.hosts = hosts
+        self.exits = contextlib.ExitStack()  # what __exit__ undoes
+        self.tracker = None  # a run of wandb
+        self.signal = ""  # name of the signal that asked to stop
+        self.asked_at = None  # when it came
 
     def __enter__(self):
         source = as_path(self.cfg.resume or self.out)
-        if saved_steps(self.out) and not (
-            self.cfg.resume and source.resolve() == self.out.resolve()
-        ):
-            raise FileExistsError(
-                f"{self.out} already holds a run: --resume={self.out}, or choose another --out"
-            )
-        if gone := [
-            folder
-            for folder in (source, self.out)
-            if (folder / SAVED).exists() and not saved_steps(folder)
-        ]:
-            raise FileNotFoundError(
-                f"the checkpoints of {gone[0]} are gone; choose another --out, without --resume"
-            )
-        if found := [
-            path
-            for x in ("meta.json", "bundle.json", "model*.safetensors*")
-            for path in self.out.glob(x)
-        ]:
-            raise FileExistsError(
-                f"{self.out} is no folder of a run, it holds {found[0].name}; choose another --out"
-            )
+        goes_on = self.cfg.resume and source.resolve() == self.out.resolve()
+        if saved_steps(self.out) and not goes_on:
+            advice = f"--resume={self.out}, or choose another --out"
+            raise FileExistsError(f"{self.out} already holds a run: {advice}")
+        for folder in (source, self.out):
+            if (folder / SAVED).exists() and not saved_steps(folder):
+                advice = "choose another --out, without --resume"
+                raise FileNotFoundError(f"the checkpoints of {folder} are gone; {advice}")
+        for name in ("meta.json", "bundle.json", "model*.safetensors*"):
+            for path in self.out.glob(name):
+                problem = f"is no folder of a run, it holds {path.name}; choose another --out"
+                raise FileExistsError(f"{self.out} {problem}")
         self.out.mkdir(parents=True, exist_ok=True)
         self.exits.enter_context(lock(self.out / f".lock{self.rank}"))
         return self
@@ -390,19 +387,12 @@ class Folder:
         self.exits.close()
         # A Ctrl-C in a terminal also ends child processes, such as a compiler that PyTorch waits
         # for.
-        if (
-            self.asked_at
-            and isinstance(error, Exception)
-            and not isinstance(error, InterruptedError)
-        ):
-            after = (
-                f"go on with --resume={self.out}"
-                if saved_steps(self.out)
-                else "nothing was saved yet"
-            )
-            raise InterruptedError(
-                f"stopped in the middle of a {self.unit} ({error!r:.200}); {after}"
-            ) from error
+        is_error = isinstance(error, Exception) and not isinstance(error, InterruptedError)
+        if self.asked_at and is_error:
+            saved = saved_steps(self.out)
+            after = f"go on with --resume={self.out}" if saved else "nothing was saved yet"
+            problem = f"stopped in the middle of a {self.unit} ({error!r:.200}); {after}"
+            raise InterruptedError(problem) from error
 
     def begin(self, first, settings, files=None):
         """Write config.json and files, {name: bytes or JSON}. From here on a signal asks the run to
@@ -411,59 +401,68 @@ class Folder:
         Logs and samples after step `first`, the last checkpoint, are cut off: the run writes them
         again.
         """
-        for number in {signal.SIGINT, signal.SIGHUP} | (
-            set() if self.hosts > 1 else {signal.SIGTERM}
-        ):
-            # nohup ignores it
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self.exits.callback(signal.signal, number, signal.signal(number, self.on_signal))
+        numbers = [signal.SIGINT]
+        if self.hosts == 1:
+            numbers.append(signal.SIGTERM)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
+            before = signal.signal(number, self.on_signal)
+            self.exits.callback(signal.signal, number, before)
         if self.rank:
             return
         last = first if saved_steps(self.out) else -1  # a folder without a checkpoint begins anew
-        for path in (self.out / name for name in ("log.jsonl", "rounds.jsonl", "samples.txt")):
+        for name in ("log.jsonl", "rounds.jsonl", "samples.txt"):
+            path = self.out / name
             if path.exists():
-                write(path, rows_until(last, path, self.unit))
-        for name, data in {"config.json": settings, **(files or {})}.items():
+                until = samples_until if name == "samples.txt" else rows_until
+                write(path, until(last, path, self.unit))
+        write(self.out / "config.json", settings)
+        for name, data in (files or {}).items():
             write(self.out / name, data)
         if self.cfg.wandb:
-            import wandb
+            self.track(settings)
 
-            # of its own: another run in a folder of this name is another curve
-            run_id = self.out / "wandb_id"
-            if not (self.cfg.resume and run_id.exists()):
-                write(run_id, os.urandom(8).hex().encode())
-            where = {
-                "project": self.cfg.wandb,
-                "dir": str(self.out),
-                "name": self.out.name,
-                "id": run_id.read_text(),
-            }
-            self.tracker = wandb.init(config=settings, resume="allow", **where)
-            self.exits.callback(self.tracker.finish)
+    def track(self, settings):
+        """Log to wandb as well; a resumed run goes on in its own curve."""
+        import wandb
+
+        run_id = self.out / "wandb_id"
+        if not (self.cfg.resume and run_id.exists()):
+            write(run_id, os.urandom(8).hex().encode())
+        self.tracker = wandb.init(
+            project=self.cfg.wandb,
+            dir=str(self.out),
+            name=self.out.name,
+            id=run_id.read_text(),
+            config=settings,
+            resume="allow",
+        )
+        self.exits.callback(self.tracker.finish)
 
     def on_signal(self, number, frame):
-        now, name = time.monotonic(), signal.Signals(number).name
+        """Note that the run is asked to stop; the second time, end it."""
+        now = time.monotonic()
         if self.asked_at is None:
             self.asked_at = now
+            name = signal.Signals(number).name
+            advice = f"{name}: saving after this {self.unit}; once more to end at once"
             with contextlib.suppress(OSError):
-                print(
-                    f"{name}: saving after this {self.unit}; once more to end at once",
-                    file=sys.stderr,
-                )
+                print(advice, file=sys.stderr)
             if self.hosts > 1:
                 os.kill(os.getpid(), signal.SIGTERM)
             else:
                 self.signal = name
-        elif (
-            now - self.asked_at > 1
-        ):  # torchrun hands on a Ctrl-C that its processes have had already
+        elif now - self.asked_at > 1:  # torchrun hands on a Ctrl-C that its processes had already
             raise KeyboardInterrupt
 
     def log(self, row):
         """Print a row of metrics and append it to log.jsonl, the source of every plot and table."""
         if self.rank:
             return
-        shown = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v:,}" for k, v in row.items())
+        shown = []
+        for name, value in row.items():
+            shown.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value:,}")
         with contextlib.suppress(OSError):  # a terminal or pipe that is closed ends no run
             print(" | ".join(shown), flush=True)
         self.append("log.jsonl", json.dumps(row) + "\n")
@@ -475,57 +474,60 @@ class Folder:
         if self.rank:
             return
         path = self.out / name
-        if isinstance(path, Path):
-            try:
-                with open(path, "a", encoding="utf-8", errors="surrogateescape") as file:
-                    file.write(text)
-            except OSError as error:
-                # a full disk names no file
-                raise OSError(error.errno, error.strerror, str(path)) from None
-        else:  # objects in a bucket cannot grow
+        if not isinstance(path, Path):  # objects in a bucket cannot grow
             path.write_text((path.read_text() if path.exists() else "") + text)
+            return
+        with naming(path), open(path, "a", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(text)
 
     def leave(self, done):
         """End the program after a signal, when `done` is saved."""
-        raise InterruptedError(
-            f"{self.signal or 'a signal'}: saved {self.unit} {done}; go on with --resume={self.out}"
-        )
+        name = self.signal or "a signal"
+        saved = f"{name}: saved {self.unit} {done}; go on with --resume={self.out}"
+        raise InterruptedError(saved)
+
+
+def samples_until(last, path, unit):
+    """The bytes of samples.txt up to step `last`."""
+    data = path.read_bytes()
+    for match in re.finditer(rb"^---- step (\d+)$", data, re.M):
+        if int(match[1]) > last:
+            return data[: match.start()]
+    return data
 
 
 def rows_until(last, path, unit):
-    """The bytes of a log, or of samples.txt, up to step `last`. ValueError names a damaged line."""
-    data, rows = path.read_bytes(), []
-    if path.name == "samples.txt":
-        later = (
-            m.start() for m in re.finditer(rb"^---- step (\d+)$", data, re.M) if int(m[1]) > last
-        )
-        return data[: next(later, len(data))]
-    for number, line in enumerate(data.split(b"\n")[:-1], 1):  # a kill cuts the last one short
+    """The bytes of a log up to step `last`. ValueError names a damaged line."""
+    rows = []
+    lines = path.read_bytes().split(b"\n")[:-1]  # a kill cuts the last one short
+    for number, line in enumerate(lines, 1):
         try:
-            rows += [line + b"\n"] if json.loads(line)[unit] <= last else []
+            if json.loads(line)[unit] <= last:
+                rows.append(line + b"\n")
         except (ValueError, KeyError, TypeError):
-            raise ValueError(
-                f"{path}, line {number} is damaged: it is no row of a {unit}; delete the line"
-            ) from None
+            problem = f"is damaged: it is no row of a {unit}; delete the line"
+            raise ValueError(f"{path}, line {number} {problem}") from None
     return b"".join(rows)
+
+
+# ---- what has to agree -------------------------------------------------------------------------
 
 
 def check_tensors(found, want, where):
     """Raise ValueError that names missing, unexpected and misshapen tensors. Both are {name:
     shape}.
     """
-    wrong = [f"missing {name}" for name in want.keys() - found.keys()]
-    wrong += [f"unexpected {name}" for name in found.keys() - want.keys()]
-    shapes = {name: (tuple(found[name]), tuple(want[name])) for name in want.keys() & found.keys()}
-    wrong += [
-        f"{name} has shape {theirs}, not {ours}"
-        for name, (theirs, ours) in shapes.items()
-        if theirs != ours
-    ]
+    wrong = []
+    for name in found.keys() | want.keys():
+        if name not in found:
+            wrong.append(f"missing {name}")
+        elif name not in want:
+            wrong.append(f"unexpected {name}")
+        elif tuple(found[name]) != tuple(want[name]):
+            wrong.append(f"{name} has shape {tuple(found[name])}, not {tuple(want[name])}")
     if wrong:
-        raise ValueError(
-            f"{len(wrong)} of the tensors of {where} do not fit the model: {'; '.join(sorted(wrong)[:3])}"
-        )
+        listed = "; ".join(sorted(wrong)[:3])
+        raise ValueError(f"{len(wrong)} of the tensors of {where} do not fit the model: {listed}")
 
 
 def check_resumed(saved, ours, where, fixed=(), unit="step"):
@@ -533,36 +535,33 @@ def check_resumed(saved, ours, where, fixed=(), unit="step"):
     of `fixed` did.
     """
     ours = json.loads(json.dumps(ours))  # tuples become lists, as they did in what was saved
-    then, now, there, here = saved["train"], ours["train"], saved["model"], ours["model"]
-    changed = [
-        name
-        for name in now
-        if then.get(name, "") not in ("", now[name]) and name not in ("out", "resume")
-    ]
-    other = [
-        f"{k} {there.get(k)} there, {here.get(k)} here"
-        for k in there | here
-        if there.get(k) != here.get(k)
-    ]
-    other += [f"--{name} {then[name]} there, {now[name]} here" for name in changed if name in fixed]
+    there = saved["model"]
+    here = ours["model"]
+    other = []
+    for name in there | here:
+        if there.get(name) != here.get(name):
+            other.append(f"{name} {there.get(name)} there, {here.get(name)} here")
+    changed = []
+    for name, value in ours["train"].items():
+        before = saved["train"].get(name, "")
+        if before in ("", value) or name in ("out", "resume"):
+            continue
+        changed.append(f"{name} {before} -> {value}")
+        if name in fixed:
+            other.append(f"--{name} {before} there, {value} here")
     if other:
-        raise ValueError(
-            f"{where} is of another model: {'; '.join(other)}; leave that as it was, or start anew"
-        )
+        advice = "leave that as it was, or start anew"
+        raise ValueError(f"{where} is of another model: {'; '.join(other)}; {advice}")
     if saved.get("data") != ours.get("data"):
-        raise ValueError(
-            f"{where} was trained on other data; pass its --data, or start anew with another --out"
-        )
+        advice = "pass its --data, or start anew with another --out"
+        raise ValueError(f"{where} was trained on other data; {advice}")
     if Path(where).name.removeprefix("step_") != str(saved[unit]):
-        raise ValueError(
-            f"{where} holds {unit} {saved[unit]}; rename it, or delete it to use the one before"
-        )
+        advice = "rename it, or delete it to use the one before"
+        raise ValueError(f"{where} holds {unit} {saved[unit]}; {advice}")
     if changed:
-        print(
-            f"changed since {where}:",
-            ", ".join(f"{name} {then[name]} -> {now[name]}" for name in changed),
-        )
+        print(f"changed since {where}:", ", ".join(changed))
 
 
 def first_line(error):
-    return str(error).splitlines()[0] if str(error) else repr(error)
+    """The first line of an error's message."""
+    return str(error).partition("\n")[0] or repr(error)

@@ -258,7 +258,7 @@ def resumed(trainer, out, **changes):
     """The settings with which a trainer goes on with a run."""
     import runs
 
-    saved = runs.resumed(trainer.Config, [f"--resume={out}"], trainer.MACHINE)
+    saved = runs.resumed(trainer.Config, out, trainer.MACHINE)
     return dataclasses.replace(saved, resume=str(out), **changes)
 
 

@@ -1261,7 +1261,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, unbroken, 
         file.write(
             '{"round": 2, "written": "by a run that was killed before its checkpoint"}\n{"cut sho'
         )
-    resumed = runs.resumed(coupled_grpo.Config, [f"--resume={tmp_path / 'parts'}"])
+    resumed = runs.resumed(coupled_grpo.Config, tmp_path / "parts")
     coupled_grpo.main(dataclasses.replace(resumed, resume=str(tmp_path / "parts")))
     assert sums(unbroken, 3) == sums(tmp_path / "parts", 3)
     assert read_lines(unbroken / "rounds.jsonl") == read_lines(tmp_path / "parts/rounds.jsonl")

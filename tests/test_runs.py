@@ -163,15 +163,14 @@ def test_resume_takes_the_settings_of_the_run_but_not_those_of_its_machine(scrip
         "steps": 7,
         "hosts": 4,
         "sizes": [1, 2],
-        "group": {"rank": 3},
         "gone": 1,
         "out": "elsewhere",
     }
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text(json.dumps({"train": saved}))
-    body = "print(cfg.out, cfg.resume, cfg.steps, cfg.hosts, cfg.sizes, cfg.group, cfg.fast)"
+    body = "print(cfg.out, cfg.resume, cfg.steps, cfg.hosts, cfg.sizes, cfg.fast)"
     for flags in (("--resume=run", "--fast"), ("--resume", "run", "--fast")):
-        assert script(body, *flags).stdout == "run run 7 1 (1, 2) Group(rank=3) True\n"
+        assert script(body, *flags).stdout == "run run 7 1 (1, 2) True\n"
     says(script(body, "--resume=nowhere"), "nowhere/config.json does not exist")
     (tmp_path / "run" / "config.json").write_text("{")
     says(script(body, "--resume=run"), "damaged")

@@ -106,7 +106,7 @@ def train(data, out, **settings):
 
 def resume(out, **settings):
     """As --resume does from the command line."""
-    saved = runs.resumed(train_gpu.Config, [f"--resume={out}"])
+    saved = runs.resumed(train_gpu.Config, out)
     train_gpu.main(dataclasses.replace(saved, resume=str(out), **settings))
 
 
@@ -698,7 +698,7 @@ def test_two_processes_leave_together_when_one_is_asked_to_stop(script, data, un
 
 
 def test_a_run_that_goes_on_in_another_folder_begins_it_with_a_checkpoint(data, unbroken, tmp_path):
-    saved = runs.resumed(train_gpu.Config, [f"--resume={unbroken}"])
+    saved = runs.resumed(train_gpu.Config, unbroken)
     first = max(runs.saved_steps(unbroken))
     train_gpu.main(
         dataclasses.replace(saved, resume=str(unbroken), out=str(tmp_path), steps=first + 1)
@@ -893,7 +893,7 @@ def test_a_tied_head_trains_on_rows_longer_than_the_preset_and_is_read_again(
     model = mdlm.load(out / "step_2").cfg
     assert (model.tie, model.positions) == (True, 32)
     # other devices choose anew
-    assert runs.resumed(train_gpu.Config, [f"--resume={out}"]).micro_batch == 0
+    assert runs.resumed(train_gpu.Config, out).micro_batch == 0
     assert scored(out, eval_rows=4, eval_draws=2)["step"] == 2
 
 
