@@ -46,7 +46,7 @@ import runs
 import sample_block
 import sample_dream
 from rows import held_out, open_data, prefetch, token_bytes
-from runs import Count, Natural, NonNegative, Positive, TopP
+from runs import Count, Natural, NonNegative, Positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +56,6 @@ class Blocks:
     # block size: a token attends to its own and earlier blocks; 0: that of --init, else none
     block_length: Natural = 0
     block_warmup: Natural = 0  # steps in which the block size grows 1, 2, 4, .. to --block_length
-    # steps of mask-rate warm-up, to the maximum of --rates; the loss is unweighted meanwhile
-    rate_warmup: Natural = 0
-    rates: tuple[TopP, TopP] = (1e-3, 1.0)  # lowest and highest mask rate of a block in training
-    # at least one masked token per block, so a mask rate of at least 1 / --block_length
-    least_one: bool = False
-    # each row twice per step, with its masks and with the complement; after --rate_warmup
-    complement: bool = False
     # causal: finished tokens attend causally, for generate.py --draft
     context: typing.Literal["", "causal"] = ""
     # with a causal context: weight of the autoregressive loss, Nemotron's 1 / 0.3
@@ -177,8 +170,6 @@ def with_blocks(cfg, model):
         )
     if size and (cfg.schedule != "linear" or cfg.anneal_steps):
         raise ValueError("blocks go with the linear --schedule, and without --anneal_steps")
-    if blocks.rates[0] >= blocks.rates[1]:
-        raise ValueError(f"--rates={blocks.rates} are two numbers, the lower first")
     causal = size > 0 and (model.causal or blocks.context == "causal")
     if blocks.ar_weight != Blocks.ar_weight and not causal:
         raise ValueError("--ar_weight goes with --context=causal")
@@ -297,12 +288,12 @@ def plan(cfg, model, rows):
 def step_flops(cfg, model):
     """Training FLOPs of a step, of all devices together, without what remat computes again."""
     halves = 2 if model.block_length > 1 else 1  # each row noised and clean, side by side
-    length, copies = halves * cfg.seq_len, halves * (2 if cfg.blocks.complement else 1)
+    length = halves * cfg.seq_len
     # gradients of frozen matrices
     passes, unused = (2, md.flops_per_token(model, 0) / 3) if cfg.lora_rank else (3, 0)
     # logits of clean tokens
     unused += passes * model.vocab * model.width if halves == 2 and not model.causal else 0
-    return copies * (md.flops_per_token(model, length) - unused) * cfg.batch_size * cfg.seq_len
+    return halves * (md.flops_per_token(model, length) - unused) * cfg.batch_size * cfg.seq_len
 
 
 def find_data(cfg):
@@ -515,32 +506,17 @@ def block_nats(
     # any other rate would only add noise to the same expectation.
     row = segment_BL, position_BL + offset_B1
     place_BL = jnp.minimum(row[1] % block, position_BL)  # of a token in its block
-    u_BL, (low, high) = noise(md.parts(segment_BL, place_BL, block), eps=0.0), blocks.rates
-    if blocks.rate_warmup:
-        high = low + (high - low) * diffusion.highest_rate(step, blocks.rate_warmup)
-    least = jnp.maximum(1 / block if blocks.least_one else 0.0, block == 1)
-    t_BL, weight_BL = diffusion.block_noise(u_BL[0], low, high, least)
+    u_BL = noise(md.parts(segment_BL, place_BL, block), eps=0.0)
+    t_BL, weight_BL = diffusion.block_noise(u_BL[0], least=block == 1)
     mask_BL = counted_BL & (u_BL[1] < t_BL)
-    if blocks.least_one:
-        mask_BL = diffusion.mask_one_at_least(mask_BL, counted_BL, u_BL[1], place_BL, block)
-    weight_BL = jnp.where(step < blocks.rate_warmup, 1.0, weight_BL)
     hidden_BLD, before_BLD = model.readings(
         jnp.where(mask_BL, model.cfg.mask_id, token_BL), token_BL, *row, block
     )
-    nats, ar_nats = (weight_BL * model.token_nll(hidden_BLD, token_BL, mask_BL)).sum(), 0.0
+    nats = (weight_BL * model.token_nll(hidden_BLD, token_BL, mask_BL)).sum()
     if model.cfg.causal:  # the first token of a document has none before it
         later_BL = counted_BL & ~md.first_of_document(segment_BL)
-        ar_nats = blocks.ar_weight * model.token_nll(before_BLD, token_BL, later_BL).sum()
-    if not blocks.complement:
-        return nats + ar_nats
-    # High rates are unweighted. Where t is 1 the complement is empty, and any weight will do.
-    weight_BL = jnp.where(weight_BL == 1, 1.0, 1 / jnp.maximum(1 - t_BL, low))
-    complement = (weight_BL * model.nll(token_BL, counted_BL & ~mask_BL, *row, block)).sum()
-    # The complement of a block of one token is empty; in the rate warm-up it would hold nearly all
-    # tokens.
-    return ar_nats + jnp.where(
-        (block == 1) | (step < blocks.rate_warmup), nats, (nats + complement) / 2
-    )
+        nats += blocks.ar_weight * model.token_nll(before_BLD, token_BL, later_BL).sum()
+    return nats
 
 
 def make_step(cfg, graph, optimizer):

@@ -65,8 +65,7 @@ TRAINER = {
 }
 NUMBERS = {
     "train_tpu.py": TRAINER | {"mtp_weight z_loss": "-1 nan", "dropout": "-0.1 1 2 nan"},
-    "train_dream.py": TRAINER
-    | {"block_length block_warmup rate_warmup lora_rank anneal_steps": "-1"},
+    "train_dream.py": TRAINER | {"block_length block_warmup lora_rank anneal_steps": "-1"},
     "train_gpu.py": {
         "lr muon_lr clip": "0 -1 nan inf",
         "weight_decay": "-1 nan inf",
@@ -411,12 +410,6 @@ SETTINGS = [  # what does not go together, or is not there
     ("train_tpu.py", "--resume={files}", "config.json does not exist"),
     ("train_dream.py", "--data={rows} --out=out --tensor=3", "--tensor=3"),
     ("train_dream.py", "--data={rows} --out=out --seq_len=128", "the run wants 128"),
-    (
-        "train_dream.py",
-        "--data={rows} --out=out --rates 0.5 0.1 --block_length=4",
-        "the lower first",
-    ),
-    ("train_dream.py", "--data={rows} --out=out --rates 0 1 --block_length=4", "--rates=0"),
     ("train_dream.py", "--data={rows} --out=out --context=causal", "need --block_length"),
     (
         "train_dream.py",
