@@ -322,8 +322,8 @@ def find_data(cfg):
 
 
 def with_mask(model, meta, tokenizer_json):
-    """(model, tokenizer.json) of a Dream from scratch: a preset with the ids of the data, of MASK
-    and for with_expand.
+    """(model, tokenizer.json) of a Dream from scratch: a preset with the ids of the data and of
+    MASK.
 
     MASK is <|mask|> or <mask> of the data's tokenizer, else a token that is added to the run's copy
     of it.
@@ -333,9 +333,7 @@ def with_mask(model, meta, tokenizer_json):
     if mask_id is None:
         tokenizer.add_special_tokens([MASKS[0]])
         mask_id, tokenizer_json = tokenizer.token_to_id(MASKS[0]), tokenizer.to_str().encode()
-    used = max(meta["vocab_size"], mask_id + 1) + (
-        1 if meta.get("settings", {}).get("edit_rate") else 0
-    )
+    used = max(meta["vocab_size"], mask_id + 1)
     ids = {name: meta.get(name, meta["eos_id"]) for name in ("pad_id", "bos_id", "eos_id")}
     return dataclasses.replace(
         model, vocab=-(-used // 128) * 128, mask_id=mask_id, **ids
@@ -365,26 +363,6 @@ def known_ids(folder, model, meta, tokenizer_json):
         tokenizer.id_to_token(model.eos_id),
     )
     raise ValueError(f"{wrong}; prepare the data with --tokenizer={path} --eos='{eos}'")
-
-
-def with_expand(cfg, model, tokenizer_json):
-    """A Dream that learns holes of any length (data_prep.edit): with an id for the mask that
-    becomes two.
-    """
-    if model.block_length or cfg.lora_rank:
-        what = "these need a Dream without blocks, and no --lora_rank; an autoregressive one needs --anneal_steps"
-        raise ValueError(f"{cfg.data} has holes that grow and shrink (--edit_rate): {what}")
-    if model.expand_id >= 0:
-        return model
-    tokens = tokenizers.Tokenizer.from_str(tokenizer_json.decode()).get_vocab(
-        with_added_tokens=True
-    )
-    free = max(model.mask_id, *tokens.values()) + 1
-    if free >= model.vocab:
-        raise ValueError(
-            f"masks that grow need a free id, and all {model.vocab:,} are taken: leave out --edit_rate"
-        )
-    return dataclasses.replace(model, expand_id=free)
 
 
 # ---- the compiled step, and scores ---------------------------------------------------------------------------------
@@ -687,8 +665,6 @@ class Trainer:
             tokenizer_json = known_ids(cfg.resume or cfg.init, model, data, tokenizer_json)
         else:
             model, tokenizer_json = with_mask(model, data, tokenizer_json)
-        if data.get("settings", {}).get("edit_rate"):
-            model = with_expand(cfg, model, tokenizer_json)
         self.cfg, self.cycle = plan(cfg, model, self.train)
         self.model, self.tokenizer = model, tokenizers.Tokenizer.from_str(tokenizer_json.decode())
         # The chat template, its tokens and the model's own code: those of --init, else of the data.

@@ -1,4 +1,4 @@
-"""train_dream.py: gradients, blocks, --init, holes, LoRA, resuming, --eval_only, hosts, what it
+"""train_dream.py: gradients, blocks, --init, LoRA, resuming, --eval_only, hosts, what it
 says of bad input.
 """
 
@@ -705,10 +705,10 @@ def test_sigterm_to_one_of_two_hosts_saves_on_both_and_they_train_as_one(code_ro
         np.testing.assert_allclose(losses(out)[step], want, rtol=2e-3)
 
 
-# ---- from a model: --init, pairs, holes of any length, LoRA ----------------------------------------------------------
+# ---- from a model: --init, pairs, LoRA ----------------------------------------------------------
 
 
-def pair_rows(folder, tokenizer, lines, **settings):
+def pair_rows(folder, tokenizer, lines):
     """A folder of rows of 64 tokens of these pairs."""
     folder.mkdir(exist_ok=True)
     (folder / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -718,7 +718,7 @@ def pair_rows(folder, tokenizer, lines, **settings):
         "seq_len": 64,
         "workers": 1,
     }
-    data_prep.main(data_prep.Pairs(out=str(folder / "rows"), heldout=0.1, **common, **settings))
+    data_prep.main(data_prep.Pairs(out=str(folder / "rows"), heldout=0.1, **common))
     return folder / "rows"
 
 
@@ -774,51 +774,6 @@ def first_loss(cfg, folder, data):
     return float(nats(params) / md.counted(segment_BL, *fixed).sum())
 
 
-@pytest.fixture(scope="module")
-def holes(code_rows, tmp_path_factory):
-    """Rows of prompts and responses with holes that grow and shrink."""
-    lines = [
-        {"prompt": f"f({n}) = ", "response": f"{n} + {n} * {n}", "suffix": f" of {n}"}
-        for n in range(300)
-    ]
-    return pair_rows(
-        tmp_path_factory.mktemp("holes"), code_rows / "tokenizer.json", lines, edit_rate=0.5
-    )
-
-
-@pytest.mark.slow
-def test_a_dream_learns_holes_of_any_length_from_the_loss_of_init_and_says_with_which_id_they_grow(
-    code_rows, holes, one_device, tmp_path
-):
-    # A Dream that knew no such id gets the first that is free.
-    data, (start, cfg) = holes, save_start(tmp_path / "start", holes)
-    cfg = dataclasses.replace(cfg, expand_id=cfg.mask_id + 1)
-    cache, out = config(code_rows, "").compile_cache, tmp_path / "run"
-    train_dream.main(config(data, out, init=start, steps=1, compile_cache=cache))
-    assert checkpoints.load(md, out)[0].cfg == cfg
-    assert losses(out)[1][0] == pytest.approx(first_loss(cfg, start, data), rel=1e-4)
-    assert "messages" in (out / "tokenizer_config.json").read_text()  # it still knows how to chat
-    assert runs.read_json(out / "config.json")["source"] == "a/b"
-
-    # So does one from scratch, and an autoregressive one that is annealed; others do not learn such
-    # holes.
-    assert train_dream.Trainer(config(data, tmp_path / "a")).model.expand_id == cfg.expand_id
-    ar = nnx.merge(md.graph_of(cfg, md.Compute()), random_params(cfg))
-    ar.cfg = dataclasses.replace(cfg, block_length=1, expand_id=-1)
-    checkpoints.save(md, tmp_path / "ar", ar, [data / "tokenizer.json"])
-    whole = config(data, tmp_path / "a", init=str(tmp_path / "ar"), anneal_steps=1)
-    assert train_dream.Trainer(whole).model == cfg
-    for wrong in (
-        {"blocks": train_dream.Blocks(block_length=4)},
-        {"objective": "ar"},
-        {"init": start, "lora_rank": 2},
-        {"init": str(tmp_path / "ar")},
-    ):
-        said = refusal(train_dream, config(data, tmp_path / "a", **wrong))
-        assert "an autoregressive one needs --anneal_steps" in said
-    assert not (tmp_path / "a").exists()
-
-
 def test_without_data_rows_get_the_tokenizer_and_the_end_token_of_init(
     code_rows, tmp_path, monkeypatch
 ):
@@ -853,13 +808,13 @@ def test_init_starts_at_the_loss_of_the_checkpoint(kind, code_rows, pairs, one_d
 
 
 @pytest.mark.slow
-def test_an_autoregressive_run_is_annealed_to_one_that_fills_holes_and_can_be_resumed(
-    code_rows, holes, one_device, tmp_path
+def test_an_autoregressive_run_is_annealed_to_one_that_fills_masks_and_can_be_resumed(
+    code_rows, one_device, tmp_path
 ):
     out, copy = tmp_path / "whole", tmp_path / "copy"
     train_dream.main(config(code_rows, tmp_path / "ar", objective="ar"))
-    train_dream.main(config(holes, out, init=str(tmp_path / "ar"), anneal_steps=2))
-    assert checkpoints.load(md, out)[0].cfg.expand_id > 0
+    train_dream.main(config(code_rows, out, init=str(tmp_path / "ar"), anneal_steps=2))
+    assert checkpoints.load(md, out)[0].cfg.block_length == 0
     shutil.copytree(out, copy)
     shutil.rmtree(copy / "checkpoints/4")
     train_dream.main(resumed(train_dream, copy))
