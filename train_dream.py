@@ -5,7 +5,6 @@ model, or with LoRA.
     python train_dream.py --resume=out/try              # continues a stopped run with its own settings
     python train_dream.py --objective=ar --out=out/ar   # the same layers as an autoregressive model
     python train_dream.py --init=out/ar --block_length=4 --block_warmup=200     # which then learns to fill blocks
-    python train_dream.py --init=out/ar --block_length=16 --context=causal      # which verifies what it drafts
     python train_dream.py --init=out/diffucoder --data=data/chat                # fine-tunes a converted Dream
     python train_dream.py --init=out/diffucoder --data=data/chat --lora_rank=16 --base_bits=4 --remat=full
     python train_dream.py --eval_only=out/diffucoder --data=data/chat           # held-out bits per byte, a bound
@@ -50,19 +49,6 @@ from runs import Count, Natural, NonNegative, Positive
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
-    """Block diffusion."""
-
-    # block size: a token attends to its own and earlier blocks; 0: that of --init, else none
-    block_length: Natural = 0
-    block_warmup: Natural = 0  # steps in which the block size grows 1, 2, 4, .. to --block_length
-    # causal: finished tokens attend causally, for generate.py --draft
-    context: typing.Literal["", "causal"] = ""
-    # with a causal context: weight of the autoregressive loss, Nemotron's 1 / 0.3
-    ar_weight: NonNegative = 3.3
-
-
-@dataclasses.dataclass(frozen=True)
 class Config:
     # folder of rows from data_prep.py; default: the Python standard library, prepared under data/
     data: str = ""
@@ -84,7 +70,9 @@ class Config:
     schedule: typing.Literal[tuple(diffusion.SCHEDULES)] = "linear"
     # steps in which the attention mask goes from causal to bidirectional, without blocks
     anneal_steps: Natural = 0
-    blocks: Blocks = Blocks()
+    # block size: a token attends to its own and earlier blocks; 0: that of --init, else none
+    block_length: Natural = 0
+    block_warmup: Natural = 0  # steps in which the block size grows 1, 2, 4, .. to --block_length
     # tokens per row; 0: that of the data, else the model's positions, at most 2048
     seq_len: Natural = 0
     # rows of a step, all devices; 0: 8,192 to 131,072 tokens by the data, 4,096 on a CPU
@@ -129,6 +117,11 @@ MACHINE = ("device", "hosts", "fsdp", "tensor")
 COLUMNS = "token_ABL", "segment_ABL", "position_ABL", "fixed_ABL"
 # of a step, in the order of the log; jit returns them sorted
 METRICS = "loss", "lr", "grad_norm", "ok"
+AR_WEIGHT = 3.3  # of the autoregressive loss of a model with a causal context: Nemotron's 1 / 0.3
+MOVED = {  # flags that are gone
+    "context": "--objective=ar trains a model that generates token by token better than drafts did",
+    "ar_weight": "see --context in bench/LOG.md",
+}
 MASKS = "<|mask|>", "<mask>"  # what tokenizers call MASK
 MICRO_BATCH = {"tiny": 2, "500m": 4}  # rows per device at a time, 1 of any other preset
 
@@ -158,22 +151,17 @@ def with_blocks(cfg, model):
     """The architecture with the block size of the flags. An autoregressive model is one with blocks
     of one token.
     """
-    ar, blocks = cfg.objective == "ar", cfg.blocks
-    size = 1 if ar else blocks.block_length or (0 if cfg.anneal_steps else model.block_length)
-    if ar and (blocks != Blocks() or not model.shift):
+    ar = cfg.objective == "ar"
+    if ar and (cfg.block_length or cfg.block_warmup or not model.shift):
         raise ValueError(
             "--objective=ar is for a model with the shift, and has no settings of blocks"
         )
-    if blocks != Blocks() and size < (2 if blocks.context else 1):
-        raise ValueError(
-            "settings of blocks need --block_length above 0, with --context=causal above 1"
-        )
+    size = 1 if ar else cfg.block_length or (0 if cfg.anneal_steps else model.block_length)
+    if cfg.block_warmup and not size:
+        raise ValueError("--block_warmup needs --block_length")
     if size and (cfg.schedule != "linear" or cfg.anneal_steps):
         raise ValueError("blocks go with the linear --schedule, and without --anneal_steps")
-    causal = size > 0 and (model.causal or blocks.context == "causal")
-    if blocks.ar_weight != Blocks.ar_weight and not causal:
-        raise ValueError("--ar_weight goes with --context=causal")
-    return dataclasses.replace(model, block_length=size, causal=causal)
+    return dataclasses.replace(model, block_length=size, causal=model.causal and size > 0)
 
 
 def row_length(cfg, model, data=None):
@@ -442,9 +430,7 @@ def loss_of_step(cfg, graph, batch, key, step, base):
             places = model.cfg.block_length if model.cfg.causal else 1
             offset_R1 = jax.random.randint(jax.random.fold_in(key, rows), (rows, 1), 0, places)
             return (
-                block_nats(
-                    cfg.blocks, model, step, *inputs, counted_BL, noise, offset_R1[micro["row_AB"]]
-                )
+                block_nats(cfg, model, step, *inputs, counted_BL, noise, offset_R1[micro["row_AB"]])
                 / tokens
             )
         noise, attention_1LL = md.noise(key, rows, micro["row_AB"], micro["segment_ABL"]), None
@@ -461,9 +447,7 @@ def loss_of_step(cfg, graph, batch, key, step, base):
     return loss_fn
 
 
-def block_nats(
-    blocks, model, step, token_BL, segment_BL, position_BL, counted_BL, noise, offset_B1=0
-):
+def block_nats(cfg, model, step, token_BL, segment_BL, position_BL, counted_BL, noise, offset_B1=0):
     """The loss of a micro-batch with blocks, or of --objective=ar, in nats; noise(parts) is
     md.noise of its rows.
 
@@ -475,10 +459,10 @@ def block_nats(
         return model.ar_nll(token_BL, counted_BL, segment_BL, position_BL).sum()
     # The block size doubles in equal numbers of steps. It is an array, so that all sizes are one
     # program.
-    if blocks.block_warmup:
+    if cfg.block_warmup:
         doublings = math.ceil(math.log2(longest))
         block = jnp.minimum(
-            2 ** jnp.minimum(step * doublings // blocks.block_warmup, doublings), longest
+            2 ** jnp.minimum(step * doublings // cfg.block_warmup, doublings), longest
         )
     # A mask rate for each block; u decides for each token. A block of one token is always masked:
     # any other rate would only add noise to the same expectation.
@@ -493,7 +477,7 @@ def block_nats(
     nats = (weight_BL * model.token_nll(hidden_BLD, token_BL, mask_BL)).sum()
     if model.cfg.causal:  # the first token of a document has none before it
         later_BL = counted_BL & ~md.first_of_document(segment_BL)
-        nats += blocks.ar_weight * model.token_nll(before_BLD, token_BL, later_BL).sum()
+        nats += AR_WEIGHT * model.token_nll(before_BLD, token_BL, later_BL).sum()
     return nats
 
 
@@ -939,4 +923,4 @@ def train(folder, store, trainer, first, skipped):
 
 
 if __name__ == "__main__":
-    runs.command(main, Config, __doc__, MACHINE)
+    runs.command(main, Config, __doc__, MACHINE, MOVED)

@@ -410,12 +410,7 @@ SETTINGS = [  # what does not go together, or is not there
     ("train_tpu.py", "--resume={files}", "config.json does not exist"),
     ("train_dream.py", "--data={rows} --out=out --tensor=3", "--tensor=3"),
     ("train_dream.py", "--data={rows} --out=out --seq_len=128", "the run wants 128"),
-    ("train_dream.py", "--data={rows} --out=out --context=causal", "need --block_length"),
-    (
-        "train_dream.py",
-        "--data={rows} --out=out --block_length=4 --ar_weight=1",
-        "goes with --context=causal",
-    ),
+    ("train_dream.py", "--data={rows} --out=out --block_warmup=2", "needs --block_length"),
     (
         "train_dream.py",
         "--data={rows} --out=out --init={dream} --model=tiny",

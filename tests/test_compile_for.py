@@ -22,7 +22,6 @@ import generate
 import model_dream as md
 import prompts
 import sample_dream
-import train_dream
 import train_tpu
 
 sys.path.insert(0, str(ROOT / "bench"))
@@ -677,9 +676,7 @@ def test_a_step_of_each_trainer_is_lowered_with_its_flags(monkeypatch):
     )
     common = {"model": "tiny", "seq_len": 64, "batch_size": 4, "fsdp": 1}
     coder = compile_for.CoderSettings(diff="none", **common)
-    dream = compile_for.DreamSettings(
-        blocks=train_dream.Blocks(block_length=4), lora_rank=2, init="", **common
-    )
+    dream = compile_for.DreamSettings(block_length=4, lora_rank=2, init="", **common)
     for program in (compile_for.Train(settings=coder), compile_for.TrainDream(settings=dream)):
         assert program.sized(2).rows() == [{"fits": True}]
         name, lowered, device, facts = reports.pop()

@@ -322,7 +322,7 @@ def test_a_step_on_eight_devices_has_the_loss_of_one(code_rows):
 
 def loss_in_blocks(params, batch, objective="diffusion", **settings):
     """The loss of the first step of TINY with these settings of blocks."""
-    cfg = train_dream.Config(objective=objective, blocks=train_dream.Blocks(**settings))
+    cfg = train_dream.Config(objective=objective, **settings)
     graph, micro = (
         md.graph_of(train_dream.with_blocks(cfg, TINY), md.Compute()),
         {k: x[0] for k, x in batch.items()},
@@ -352,23 +352,14 @@ def test_blocks_of_one_token_train_as_an_autoregressive_model_and_a_block_as_lon
 
 
 def test_settings_of_blocks_that_do_not_go_together_are_one_line():
-    for blocks, changes, part in (
-        ({"block_length": 4}, {"objective": "ar"}, "has no settings of blocks"),
-        ({"block_warmup": 5}, {}, "need --block_length"),
-        ({"block_length": -1}, {}, "need --block_length above 0"),
-        ({"block_length": 4}, {"schedule": "cosine"}, "blocks go with the linear --schedule"),
-        ({"block_length": 4}, {"anneal_steps": 9}, "without --anneal_steps"),
-        ({"context": "causal"}, {}, "need --block_length"),
-        ({"block_length": 1, "context": "causal"}, {}, "with --context=causal above 1"),
-        ({"block_length": 4, "ar_weight": 1.0}, {}, "goes with --context=causal"),
+    for changes, part in (
+        ({"block_length": 4, "objective": "ar"}, "has no settings of blocks"),
+        ({"block_warmup": 5}, "needs --block_length"),
+        ({"block_length": 4, "schedule": "cosine"}, "blocks go with the linear --schedule"),
+        ({"block_length": 4, "anneal_steps": 9}, "without --anneal_steps"),
     ):
-        cfg = train_dream.Config(blocks=train_dream.Blocks(**blocks), **changes)
         with pytest.raises(ValueError, match=part):
-            train_dream.with_blocks(cfg, DREAM)
-    cfg = train_dream.Config(blocks=train_dream.Blocks(4, context="causal"))
-    assert train_dream.with_blocks(cfg, DREAM) == dataclasses.replace(
-        DREAM, block_length=4, causal=True
-    )
+            train_dream.with_blocks(train_dream.Config(**changes), DREAM)
     cfg = train_dream.Config(anneal_steps=9)  # from an autoregressive model to two-way attention
     assert train_dream.with_blocks(cfg, dataclasses.replace(DREAM, block_length=1)) == DREAM
 
@@ -380,8 +371,8 @@ def test_an_autoregressive_run_goes_on_in_blocks_without_a_jump_and_generate_wri
     ar, blocks, common = tmp_path / "ar", tmp_path / "blocks", {"steps": 60, "eval_every": 30}
     train_dream.main(config(code_rows, ar, objective="ar", **common))
     assert checkpoints.load(md, ar)[0].cfg.block_length == 1
-    recipe = train_dream.Blocks(block_length=4, block_warmup=20)
-    train_dream.main(config(code_rows, blocks, init=str(ar), blocks=recipe, **common))
+    recipe = {"block_length": 4, "block_warmup": 20}
+    train_dream.main(config(code_rows, blocks, init=str(ar), **recipe, **common))
     assert checkpoints.load(md, blocks)[0].cfg.block_length == 4
     before = np.mean([loss for loss, _ in losses(ar).values()][-5:])
     assert losses(blocks)[1][0] == pytest.approx(before, abs=0.3)  # log(600) = 6.4 at first
@@ -420,16 +411,13 @@ def test_the_loss_of_blocks_is_in_the_mean_their_exact_bound():
     row = token_BL, segment_BL, position_BL
     exact = float(jax.jit(lambda model: model.exact_nll(*row, ~counted_BL).sum())(model))
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def nats(blocks, key):
+    @jax.jit
+    def nats(key):
         noise = functools.partial(md.noise, key, B, jnp.arange(B))
-        return train_dream.block_nats(blocks, model, 0, *row, counted_BL, noise)
+        return train_dream.block_nats(train_dream.Config(), model, 0, *row, counted_BL, noise)
 
-    def mean(**settings):
-        draws = [float(nats(train_dream.Blocks(**settings), jax.random.key(i))) for i in range(40)]
-        return np.mean(draws), np.std(draws) / 40**0.5
-
-    value, error = mean()
+    draws = [float(nats(jax.random.key(i))) for i in range(40)]
+    value, error = np.mean(draws), np.std(draws) / 40**0.5
     assert abs(value - exact) < 4 * error < 0.1 * exact
 
 
@@ -493,31 +481,10 @@ def test_a_causal_context_has_the_loss_of_blocks_behind_clean_text_and_that_of_t
         assert len(np.unique(np.asarray(part_BL)[0, :9])) == 3  # 1, 4 and 4 tokens
         return jnp.full((2, L), 0.5), jnp.asarray(u_BL)
 
-    def loss(weight):
-        blocks, given = (
-            train_dream.Blocks(ar_weight=weight),
-            (token_BL, segment_BL, position_BL, counted_BL),
-        )
-        return float(
-            train_dream.block_nats(
-                blocks, model, 0, *map(jnp.asarray, given), noise, jnp.asarray(offset_B1)
-            )
-        )
-
-    assert loss(0.0) == pytest.approx(nats, rel=1e-5)
-    assert loss(0.3) - loss(0.0) == pytest.approx(0.3 * ar_nats, rel=1e-4)
-
-
-@pytest.mark.slow
-def test_the_autoregressive_loss_of_a_causal_context_is_that_of_the_objective():
-    params, batch = random_params(TINY), random_batch(2, 16, fixed=2)
-    settings = {"block_length": 4, "context": "causal"}
-    with_it, without = (
-        loss_in_blocks(params, batch, **settings, ar_weight=weight) for weight in (1.0, 0.0)
-    )
-    assert with_it - without == pytest.approx(
-        loss_in_blocks(params, batch, objective="ar"), rel=1e-4
-    )
+    given = map(jnp.asarray, (token_BL, segment_BL, position_BL, counted_BL))
+    cfg = train_dream.Config()
+    got = float(train_dream.block_nats(cfg, model, 0, *given, noise, jnp.asarray(offset_B1)))
+    assert got == pytest.approx(nats + train_dream.AR_WEIGHT * ar_nats, rel=1e-5)
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -634,9 +601,8 @@ def test_bad_input_is_one_line(code_rows, unbroken, one_device, tmp_path):
     )
     assert "lower --batch_size" in refusal(train_dream, config(code_rows, new, batch_size=100_000))
     assert "--keep=0 is not in 1 .." in refusal(train_dream, config(code_rows, new, keep=0))
-    blocks = train_dream.Blocks(block_length=4)
     assert "block_length 0 there, 4 here" in refusal(
-        train_dream, resumed(train_dream, unbroken, blocks=blocks)
+        train_dream, resumed(train_dream, unbroken, block_length=4)
     )
     # of --init and LoRA
     assert "does not exist" in refusal(
@@ -829,9 +795,7 @@ def test_lora_trains_adapters_beside_frozen_weights_and_merges_them(
     out, copy = (tmp_path / name for name in ("run", "copy"))
     start, cfg = save_start(tmp_path / "start", pairs)
     lora = {"lora_rank": 2, "base_bits": bits, "weight_decay": 0.5}
-    train_dream.main(
-        config(pairs, out, init=start, blocks=train_dream.Blocks(block_length=block), **lora)
-    )
+    train_dream.main(config(pairs, out, init=start, block_length=block, **lora))
     assert (
         f"frozen {f'int{bits}' if bits else 'float32'} weights and LoRA of rank 2"
         in capsys.readouterr().out
@@ -884,7 +848,7 @@ def test_lora_trains_adapters_beside_frozen_weights_and_merges_them(
         checkpoints.load(md, out)
     for said, changes in {
         "--lora_rank 2 there, 3 here": {"lora_rank": 3},
-        f"block_length {block} there, 8 here": {"blocks": train_dream.Blocks(block_length=8)},
+        f"block_length {block} there, 8 here": {"block_length": 8},
         "merged holds other weights than": {"init": str(out / "merged")},
     }.items():
         assert said in refusal(train_dream, resumed(train_dream, copy, **changes))
