@@ -62,7 +62,6 @@ class Config:
     dropout: typing.Annotated[float, (0, 0.99)] | None = None
     # weight of the multi-token-prediction loss (the token after the next)
     mtp_weight: NonNegative = 0.1
-    z_loss: NonNegative = 0.0  # weight of logsumexp^2, which keeps logits small
     # tokens per row; 0: that of the data, else the model's positions, at most 2048
     seq_len: Natural = 0
     # rows of a step, all devices; 0: 8,192 to 131,072 tokens by the data, 4,096 on a CPU
@@ -76,8 +75,6 @@ class Config:
     clip: Positive = 1.0  # maximum global gradient norm
     # of the computation; parameters are float32
     dtype: typing.Literal["", "bfloat16", "float32"] = ""
-    # sum gradients once a step | a micro-batch; "": by memory
-    reduce: typing.Literal["", "step", "micro"] = ""
     micro_batch: Natural = 0  # rows per device and forward pass; 0: by model and memory
     fsdp: Natural = 0  # devices that share one copy of the weights; 0: all devices / --tensor
     tensor: Count = 1  # devices that share each layer's heads, feed-forward and vocabulary
@@ -100,7 +97,7 @@ class Config:
 
 # Settings that may differ between hosts, and those that --resume does not take from the run.
 OF_A_HOST = ("hosts", "data", "out", "resume", "wandb", "compile_cache")
-MACHINE = ("device", "hosts", "fsdp", "tensor", "reduce")
+MACHINE = ("device", "hosts", "fsdp", "tensor")
 COLUMNS = "token_ABL", "segment_ABL", "position_ABL"  # of a batch
 # of a step, in the order of the log; jit returns them sorted
 METRICS = "loss", "main", "mtp", "lr", "grad_norm", "ok"
@@ -232,11 +229,8 @@ def resolve(cfg, devices, data=None, memory=None):
     params = pc.count_params(model)["total"]
     small = params < 1e8
     dropout = cfg.dropout if cfg.dropout is not None else 0.0 if small else 0.1
-    # Whole float32 weights and gradients on each device, where a third of the memory holds them:
-    # see accumulate_apart.
-    reduce = cfg.reduce or ("step" if 8 * params / 2**30 <= (memory or math.inf) / 3 else "micro")
     optimizer = cfg.optimizer or ("muon" if small else "adamw")
-    resolved = {"dropout": dropout, "reduce": reduce, "optimizer": optimizer, "dtype": dtype}
+    resolved = {"dropout": dropout, "optimizer": optimizer, "dtype": dtype}
     cfg = dataclasses.replace(cfg, seq_len=seq_len, batch_size=batch, micro_batch=micro, **resolved)
     # queries of attention at a time: scores that stay in a CPU's caches
     block = 64 if on_cpu else 128
@@ -418,9 +412,9 @@ def accumulate_apart(loss_fn, params, batches):
     return jax.tree.map(lambda g: g.sum(0), grads), outs
 
 
-def make_step(cfg, graph, optimizer):
+def make_step(cfg, graph, optimizer, apart=False):
     """train_step(state, batch, step) -> (state, metrics), to be compiled once with the state
-    donated.
+    donated. apart: gradients by accumulate_apart, where several devices hold rows.
     """
 
     def train_step(state, batch, step):
@@ -437,9 +431,7 @@ def make_step(cfg, graph, optimizer):
                 key,
                 micro["row_AB"],
             )
-            main, mtp = nnx.merge(graph, params).losses(
-                *inputs, cfg.z_loss, cfg.mtp_weight > 0, sums=sums
-            )
+            main, mtp = nnx.merge(graph, params).losses(*inputs, mtp=cfg.mtp_weight > 0, sums=sums)
             main, mtp = main / main_tokens, mtp / mtp_tokens
             return main + cfg.mtp_weight * mtp, {"main": main, "mtp": mtp}
 
@@ -448,7 +440,7 @@ def make_step(cfg, graph, optimizer):
         mesh = jax.sharding.get_abstract_mesh()
         # rows over devices
         split = not mesh.empty and math.prod(mesh.shape[axis] for axis in pc.BATCH) > 1
-        gradients = accumulate_apart if split and A > 1 and cfg.reduce != "micro" else accumulate
+        gradients = accumulate_apart if split and A > 1 and apart else accumulate
         grads, (loss, parts) = gradients(loss_fn, state["params"], micros)
 
         # The update, which a gradient that is not finite leaves out.
@@ -466,15 +458,22 @@ def make_step(cfg, graph, optimizer):
     return train_step
 
 
-def lower_step(cfg, graph, optimizer, shapes, mesh):
-    """The train step, traced for a mesh that need not be here; .compile() makes the program."""
+def lower_step(cfg, graph, optimizer, shapes, mesh, memory=None):
+    """The train step, traced for a mesh that need not be here; .compile() makes the program.
+
+    Gradients are summed over devices once a step where a third of a device's memory, in GiB, holds
+    whole float32 weights and gradients.
+    """
+    memory = memory or checkpoints.device_memory_gib(mesh.devices.flat[0]) or math.inf
+    whole = 8 * sum(x.size for x in jax.tree.leaves(shapes["params"]))
+    apart = whole / 2**30 <= memory / 3
     rows = cfg.micro_batch * mesh.size // cfg.tensor  # of a micro-batch, on all devices together
     shape = (cfg.batch_size // rows, rows, cfg.seq_len)
     row = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, PS(None, pc.BATCH)))
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PS()))
     layout = jax.tree.map(lambda s: s.sharding, shapes)
     train_step = jax.jit(
-        make_step(cfg, graph, optimizer), donate_argnums=0, out_shardings=(layout, None)
+        make_step(cfg, graph, optimizer, apart), donate_argnums=0, out_shardings=(layout, None)
     )
     with jax.set_mesh(mesh):
         return train_step.lower(shapes, dict.fromkeys(COLUMNS, row), step)

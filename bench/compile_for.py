@@ -802,7 +802,8 @@ def train_step(trainer, family, settings, device):
     )
     form = (cfg.lora_rank, cfg.base_bits) if family is md else ()
     shapes = checkpoints.state_shapes(family, model, optimizer, mesh, run.dtype, *form)
-    step = trainer.lower_step(cfg, family.graph_of(model, run), optimizer, shapes, mesh)
+    memory = {} if family is md else {"memory": chip.usable_gib}
+    step = trainer.lower_step(cfg, family.graph_of(model, run), optimizer, shapes, mesh, **memory)
     tokens = cfg.batch_size * cfg.seq_len
     flops = trainer.step_flops(cfg, model)
     facts = {

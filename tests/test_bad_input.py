@@ -64,7 +64,7 @@ TRAINER = {
     "tensor log_every eval_rows keep": "0 -1",
 }
 NUMBERS = {
-    "train_tpu.py": TRAINER | {"mtp_weight z_loss": "-1 nan", "dropout": "-0.1 1 2 nan"},
+    "train_tpu.py": TRAINER | {"mtp_weight": "-1 nan", "dropout": "-0.1 1 2 nan"},
     "train_dream.py": TRAINER | {"block_length block_warmup lora_rank anneal_steps": "-1"},
     "train_gpu.py": {
         "lr muon_lr clip": "0 -1 nan inf",

@@ -264,12 +264,12 @@ def test_gradients_of_many_micro_batches_meet_once_a_step():
             lr=1e-2,
             steps=10,
             warmup=1,
-            reduce=reduce,
         )
         optimizer = train_tpu.make_optimizer(1.0, 0.1)
         shapes = checkpoints.state_shapes(pc, model, optimizer, mesh)
         graph = pc.graph_of(model, pc.Compute(dropout=0.1))
-        step = train_tpu.lower_step(cfg, graph, optimizer, shapes, mesh).compile()
+        memory = 1.0 if reduce == "step" else 1e-6
+        step = train_tpu.lower_step(cfg, graph, optimizer, shapes, mesh, memory).compile()
         text = step.as_text()
         bodies = set(re.findall(r"body=%?([\w.-]+)", text))
         inside = [part for part in text.split("\n\n") if part.lstrip("% ").split(" ")[0] in bodies]
