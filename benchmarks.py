@@ -328,10 +328,11 @@ SCORER = (
     "protocols",
     "writers",
     "sandbox",
-    "sandbox_inside",
-    "sandbox_wire",
+    "jail/boot",
+    "jail/inside",
+    "jail/wire",
 )
-VERSION = sha256(*(Path(__file__).with_name(f"{name}.py") for name in SCORER))[:12]
+VERSION = sha256(*(Path(__file__).parent / f"{name}.py" for name in SCORER))[:12]
 
 
 # ---- samples of a model --------------------------------------------------------------------------------------------

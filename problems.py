@@ -524,7 +524,7 @@ def expected_of(result, timeout_s):
         )
     values = tuple([value for value, _ in calls] for calls in result.values)
     limits = tuple([max(timeout_s, 4 * seconds) for _, seconds in calls] for calls in result.values)
-    sizes = [len(json.dumps(sandbox.wire(each, sandbox.opaque))) for each in values]
+    sizes = [len(json.dumps(sandbox.values.wire(each, sandbox.values.opaque))) for each in values]
     most = tuple(
         65_536 + 4 * size + 100 * len(each) for size, each in zip(sizes, values, strict=True)
     )

@@ -1,46 +1,48 @@
-"""Run code that a model wrote, and score it: a sandbox made by the operating system or by E2B, and
-the code rewards.
+"""Run code that a model wrote, in a sandbox of the operating system or of E2B; the rewards. Prints.
 
-    python sandbox.py program.py --tests=tests.txt                # a verdict for every test, in a tenth of a second
-    python sandbox.py program.py --tests=tests.txt --runner=e2b   # in E2B's cloud: pip install e2b-code-interpreter
+    python sandbox.py program.py --tests=tests.txt                # a verdict for every test
+    python sandbox.py program.py --tests=tests.txt --json         # the same as objects
+    python sandbox.py program.py --tests=tests.txt --runner=e2b   # pip install e2b-code-interpreter
 
 tests.txt holds one test per line; an indented line continues the test above. Exit status 0: all
-passed, 1: not all, or nothing to run, 2: the sandbox itself failed, or there is no such flag. From
-Python:
+passed, 1: not all, or nothing to run, 2: the sandbox failed, or there is no such flag. In Python:
 
     sandbox.run_tests([program], [["assert f(1) == 2", "assert f(5) == 7"]])
     # -> [Result(rate=0.5, verdicts=["pass", "fail"], values=[None, "6"], error="")]
 
+A wrong program can pass two kinds of tests: those that unpickle, import, execute or format what it
+wrote, and those that plain Python would pass as well (an empty array for numpy.allclose). What it
+does not stop otherwise: all processes are forks of a template that reads no program or test. They
+share its addresses and the seed of hash(), and see how many tests it has run. Record locks are the
+machine's. Without namespaces a program can find out whether a path exists.
+
 For every test the program runs in a process and a folder of its own, without network, threads,
-other processes, other programs or any files but Python's own. Four layers enforce this
-(sandbox_inside.py):
-- namespaces: a root directory, a list of processes and a network of its own, in which there is
-nothing to attack
+other processes, other programs or any files but Python's own. Four layers enforce this, see
+jail/inside.py:
+- namespaces: a root directory, a list of processes and a network of its own
 - Landlock: no file can be opened but those named, whatever path or link leads to it; no TCP
-- seccomp: only the system calls that Python, NumPy and pandas need, with the arguments that they
-need
+- seccomp: only the system calls that Python, NumPy and pandas need, with the arguments they need
 - limits: time, memory, open files, and bytes written
-The minimum is seccomp and one of the first two. A program cannot change the mode, the times or the
-links of a file, so shutil.copy fails and copyfile works. Without namespaces it cannot make folders,
-remove files or use asyncio, and can find out whether a path exists. All processes are forks of a
-template that reads no program or test: they share its addresses and the seed of hash(), and see how
-many tests it has run. Record locks are the machine's. An exit status proves nothing: a program
-controls all of its own process, builtins, frames, memory, open pipes. So nothing that decides is
-there. A test runs in a second process, the judge, confined alike, that never runs a line of the
-program. The functions that it calls are pipes to the program's process, for arguments and results.
-The kernel keeps the two apart, and through the pipes a program can call nothing but what the test
-has given it to call. The judge also takes apart and compares what comes back, within its limits of
-time and memory; this process reads its verdict, a few bytes, and builds values only for Probe, and
-for Calls and Stdin without a check: for programs that one trusts. What comes back is data: builtin
-types, some of the standard library's and NumPy's are built anew, by type. Any other object stays in
-the program's process: two such are compared there, and none equals data. A list that f changes in
-place is changed for the test, too. A wrong program can pass only two kinds of tests: those that
-unpickle, import, execute or format what it wrote, and those that plain Python would pass as well
-(an empty array for numpy.allclose). A test cannot subclass a program's class, compare type() of its
-objects, look at their __dict__ or signature, copy or dump them (copy, dataclasses, json), redirect
-the program's output or input, seed its random numbers, set its globals or see them rebound, give it
-objects of the library such as io.StringIO, or get async generators, memoryviews, cyclic data. A
-program imports the standard library and the site-packages of the Python that runs this, read-only.
+The minimum is seccomp and one of the first two.
+
+An exit status proves nothing: a program controls all of its own process, builtins, frames, memory,
+open pipes. So nothing that decides is there. A test runs in a second process, the judge, confined
+alike, that never runs a line of the program. The functions that it calls are pipes to the program's
+process, for arguments and results (jail/wire.py). Through them a program can call nothing but what
+the test has given it to call. The judge compares what comes back; this process reads its verdict, a
+few bytes, and builds values only for Probe, and for Calls and Stdin without a check: for programs
+that one trusts. What comes back is data: builtin types, some of the standard library's and NumPy's
+are built anew, by type. Any other object stays in the program's process: two such are compared
+there, and none equals data. A list that f changes in place is changed for the test, too.
+
+A program cannot change the mode, the times or the links of a file (copyfile works, shutil.copy
+fails); without namespaces it cannot make folders, remove files or use asyncio. It imports the
+standard library and the site-packages of the Python that runs this, read-only. A test cannot
+subclass a program's class, compare type() of its objects, look at their __dict__ or signature, copy
+or dump them (copy, dataclasses, json), redirect the program's output or input, seed its random
+numbers, set its globals or see them rebound, give it objects of the library such as io.StringIO, or
+get async generators, memoryviews, cyclic data.
+
 The local sandbox needs Linux on x86-64 or aarch64 (--runner=e2b does not), and only the standard
 library of Python 3.10 to 3.13.
 """
@@ -50,7 +52,6 @@ import contextlib
 import dataclasses
 import functools
 import http.client
-import inspect
 import json
 import marshal
 import math
@@ -64,11 +65,10 @@ import sys
 import tempfile
 import threading
 import time
+import types
 import typing
 import urllib.request
 from pathlib import Path
-
-from sandbox_wire import opaque, plain, unwire, wire
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +89,6 @@ class Options:
     # let programs start threads, as many as fit into their memory; still no processes
     threads: bool = False
     main_block: bool = True  # set __name__ to "__main__" in a program, so that its main block runs
-    # rewards as the reference computes them: a test passes if the exit status is 0
-    parity: bool = False
-    max_tokens: int = 256  # soft_overlong: tokens at which the reward reaches -1
 
 
 class Result(typing.NamedTuple):
@@ -99,10 +96,9 @@ class Result(typing.NamedTuple):
     rate: float | None
     # of every test: "pass", "fail", "timeout", "output limit" or "memory"; empty with rate None
     verdicts: list
-    # what Probe, Calls and Stdin ask for; of a failed test what f(..) gave in its last line, if
-    # that is
+    # what Probe, Calls and Stdin ask for; of a failed test, as text, what f(..) gave in its last
+    # line `assert f(..) == x`, or the exception that ended it or the program; else None
     values: list
-    # `assert f(..) == x`, or the exception that ended it or the program, as text; else None
     error: str = ""  # what failed, with rate None
     cpu_s: list = []  # processor seconds of every test, 0 where it did not begin  # noqa: RUF012
 
@@ -148,117 +144,111 @@ class Stdin(typing.NamedTuple):
     check: str = ""
 
 
-# ---- verdicts ------------------------------------------------------------------------------------------------------
+# ---- what is sent: the texts of jail/ ------------------------------------------------------------
+def text_of(name):
+    return Path(__file__).parent.joinpath(name).read_text("utf-8")
+
+
+JAIL = {name: text_of(f"jail/{name}.py") for name in ("boot", "wire", "inside", "remote")}
+
+
+@functools.lru_cache(8)
+def compiled(name, text):
+    return compile(text, f"<jail.{name}>", "exec")
+
+
+# This process writes and reads values, too. Nothing else of jail/ runs in it.
+values = types.ModuleType("jail.wire")
+exec(compiled("wire", JAIL["wire"]), values.__dict__)
+
+
+# ---- verdicts ------------------------------------------------------------------------------------
 def plan(test, program, options):
     """The messages of a test: for the template, the judge and the program."""
     head = {"mode": "test", "limits": [], "timeout_s": options.timeout_s, "cap": 4096}
-    judge, own = {"token": secrets.token_hex(16)}, {"program": program}
+    judge = {"token": secrets.token_hex(16)}
+    own = {"program": program}
     if isinstance(test, Stdin):
         head |= {"mode": "stdin", "most": test.most, "cap": test.most + 4096}
-        return head, judge | {"check": test.check}, own | {"input": test.text}
-    if isinstance(test, Calls):
-        head |= {
-            "mode": "calls",
-            "limits": test.limits,
-            "timeout_s": test.timeout_s,
-            "cap": test.most + 64,
-        }
-        inputs, data = [wire(args, plain) for args in test.inputs], wire(test.data, opaque)
-        asked = {"call": test.function, "inputs": inputs, "check": test.check, "data": data}
-        return head, judge | asked, own
-    if options.parity:
-        return (
-            head | {"mode": "status", "most": 0},
-            judge | {"check": ""},
-            {"program": f"{program}\n{test}"},
-        )
-    if isinstance(test, Probe):
-        before, _, call = test.rpartition("\n")
+        judge["check"] = test.check
+        own["input"] = test.text
+    elif isinstance(test, Calls):
+        head |= {"mode": "calls", "limits": test.limits, "timeout_s": test.timeout_s}
+        head["cap"] = test.most + 64
+        judge["call"] = test.function
+        judge["inputs"] = [values.wire(arguments, values.plain) for arguments in test.inputs]
+        judge["check"] = test.check
+        judge["data"] = values.wire(test.data, values.opaque)
+    elif isinstance(test, Probe):
         head |= {"mode": "value", "cap": 65_536 + 40 * len(test)}
-        return head, judge | {"before": before, "call": call}, own
-    return head, judge | {"text": test}, own
+        judge["before"], _, judge["call"] = test.rpartition("\n")
+    else:
+        judge["text"] = test
+    return head, judge, own
 
 
 def verdict(test, row, given):
     """(pass, fail, timeout, output limit or memory; what the test gives back), from the template's
     row and the bytes.
-
-    Without the judge's token the test has not finished.
     """
     head, judge, _ = test
-    mode, outcome, got = head["mode"], row["outcome"], None
+    mode = head["mode"]
+    outcome = row["outcome"]
+    got = None
     given, finished, last = given.rpartition(judge["token"].encode())
     if outcome == "done":
-        outcome, got = json.loads(last) if finished else ("fail", None)
-    if mode in ("stdin", "status"):
+        outcome = "fail"  # without the judge's token the test has not finished
+        if finished:
+            outcome, got = json.loads(last)
+    if mode == "test":
+        return outcome, got
+    if mode == "stdin":
         if outcome == "pass" and row["status"]:
             outcome = "fail"
-        shown = mode == "stdin" and not judge["check"] and row["outcome"] == "done"
-        return outcome, given.decode("utf-8", "replace") if shown else None
+        if judge["check"] or row["outcome"] != "done":
+            return outcome, None
+        return outcome, given.decode("utf-8", "replace")
     if mode == "calls":
+        # of the calls that returned, whatever happened then
         lines = (given if finished else last).split(b"\n")[:-1]
         if judge["check"]:
             return outcome, len(lines)
-        # of the calls that returned, whatever happened then
-        values = [json.loads(line) for line in lines]
-        return outcome, [(unwire(value), seconds) for value, seconds in values]
-    if mode == "value" and outcome == "pass":
-        return outcome, unwire(json.loads(given))
-    return outcome, got if mode == "test" else None
+        return outcome, [(values.unwire(form), s) for form, s in map(json.loads, lines)]
+    if outcome == "pass":
+        return outcome, values.unwire(json.loads(given))
+    return outcome, None
 
 
-# ---- the two runners: called with the tests of a program, they return [(row, what the test gave back)] -------------
-# macOS, Windows
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-with contextlib.suppress(OSError, ValueError):  # a container may have a share of their time
-    quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    CORES = min(CORES, math.ceil(int(quota) / int(period)))
-INSIDE = "sandbox_wire", "sandbox_inside"
-LAUNCHER = tuple(
-    (name, Path(__file__).with_name(f"{name}.py").read_text("utf-8")) for name in INSIDE
-)
-# What an interpreter does to become a launcher: its code comes before the settings, compiled, which
-# saves 20 ms.
-BOOT = """import marshal, os, sys, types
-code, size = b"", int(os.read(0, 16), 16)
-while len(code) < size:
-    code += os.read(0, size - len(code)) or sys.exit("whoever started this was killed")
-for name, code in marshal.loads(code):
-    module = sys.modules[name] = types.ModuleType(name)
-    exec(code, module.__dict__)
-module.launch()"""
-
-
-@functools.lru_cache(4)
-def compiled(launcher):
-    return marshal.dumps([(name, compile(text, f"<{name}>", "exec")) for name, text in launcher])
-
-
+# ---- the two runners: called with the tests of a program, they return [(row, what the test gave back)]
 class Template:
-    """An interpreter that runs tests, each in processes of its own, see sandbox_inside.py.
+    """An interpreter that runs tests, each in processes of its own, see jail/inside.py.
     SandboxError if it fails.
     """
 
-    def __init__(self, launcher, settings):
+    def __init__(self, settings):
         # Without namespaces the launcher makes a folder and removes it; if the launcher was killed,
         # we do.
-        self.folder = (
-            ""
-            if settings["namespaces"]
-            else f"{tempfile.gettempdir()}/sandbox-{secrets.token_hex(8)}"
-        )
+        self.folder = ""
+        if not settings["namespaces"]:
+            self.folder = f"{tempfile.gettempdir()}/sandbox-{secrets.token_hex(8)}"
+        modules = [(f"jail.{name}", compiled(name, JAIL[name])) for name in ("wire", "inside")]
+        settings = settings | {"folder": self.folder}
+        self.messages = [marshal.dumps(modules), json.dumps(settings).encode()]
         # nothing of our environment, which may hold keys; -I and -S keep our settings and packages
         # out as well
-        env = {
-            "PATH": "/usr/bin:/bin",
-            "LANG": "C.UTF-8",
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-        }
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        command = [sys.executable, "-IBS", "-c", BOOT]
-        self.process = subprocess.Popen(command, env=env, start_new_session=True, **pipes)
-        self.messages = compiled(launcher), json.dumps(settings | {"folder": self.folder}).encode()
+        self.process = subprocess.Popen(
+            [sys.executable, "-IBS", "-c", JAIL["boot"]],
+            env={
+                "PATH": "/usr/bin:/bin",
+                "LANG": "C.UTF-8",
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+            },
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
     def start(self):
         """What this machine offers: {"namespaces", "landlock": version or 0, "seccomp"}."""
@@ -288,37 +278,39 @@ class Template:
     def report(self):
         """The next (row, bytes) of its report."""
         line = self.process.stdout.readline()
-        row = json.loads(line) if line.endswith(b"\n") else {"size": 1}
-        given = self.process.stdout.read(row["size"])
-        if len(given) < row["size"]:
-            raise SandboxError(self.complaint())
-        return row, given
+        if line.endswith(b"\n"):
+            row = json.loads(line)
+            given = self.process.stdout.read(row["size"])
+            if len(given) == row["size"]:
+                return row, given
+        raise SandboxError(self.complaint())
 
     def complaint(self):
         """The last line of the launcher's stderr, or the status that it ended with."""
         lines = self.process.stderr.read().decode(errors="replace").splitlines()
-        return (lines or [f"the launcher ended with {self.process.wait()}"])[-1]
+        if lines:
+            return lines[-1]
+        return f"the launcher ended with {self.process.wait()}"
 
     def run(self, tests, program_s):
         """[(row, what came back)] of the tests of a program; those for which there is no time left
         are timeouts.
         """
-        end, rows, hangs = time.monotonic() + program_s, [], False
+        end = time.monotonic() + program_s
+        rows = []
+        hangs = False
         with self.limited(program_s + 10):
             for i, (head, judge, program) in enumerate(tests):
-                row, given, left_s = (
-                    {"outcome": "timeout", "cpu_s": 0.0},
-                    b"",
-                    end - time.monotonic(),
-                )
-                if left_s > 0 and not hangs:
-                    head = head | {"left_s": left_s, "first": i == 0, "tests": len(tests) - i}
-                    self.send(*(json.dumps(message).encode() for message in (head, judge, program)))
-                    row, given = self.report()
-                    hangs = row["outcome"] == "timeout" and (
-                        head["mode"] == "stdin" or not row["loaded"]
-                    )
+                left_s = end - time.monotonic()
+                if left_s <= 0 or hangs:
+                    rows.append(({"outcome": "timeout", "cpu_s": 0.0}, b""))
+                    continue
+                head = head | {"left_s": left_s, "first": i == 0, "tests": len(tests) - i}
+                self.send(*(json.dumps(message).encode() for message in (head, judge, program)))
+                row, given = self.report()
                 rows.append((row, given))
+                if row["outcome"] == "timeout":
+                    hangs = head["mode"] == "stdin" or not row["loaded"]
         return rows
 
     def close(self):
@@ -328,34 +320,42 @@ class Template:
             shutil.rmtree(self.folder, ignore_errors=True)  # does not follow links
 
 
+def started(settings):
+    """A Template, what it finds on this machine, and why namespaces are refused, or ""."""
+    refused = ""
+    for namespaces in (True, False):
+        template = Template(settings | {"namespaces": namespaces})
+        try:
+            return template, template.start(), refused
+        except SandboxError as error:
+            template.close()
+            refused = str(error)
+    raise SandboxError(refused)
+
+
 @functools.lru_cache(1)
 def layers():
     """Try once what this machine offers, and print it: {"namespaces", "landlock": version or 0,
     "seccomp"}.
     """
-    settings, refused = dataclasses.asdict(Options(allow_unsafe=True)) | {"packages": []}, ""
-    for settings["namespaces"] in (True, False):
-        template = Template(LAUNCHER, settings)
-        try:
-            found = template.start()
-            break
-        except SandboxError as error:
-            if refused:
-                raise
-            refused = error
-        finally:
-            template.close()
-    namespaces = f"off ({refused})" if refused else "on"
-    landlock, seccomp = found["landlock"] or "off", "on" if found["seccomp"] else "off"
+    settings = dataclasses.asdict(Options(allow_unsafe=True)) | {"packages": []}
+    template, found, refused = started(settings)
+    template.close()
     print(
-        f"sandbox: namespaces {namespaces}, Landlock {landlock}, seccomp {seccomp}, limits on",
+        f"sandbox: namespaces {f'off ({refused})' if refused else 'on'}, "
+        f"Landlock {found['landlock'] or 'off'}, "
+        f"seccomp {'on' if found['seccomp'] else 'off'}, limits on",
         file=sys.stderr,
     )
     return found
 
 
+def packages():
+    return [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+
+
 class Local:
-    """Runs tests on this machine, in a Template for each thread. RuntimeError if the machine cannot
+    """Runs tests on this machine, in a Template for each that calls. RuntimeError if the machine cannot
     confine them.
     """
 
@@ -363,31 +363,30 @@ class Local:
         if sys.platform != "linux":
             raise RuntimeError("the local sandbox needs Linux; use --runner=e2b")
         found = layers()
-        if not options.allow_unsafe and not (
-            found["seccomp"] and (found["namespaces"] or found["landlock"])
-        ):
-            needed = "seccomp, and namespaces or Landlock 3; use --runner=e2b, or --allow_unsafe if nothing can be lost"
-            raise RuntimeError(f"this machine cannot confine a program: it needs {needed}")
-        packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-        self.settings = dataclasses.asdict(options) | {
-            "namespaces": found["namespaces"],
-            "packages": packages,
-        }
-        self.mine, self.all, self.closed = threading.local(), [], False
+        safe = found["seccomp"] and (found["namespaces"] or found["landlock"])
+        if not safe and not options.allow_unsafe:
+            raise RuntimeError(
+                "this machine cannot confine a program: it needs seccomp, and namespaces or "
+                "Landlock 3; use --runner=e2b, or --allow_unsafe if nothing can be lost"
+            )
+        self.settings = dataclasses.asdict(options)
+        self.settings |= {"namespaces": found["namespaces"], "packages": packages()}
+        self.all = []
+        self.free = []  # those that run nothing
+        self.closed = False
 
     def __call__(self, tests):
-        template = getattr(self.mine, "template", None)
         try:
-            if not template:
-                template = self.mine.template = Template(LAUNCHER, self.settings)
-                self.all.append(template)
-                if self.closed:
-                    template.close()
-                template.start()
-            return template.run(tests, self.settings["program_s"])
-        except BaseException:
-            self.mine.template = None  # the next program gets another
-            raise
+            template = self.free.pop()
+        except IndexError:
+            template = Template(self.settings)
+            self.all.append(template)
+            if self.closed:
+                template.close()
+            template.start()
+        rows = template.run(tests, self.settings["program_s"])
+        self.free.append(template)  # one that fails is not used again
+        return rows
 
     def close(self):
         self.closed = True
@@ -395,27 +394,15 @@ class Local:
             template.close()
 
 
-# What runs in a sandbox of E2B: the same launcher. No minimum of layers is required on a machine of
-# its own.
-REMOTE = """import contextlib, functools, json, marshal, secrets, shutil, subprocess, sys, tempfile, threading, time
-class SandboxError(Exception): pass
-BOOT = {boot!r}
-{sources}
-settings, tests = json.loads({job!r})
-settings |= {{"allow_unsafe": True}}
-settings["packages"] = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-for settings["namespaces"] in (True, False):
-    rows, complaint = [], ""
+def answer(settings, tests):
+    """[rows, complaint] of the tests of a program, in E2B's cloud: see jail/remote.py."""
     try:
-        template = Template({launcher!r}, settings)
-        template.start()
-        rows = [(row, given.decode("latin-1")) for row, given in template.run(tests, settings["program_s"])]
-        template.close()
-        break
+        template, *_ = started(settings | {"allow_unsafe": True, "packages": packages()})
+        with contextlib.closing(template):
+            rows = template.run(tests, settings["program_s"])
+        return [[(row, given.decode("latin-1")) for row, given in rows], ""]
     except SandboxError as error:
-        complaint = str(error)
-print(json.dumps([rows, complaint]))
-"""
+        return [[], str(error)]
 
 
 class E2B:
@@ -424,21 +411,23 @@ class E2B:
     """
 
     def __init__(self, options):
-        self.url, self.seconds = options.e2b_router_url, int(options.program_s) + 30
+        self.url = options.e2b_router_url
+        self.seconds = int(options.program_s) + 30
         self.settings = dataclasses.asdict(options)
-        self.sources = inspect.getsource(compiled) + inspect.getsource(Template)
         # the sandbox of each thread; those of all threads
-        self.mine, self.all = threading.local(), []
+        self.mine = threading.local()
+        self.all = []
         self.closed = threading.Event()
         if not self.url:
             import e2b_code_interpreter as sdk  # pip install e2b-code-interpreter
             import httpx
 
-            self.sdk, self.lost = sdk, (sdk.SandboxException, httpx.HTTPError)
+            self.sdk = sdk
+            self.lost = (sdk.SandboxException, httpx.HTTPError)
 
     def __call__(self, tests):
-        job = json.dumps([self.settings, tests])
-        script = REMOTE.format(boot=BOOT, launcher=LAUNCHER, job=job, sources=self.sources)
+        job = json.dumps([text_of("sandbox.py"), JAIL, self.settings, tests])
+        script = JAIL["remote"].replace('"JOB"', repr(job))
         output = self.routed(script) if self.url else self.direct(script)
         try:
             rows, complaint = json.loads(output.strip().splitlines()[-1])
@@ -469,11 +458,10 @@ class E2B:
                 raise RuntimeError(f"E2B: {error}".splitlines()[0]) from None
             except self.lost as error:
                 complaint = f"E2B: {type(error).__name__}: {error}".splitlines()[0]
-                limited = isinstance(error, self.sdk.RateLimitException) or str(error).startswith(
-                    "429"
-                )
-            if not limited and hasattr(self.mine, "sandbox"):
-                del self.mine.sandbox  # it may be gone: the next try makes another
+                limited = isinstance(error, self.sdk.RateLimitException)
+                limited = limited or str(error).startswith("429")
+            if not limited:  # it may be gone: the next try makes another
+                self.mine.__dict__.pop("sandbox", None)
             if self.closed.wait(wait_s * random.uniform(0.5, 1)) or time.monotonic() > end:
                 break
         raise SandboxError(complaint)
@@ -488,9 +476,8 @@ class E2B:
             "timeout": self.seconds,
             "request_timeout": self.seconds,
         }
-        url = (self.url if "://" in self.url else f"http://{self.url}").rstrip(
-            "/"
-        ) + "/execute_batch"
+        url = self.url if "://" in self.url else f"http://{self.url}"
+        url = url.rstrip("/") + "/execute_batch"
         request = urllib.request.Request(
             url, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
@@ -512,7 +499,38 @@ class E2B:
 
 def workers_of(options):
     """Programs that run at a time."""
-    return options.workers or (2 if options.runner == "e2b" else CORES)
+    if options.workers:
+        return options.workers
+    if options.runner == "e2b":
+        return 2
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # a container may have a share of their time
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, math.ceil(int(quota) / int(period)))
+    return cores
+
+
+# ---- programs and their tests --------------------------------------------------------------------
+def run_program(runner, program, tests, options):
+    """The Result of one program."""
+    if not tests:
+        return Result(0.0, [], [])
+    plans = [plan(test, program, options) for test in tests]
+    try:
+        rows = runner(plans)
+    except (OSError, SandboxError) as error:
+        return Result(None, [], [], str(error))
+    verdicts = []
+    found = []
+    for test, (row, given) in zip(plans, rows, strict=True):
+        try:
+            outcome, value = verdict(test, row, given)
+        except Exception:  # a value that cannot be made here is no value
+            outcome, value = "fail", None
+        verdicts.append(outcome)
+        found.append(value)
+    rate = verdicts.count("pass") / len(tests)
+    return Result(rate, verdicts, found, "", [row["cpu_s"] for row, _ in rows])
 
 
 def run_tests(programs, tests, on_result=None, **options):
@@ -530,13 +548,9 @@ def run_tests(programs, tests, on_result=None, **options):
     minimum.
     """
     options = Options(**options)
-    if (
-        min(options.timeout_s, options.program_s, options.memory_mb, options.disk_mb) <= 0
-        or options.workers < 0
-    ):
-        raise ValueError(
-            "timeout_s, program_s, memory_mb and disk_mb must be above 0, workers at least 0"
-        )
+    least = min(options.timeout_s, options.program_s, options.memory_mb, options.disk_mb)
+    if least <= 0:
+        raise ValueError("timeout_s, program_s, memory_mb and disk_mb must be above 0")
     if any(isinstance(cases, str) for cases in tests):
         raise ValueError("tests is a list of tests for each program: [[test, ...], ...]")
     try:
@@ -544,39 +558,12 @@ def run_tests(programs, tests, on_result=None, **options):
     except (OSError, SandboxError) as error:
         print(f"sandbox: nothing can be run: {error}", file=sys.stderr)
         return [Result(None, [], [], str(error))] * len(programs)
-
-    def run_program(program, cases):
-        """The Result of one program; runs in a thread of the pool."""
-        if not cases:
-            return Result(0.0, [], [])
-        plans = [plan(test, program, options) for test in cases]
-        try:
-            rows = runner(plans)
-        except (OSError, SandboxError) as error:
-            return Result(None, [], [], str(error))
-        outcomes = []
-        for test, row in zip(plans, rows, strict=True):
-            try:
-                outcomes.append(verdict(test, *row))
-            except Exception:  # a value that cannot be made here is no value
-                outcomes.append(("fail", None))
-        verdicts, values = map(list, zip(*outcomes, strict=True))
-        return Result(
-            verdicts.count("pass") / len(cases),
-            verdicts,
-            values,
-            "",
-            [row["cpu_s"] for row, _ in rows],
-        )
-
     results = [None] * len(programs)
-    workers = workers_of(options)
-    pool = concurrent.futures.ThreadPoolExecutor(workers)  # each thread waits for a launcher
+    pool = concurrent.futures.ThreadPoolExecutor(workers_of(options))  # each waits for a launcher
     try:
-        futures = {
-            pool.submit(run_program, *pair): i
-            for i, pair in enumerate(zip(programs, tests, strict=True))
-        }
+        futures = {}
+        for i, (program, cases) in enumerate(zip(programs, tests, strict=True)):
+            futures[pool.submit(run_program, runner, program, cases, options)] = i
         for future in concurrent.futures.as_completed(futures):
             i = futures[future]
             results[i] = future.result()
@@ -587,7 +574,8 @@ def run_tests(programs, tests, on_result=None, **options):
         runner.close()
         pool.shutdown()
         runner.close()  # of what was about to start
-    if failed := [result.error for result in results if result.rate is None]:
+    failed = [result.error for result in results if result.rate is None]
+    if failed:
         print(
             f"sandbox: {len(failed)} of {len(results)} programs could not be run: {failed[0]}",
             file=sys.stderr,
@@ -595,7 +583,7 @@ def run_tests(programs, tests, on_result=None, **options):
     return results
 
 
-# ---- rewards: f(completions, rows, **options) -> a reward per completion, None where there is none ------------------
+# ---- rewards: f(completions, rows, **options) -> one per completion, None where there is none
 def block(completion):
     """The code of a completion that holds one block, fenced by ```python and ```, and ends with it
     and one newline.
@@ -606,43 +594,49 @@ def block(completion):
     return rest[0].removeprefix("python\n")
 
 
-PARSE = "try:\n    good = bool(ast.parse({!r}))\nexcept (SyntaxError, ValueError):\n    good = False\ngood"
+PARSE = """try:
+    good = bool(ast.parse({!r}))
+except (SyntaxError, ValueError):
+    good = False
+good"""
 
 
-def parses(sources, options, exhausted=False):
-    """Whether each text is Python, by a parser in the sandbox: None where that failed, `exhausted`
-    where it crashed.
-    """
+def parses(sources, options):
+    """Whether each text is Python, by a parser in the sandbox: None where the sandbox failed."""
     workers = workers_of(options)
-    program = "import ast, warnings\nwarnings.simplefilter('ignore')"
     tests = [Probe(PARSE.format(source)) for source in sources]
-    shares = [tests[i::workers] for i in range(workers)]
-    limits = {"timeout_s": options.timeout_s, "program_s": options.timeout_s * len(sources) + 30}
-    limits |= {"runner": options.runner, "e2b_router_url": options.e2b_router_url}
+    results = run_tests(
+        ["import ast, warnings\nwarnings.simplefilter('ignore')"] * workers,
+        [tests[i::workers] for i in range(workers)],
+        workers=workers,
+        allow_unsafe=True,
+        timeout_s=options.timeout_s,
+        program_s=options.timeout_s * len(sources) + 30,
+        runner=options.runner,
+        e2b_router_url=options.e2b_router_url,
+    )
     good = [None] * len(sources)
-    for i, result in enumerate(
-        run_tests([program] * workers, shares, workers=workers, allow_unsafe=True, **limits)
-    ):
+    for i, result in enumerate(results):
         if result.rate is not None:
-            good[i::workers] = [exhausted if value is None else value for value in result.values]
+            good[i::workers] = [value is True for value in result.values]  # it crashes the parser
     return good
 
 
 def code_format(completions, rows, **options):
     """1.0 if a completion ends in its only fenced Python block and a newline, and that parses; 0.5
-    if not; 0.0 else.
+    if not; 0.0 else; None where the sandbox failed.
 
-    None where the sandbox failed; parity: also where the reference raises, at code that exhausts
-    the parser. Ref: Open-R1's code_format_reward as used by Coupled-GRPO, arXiv:2506.20639.
+    Ref: Open-R1's code_format_reward as used by Coupled-GRPO, arXiv:2506.20639.
     """
-    options = Options(**options)
-    exhausted = None if options.parity else False
-    sources = {
-        i: source.strip() for i, source in enumerate(map(block, completions)) if source is not None
-    }
+    sources = {}
+    for i, completion in enumerate(completions):
+        source = block(completion)
+        if source is not None:
+            sources[i] = source.strip()
     rewards = [0.0] * len(completions)
-    for i, good in zip(sources, parses([*sources.values()], options, exhausted), strict=True):
-        rewards[i] = {True: 1.0, False: 0.5, None: None}[good]
+    good = parses([*sources.values()], Options(**options))
+    for i, parsed in zip(sources, good, strict=True):
+        rewards[i] = {True: 1.0, False: 0.5, None: None}[parsed]
     return rewards
 
 
@@ -650,69 +644,44 @@ def syntax(completions, rows, **options):
     """1.0 if the code parses, else 0.0: the fenced block of a completion in code_format's form, or
     all of it.
     """
-    blocks = map(block, completions)
-    sources = [
-        completion if code is None else code
-        for completion, code in zip(completions, blocks, strict=True)
-    ]
-    return [good if good is None else float(good) for good in parses(sources, Options(**options))]
+    sources = []
+    for completion in completions:
+        source = block(completion)
+        sources.append(completion if source is None else source)
+    good = parses(sources, Options(**options))
+    return [None if parsed is None else float(parsed) for parsed in good]
 
 
 def code(completions, rows, **options):
     """Share of rows[i]["test_cases"] that completion i passes, verdicts in rows[i]; 0.0 unless its
     code_format is 1.0.
 
-    0.0 without tests, None where the sandbox failed. parity: the exit status is the verdict, so
-    sys.exit(0) passes; one timeout makes the whole completion 0.0.
+    0.0 without tests, None where the sandbox failed.
     Ref: Open-R1's code_reward as used by Coupled-GRPO, arXiv:2506.20639.
     """
     forms = code_format(completions, rows, **options)
     rewards = [None if form is None else 0.0 for form in forms]
     good = [i for i, form in enumerate(forms) if form == 1.0]
-    results = run_tests(
-        [block(completions[i]) for i in good], [rows[i]["test_cases"] for i in good], **options
-    )
+    programs = [block(completions[i]) for i in good]
+    results = run_tests(programs, [rows[i]["test_cases"] for i in good], **options)
     for i, result in zip(good, results, strict=True):
-        rewards[i] = 0.0 if options.get("parity") and "timeout" in result.verdicts else result.rate
+        rewards[i] = result.rate
         rows[i]["verdicts"] = result.verdicts
     return rewards
 
 
 def binary_code(completions, rows, **options):
     """1.0 if all tests pass, else 0.0; None as `code`."""
-    most = 0.99 if options.get("parity") else 1 - 1e-9  # the reference's threshold
-    return [
-        rate if rate is None else float(rate > most) for rate in code(completions, rows, **options)
-    ]
-
-
-def soft_overlong(completions, rows, max_tokens=256, overlong_tokens=64, **options):
-    """0 up to max_tokens - overlong_tokens tokens (rows[i]["tokens"]), then falling linearly to -1
-    at max_tokens.
-
-    Ref: DAPO, arXiv:2503.14476, eq. 13.
-    """
-    over = (row["tokens"] - max_tokens + overlong_tokens for row in rows)
-    return [-min(1.0, max(0.0, each / max(1, overlong_tokens))) for each in over]
-
-
-def repetition(completions, rows, ngram=3, max_penalty=-1.0, **options):
-    """max_penalty * (1 - distinct n-grams / all n-grams) of lower-case words; 0.0 with fewer than
-    `ngram` words.
-
-    Ref: Demystifying Long Chain-of-Thought, arXiv:2502.03373, appendix.
-    """
-    rewards = []
-    for words in (completion.lower().split() for completion in completions):
-        grams = list(zip(*(words[i:] for i in range(ngram)), strict=False))
-        rewards.append(max_penalty * (1 - len(set(grams)) / len(grams)) if grams else 0.0)
-    return rewards
+    rates = code(completions, rows, **options)
+    return [None if rate is None else float(rate == 1) for rate in rates]
 
 
 TESTED = {code, binary_code}  # these run tests; the others need neither tests nor a safe sandbox
 REWARDS = {
-    reward.__name__: reward
-    for reward in (code, binary_code, code_format, syntax, soft_overlong, repetition)
+    "code": code,
+    "binary_code": binary_code,
+    "code_format": code_format,
+    "syntax": syntax,
 }
 
 
@@ -742,29 +711,44 @@ def score(rows, rewards, **options):
     different = {}
     for key, row in zip(keys, rows, strict=True):
         different.setdefault(key, row)
-    texts, columns = [row["text"] for row in different.values()], []
+    texts = [row["text"] for row in different.values()]
+    scores = {key: [] for key in different}
     for name, function in rewards.items():
         try:
-            values = zip(different, function(texts, [*different.values()], **options), strict=True)
-            columns.append(
-                {key: math.nan if value is None else float(value) for key, value in values}
-            )
+            given = function(texts, [*different.values()], **options)
+            for key, value in zip(different, given, strict=True):
+                scores[key].append(math.nan if value is None else float(value))
         except Exception as error:  # whatever a user's function raises
             what = f"raised {type(error).__name__}: {error}; mend it, then go on with --resume"
             raise RuntimeError(f"the reward {name} {what}") from error
     for key, row in zip(keys, rows, strict=True):
         row["verdicts"] = different[key].get("verdicts", [])
-    return [[values[key] for values in columns] for key in keys]
+    return [scores[key] for key in keys]
 
 
 def check(**options):
     """1 if the sandbox passes a right program and fails a wrong one; else RuntimeError."""
-    (result,) = run_tests(
-        ["def f():\n    return 1"], [["assert f() == 1", "assert f() == 2"]], **options
-    )
+    tests = ["assert f() == 1", "assert f() == 2"]
+    (result,) = run_tests(["def f():\n    return 1"], [tests], **options)
     if result.verdicts != ["pass", "fail"]:
         raise RuntimeError(f"the sandbox cannot be used: {result.error or result.verdicts}")
     return 1
+
+
+# ---- the command ---------------------------------------------------------------------------------
+def read_tests(path):
+    """One test per line; an indented line continues the test above, # begins a comment."""
+    tests = []
+    for line in path.read_text("utf-8-sig").split("\n"):
+        if not line.strip() or line.startswith("#"):
+            continue
+        if line[0].isspace() and tests:
+            tests[-1] += "\n" + line
+        else:
+            tests.append(line)
+    if not tests:
+        raise ValueError(f"{path} holds no tests; write one per line, such as: assert f(1) == 2")
+    return tests
 
 
 def report(result, cases, as_json):
@@ -774,15 +758,15 @@ def report(result, cases, as_json):
     {"verdict": "fail", "test": "assert f(1) == 2", "got": "3"}; got is null where nothing was given
     {"passed": 1, "tests": 2, "rate": 0.5, "error": ""}; with an error rate is null, no tests before
     """
-    rows = zip(result.verdicts, cases, result.values, strict=False)
-    for outcome, case, value in rows:
-        got = str(value) if outcome == "fail" and value is not None else None
+    for outcome, case, got in zip(result.verdicts, cases, result.values, strict=False):
         if as_json:
             print(json.dumps({"verdict": outcome, "test": case, "got": got}))
             continue
-        # no escape sequences
-        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in got or "")
-        print(f"{outcome:12} {case.splitlines()[0]}" + (f"    # got {shown}" if got else ""))
+        line = f"{outcome:12} {case.splitlines()[0]}"
+        if got:  # no escape sequences
+            shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in got)
+            line += f"    # got {shown}"
+        print(line)
     passed = result.verdicts.count("pass")
     if as_json:
         counts = {"passed": passed, "tests": len(cases), "rate": result.rate}
@@ -794,25 +778,9 @@ def report(result, cases, as_json):
 def main(program: Path, /, tests: Path, options: Options = Options(), json: bool = False):
     """Print a verdict for every test of a file; the exit status of the command.
 
-    json: print an object for every test, and a last one for all, see report().
+    json: print an object for every test, and a last one for all
     """
-    if missing := ", ".join(str(path) for path in (program, tests) if not path.is_file()):
-        raise FileNotFoundError(
-            f"{missing} is no file; name a program and, with --tests, a file of one test per line"
-        )
-    cases = []
-    lines = [
-        line
-        for line in tests.read_text("utf-8-sig").split("\n")
-        if line.strip() and not line.startswith("#")
-    ]
-    for line in lines:
-        if line[0].isspace() and cases:  # continues the test above
-            cases[-1] += "\n" + line
-        else:
-            cases.append(line)
-    if not cases:
-        raise ValueError(f"{tests} holds no tests; write one per line, such as: assert f(1) == 2")
+    cases = read_tests(tests)
     (result,) = run_tests([program.read_text("utf-8-sig")], [cases], **dataclasses.asdict(options))
     report(result, cases, json)
     if result.rate is None:
@@ -828,11 +796,6 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         status = 130
     except (ValueError, RuntimeError, OSError, ImportError) as error:
-        advice = (
-            f"; pip install {error.name.replace('_', '-')}"
-            if isinstance(error, ModuleNotFoundError)
-            else ""
-        )
-        print(f"{error}{advice}", file=sys.stderr)
+        print(error, file=sys.stderr)
         status = 2 if isinstance(error, RuntimeError) else 1
     sys.exit(status)

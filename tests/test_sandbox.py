@@ -26,10 +26,9 @@ import pytest
 from conftest import run
 
 import sandbox
-import sandbox_inside
-import sandbox_wire
+from jail import inside, wire
 
-FILES = {"sandbox.py", "sandbox_inside.py", "sandbox_wire.py"}
+FILES = {"sandbox.py", "jail"}
 ROOT = Path(__file__).resolve().parent.parent
 VALUE = ["assert f(1) == 2", "assert f(5) == 6"]
 BY_LOOP = ["for y in [2]:\n    assert f(1) == y", "for y in [6]:\n    assert f(5) == y"]
@@ -380,7 +379,7 @@ def test_attacks(mode, closed, layers, monkeypatch):
     elif mode == "no Landlock":
         if not layers["namespaces"]:
             pytest.skip("this machine allows no namespaces")
-        monkeypatch.setattr(sandbox, "LAUNCHER", changed({"landlock >= 3": "landlock >= 99"}))
+        monkeypatch.setattr(sandbox, "JAIL", changed({"landlock >= 3": "landlock >= 99"}))
     else:
         names = [
             name for name in ATTACKS if name[:2] in ("14", "15", "16", "17", "18", "19", "20", "25")
@@ -448,7 +447,8 @@ def test_attacks_as_an_ordinary_user_where_the_tests_run_as_root(closed, everyth
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o777)
         for name in FILES:
-            shutil.copy(ROOT / name, folder)
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copy(ROOT / name, Path(folder) / name)
         command = [
             "setpriv",
             "--reuid=65534",
@@ -654,12 +654,12 @@ WITHOUT = {
 
 
 def changed(replacements):
-    """sandbox.LAUNCHER with other text in sandbox_inside.py."""
-    launcher = dict(sandbox.LAUNCHER)
+    """sandbox.JAIL with other text in jail/inside.py."""
+    texts = dict(sandbox.JAIL)
     for old, new in replacements.items():
-        assert launcher["sandbox_inside"].count(old) == 1
-        launcher["sandbox_inside"] = launcher["sandbox_inside"].replace(old, new)
-    return tuple(launcher.items())
+        assert texts["inside"].count(old) == 1
+        texts["inside"] = texts["inside"].replace(old, new)
+    return texts
 
 
 def forged(without, tests):
@@ -669,7 +669,7 @@ def forged(without, tests):
     found, launcher = sandbox.layers(), changed(WITHOUT[without])
     off = {"namespaces": False} if without in ("namespaces", "any of them") else {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sandbox, "LAUNCHER", launcher)
+        patch.setattr(sandbox, "JAIL", launcher)
         patch.setattr(sandbox, "layers", lambda: found | off)
         programs = [GOOD, *FORGERIES.values()]
         good, *results = sandbox.run_tests(
@@ -791,9 +791,7 @@ def filtered(program, machine, call, *args):
     """What a seccomp filter returns for a system call: the few operations of the kernel's machine
     that it uses.
     """
-    data = struct.pack(
-        "iIQ6Q", call, sandbox_inside.MACHINES[machine][1], 0, *args, *[0] * (6 - len(args))
-    )
+    data = struct.pack("iIQ6Q", call, inside.MACHINES[machine][1], 0, *args, *[0] * (6 - len(args)))
     rows, at, held = list(struct.iter_unpack("HBBI", program)), 0, 0
     while True:
         operation, true, false, operand = rows[at]
@@ -810,33 +808,27 @@ def filtered(program, machine, call, *args):
             )
 
 
-@pytest.mark.parametrize("machine", sandbox_inside.MACHINES)
+@pytest.mark.parametrize("machine", inside.MACHINES)
 def test_the_filter_of_system_calls_allows_these_and_no_others(machine):
     allow, unknown, kill = 0x7FFF0000, 0x50026, 0x80000000
-    column = sandbox_inside.MACHINES[machine][0]
-    number = {
-        name: row[column] for name, row in (sandbox_inside.ALLOWED | sandbox_inside.MORE).items()
-    }
-    allowed = {
-        number[name] for name in sandbox_inside.ALLOWED if name not in sandbox_inside.ARGUMENT
-    } - {None}
+    column = inside.MACHINES[machine][0]
+    number = {name: row[column] for name, row in (inside.ALLOWED | inside.MORE).items()}
+    allowed = {number[name] for name in inside.ALLOWED if name not in inside.ARGUMENT} - {None}
     listed = {
         "fcntl": (1, (8, 10, 15, 1024, 1026)),
         "ioctl": (1, (0x40086602, 0x5412)),
         "prctl": (0, (22, 4, 36)),
     }
-    for threads, tmpfile, more in itertools.product(
-        (False, True), (False, True), ((), ("socketpair",), ("execve",))
-    ):
-        program = sandbox_inside.call_filter(machine, more, threads, tmpfile)
-        expected = allowed | {number[name] for name in more if name != "socketpair"}
+    for threads, namespaces in itertools.product((False, True), (False, True)):
+        program = inside.call_filter(machine, threads, namespaces)
+        expected = allowed
         for call in (*range(500), 0x40000000, 0x40000000 + 59, -1):
-            if call not in {number[name] for name in (*sandbox_inside.ARGUMENT, "clone")}:
+            if call not in {number[name] for name in (*inside.ARGUMENT, "clone")}:
                 assert filtered(program, machine, call) == (
                     allow if call in expected else unknown
                 ), call
         for name, (i, wrong) in listed.items():
-            for value in (*sandbox_inside.ARGUMENT[name][1], *wrong):
+            for value in (*inside.ARGUMENT[name][1], *wrong):
                 arguments = [0] * i + [value]
                 want = unknown if value in wrong else allow
                 assert filtered(program, machine, number[name], *arguments) == want, (name, value)
@@ -845,12 +837,12 @@ def test_the_filter_of_system_calls_allows_these_and_no_others(machine):
         pairs = [
             filtered(program, machine, number["socketpair"], domain, 1, 0) for domain in (1, 2)
         ]
-        assert pairs == [allow if "socketpair" in more else unknown, unknown]
+        assert pairs == [allow if namespaces else unknown, unknown]
         nameless = [
             filtered(program, machine, number["openat"], 0, 0, flags) for flags in (2, 0x410002)
         ]
-        assert nameless == [allow, allow if tmpfile else unknown]
-    (other,) = {*sandbox_inside.MACHINES} - {machine}
+        assert nameless == [allow, allow if namespaces else unknown]
+    (other,) = {*inside.MACHINES} - {machine}
     assert filtered(program, other, 0) == kill
 
 
@@ -864,12 +856,12 @@ def test_numbers_of_system_calls_are_those_of_the_kernel_headers(column):
     text = Path(HEADERS[column]).read_text()
     numbers = {name: int(n) for name, n in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", text)}
     numbers.setdefault("newfstatat", numbers.get("fstatat"))
-    calls = sandbox_inside.ALLOWED | sandbox_inside.MORE
+    calls = inside.ALLOWED | inside.MORE
     ours = {name: row[column] for name, row in calls.items() if row[column] is not None}
     assert ours == {name: numbers.get(name) for name in ours}
     missing = {name for name, row in calls.items() if row[column] is None} & numbers.keys()
     assert not missing, "allowed on the other machine only"
-    assert [*sandbox_inside.MACHINES.values()][column][2] == numbers["capset"]
+    assert [*inside.MACHINES.values()][column][2] == numbers["capset"]
 
 
 # ---- verdicts ------------------------------------------------------------------------------------------------------
@@ -1224,11 +1216,11 @@ def test_what_calls_return_comes_back_to_the_first_that_raises_or_is_late(closed
         ["timeout"], ["pass"], ["fail"], ["fail"], ["pass"]]  # fmt: skip
     assert [value[0] for value, _ in late.values[0]] == [{1}]
     assert [value[0] for value, _ in good.values[0]] == [{1}, {2}, {3}]
-    assert all(isinstance(value[1], sandbox_wire.Opaque) for value, _ in good.values[0])
+    assert all(isinstance(value[1], sandbox.values.Opaque) for value, _ in good.values[0])
     assert 0.05 < good.values[0][1][1] < 0.3
     assert [value for value, _ in raising.values[0]] == [-0.5, -1]
     assert missing.values == [[]]
-    assert {type(value) for value, _ in objects.values[0]} == {sandbox_wire.Opaque}
+    assert {type(value) for value, _ in objects.values[0]} == {sandbox.values.Opaque}
     program = "import collections\ndef f(x): return collections.defaultdict(lambda: 0, {x: 1})"
     right = "def right(i, inputs, value): return value == {1: 1}"
     (result,) = sandbox.run_tests([program], [[sandbox.Calls("f", [[1]], [1.0], 1.0, check=right)]])
@@ -1374,12 +1366,12 @@ def test_a_forged_form_is_refused_whatever_it_holds(tmp_path):
     ran = json.dumps({"r": ["os.system", f"touch {tmp_path}/ran"]})
     for answer in [*bad, ran]:
         try:
-            value = sandbox.unwire(json.loads(answer))
+            value = wire.unwire(json.loads(answer))
         except Exception:
             continue
         assert value != {1: [2]}, answer[:40]
     assert not [*tmp_path.iterdir()]
-    assert sandbox.unwire(json.loads('{"d": [[{"i": "1"}, [{"i": "2"}]]]}')) == {1: [2]}
+    assert wire.unwire(json.loads('{"d": [[{"i": "1"}, [{"i": "2"}]]]}')) == {1: [2]}
 
 
 def test_what_a_failed_assert_got_comes_back(closed):
@@ -1497,8 +1489,8 @@ def test_no_exception_that_steers_a_test_is_taken_for_the_librarys():
         "test.support.ResourceDenied",
         "numpy.testing.SkipTest",
     )
-    assert [sandbox_wire.library_class(name) for name in names] == [None] * 4
-    assert sandbox_wire.library_class("json.JSONDecodeError") is json.JSONDecodeError
+    assert [wire.library_class(name) for name in names] == [None] * 4
+    assert wire.library_class("json.JSONDecodeError") is json.JSONDecodeError
 
 
 def test_an_exception_makes_the_judge_import_no_module_of_a_librarys_examples(closed):
@@ -1709,7 +1701,7 @@ def test_no_disk_gives_none(closed, layers, tmp_path, monkeypatch):
 def test_a_failure_in_the_middle_leaves_the_other_programs_their_rates(closed, monkeypatch):
     confined = 'write(pipe, b"+")'
     unlucky = 'write(pipe, b"no luck" if "unlucky" in request["program"] else b"+")'
-    monkeypatch.setattr(sandbox, "LAUNCHER", changed({confined: unlucky}))
+    monkeypatch.setattr(sandbox, "JAIL", changed({confined: unlucky}))
     results = sandbox.run_tests([GOOD, "unlucky = 1", ""], [VALUE] * 3)
     assert [result.rate for result in results] == [1, None, 0]
     assert results[1].error.startswith("a test process could not be confined: no luck")
@@ -1722,7 +1714,7 @@ def test_less_than_the_safe_minimum_is_refused_unless_told(closed, monkeypatch):
         sandbox.run_tests([GOOD], [VALUE])
     assert sandbox.run_tests([GOOD], [VALUE], allow_unsafe=True)[0].rate == 1
     # the launcher looks for itself, too
-    monkeypatch.setattr(sandbox, "LAUNCHER", changed({"landlock >= 3": "landlock >= 99"}))
+    monkeypatch.setattr(sandbox, "JAIL", changed({"landlock >= 3": "landlock >= 99"}))
     monkeypatch.setattr(sandbox, "layers", lambda: nothing | {"landlock": 7})
     (result,) = sandbox.run_tests([GOOD], [VALUE])
     assert (result.rate, result.error) == (None, "less than the safe minimum")
@@ -2750,7 +2742,6 @@ def test_all_rewards_share_one_signature(closed, tmp_path):
     assert got.pop(f"{own}:brevity") == [-len(text) for text in completions]
     assert got == {
         "code": [1, 0, 0], "binary_code": [1, 0, 0], "code_format": [1, 0, 0], "syntax": [1, 1, 0],
-        "soft_overlong": [0, 0, 0], "repetition": [0, 0, 0],
     }  # fmt: skip
     for wrong in ("speed", f"{own}:speed", "missing.py:f"):
         with pytest.raises(ValueError, match=r"speed|no reward"):
@@ -2759,24 +2750,11 @@ def test_all_rewards_share_one_signature(closed, tmp_path):
         sandbox.code_format(completions, rows, strict=False)
 
 
-def test_soft_overlong_is_a_ramp():
-    rows = [{"tokens": n} for n in (0, 192, 193, 224, 256, 257, 10_000)]
-    assert sandbox.soft_overlong([""] * 7, rows) == [0, 0, -1 / 64, -0.5, -1, -1, -1]
-    assert sandbox.soft_overlong([""] * 7, rows, overlong_tokens=0) == [0, 0, 0, 0, 0, -1, -1]
-
-
-def test_repetition_counts_distinct_ngrams():
-    texts = ["a b c d", "a a a a a", "A a a a", "a b", "", "a b c a b c"]
-    assert sandbox.repetition(texts, [{}] * 6) == pytest.approx([0, -2 / 3, -1 / 2, 0, 0, -1 / 4])
-    assert sandbox.repetition(["a a a"], [{}], ngram=1, max_penalty=-0.5) == pytest.approx([-1 / 3])
-
-
-def test_one_failure_of_101_is_a_failure_but_for_the_reference(monkeypatch):
+def test_one_failure_of_101_is_a_failure(monkeypatch):
     monkeypatch.setattr(
         sandbox, "code", lambda completions, rows, **options: [100 / 101, 1.0, None]
     )
     assert sandbox.binary_code([], []) == [0, 1, None]
-    assert sandbox.binary_code([], [], parity=True) == [1, 1, None]
 
 
 def test_rewards_are_none_where_the_sandbox_failed(closed, monkeypatch):
@@ -2831,10 +2809,6 @@ def test_no_failure_of_the_parser_escapes(closed, longest):
     assert rewards[-1] == 1
     assert set(rewards[:-1]) <= {0.5, 1.0}
     assert rewards.count(0.5) >= len(sources) - 4
-    parity = sandbox.code_format(
-        [fenced(BREAKS_THE_PARSER["unary"]), fenced("def")], [{}] * 2, parity=True
-    )
-    assert parity == [None, 0.5]
 
 
 # ---- command line --------------------------------------------------------------------------------------------------
@@ -2859,10 +2833,8 @@ def test_the_command_prints_a_verdict_for_every_test(layers, tmp_path):
     misspelt = run("sandbox.py", program, f"--tests={tests}", "--timeout=2")
     missing = run("sandbox.py", program, "--tests=missing.txt")
     assert misspelt.returncode == 2
-    said = "missing.txt is no file; name a program and, with --tests, a file of one test per line\n"
+    said = "[Errno 2] No such file or directory: 'missing.txt'\n"
     assert (missing.returncode, missing.stderr) == (1, said)
-    none = run("sandbox.py", "no.py", "--tests=/dev/zero")
-    assert none.stderr == said.replace("missing.txt is", "no.py, /dev/zero is")
     assert "Traceback" not in misspelt.stderr + missing.stderr
 
 

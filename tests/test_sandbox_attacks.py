@@ -14,7 +14,7 @@ import pytest
 import problems
 import protocols
 import sandbox
-import sandbox_inside
+from jail import inside
 
 pytestmark = pytest.mark.slow
 
@@ -93,7 +93,7 @@ class Kept(dict):  # what the program has put there stays when the launcher puts
     def update(self, **more):
         for name in more:
             self[name] = more[name]
-OPS = frame.f_globals['OPERATIONS'] = sys.modules['sandbox_wire'].OPERATIONS = Kept(frame.f_globals['OPERATIONS'])
+OPS = frame.f_globals['OPERATIONS'] = sys.modules['jail.wire'].OPERATIONS = Kept(frame.f_globals['OPERATIONS'])
 """
 # A program that is the other end itself. It offers OFFERS, and tell(operation, arguments) answers
 # all else.
@@ -1811,7 +1811,7 @@ def test_processes_and_files_are_gone_after_all_of_this():
     names = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children]
     assert not [name for name in names if b"marshal" in name]
     assert not [*Path("/dev/shm").glob("left*")]
-    assert sandbox_inside.OPERATIONS["len"] is len
+    assert inside.OPERATIONS["len"] is len
 
 
 def test_an_object_that_a_probe_brings_back_equals_nothing():

@@ -45,8 +45,7 @@ from pathlib import Path
 import pytest
 
 import sandbox
-import sandbox_inside
-import sandbox_wire
+from jail import inside, wire
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).resolve().parent
@@ -3610,7 +3609,7 @@ TAGS = [
     "",
 ]
 TYPES = [
-    *sandbox_wire.ARGUMENTS,
+    *wire.ARGUMENTS,
     "builtins.eval",
     "os.system",
     "fractions",
@@ -3906,7 +3905,7 @@ class Number(int):
     def __call__(self): ...
 
 
-class OtherEnd(sandbox_wire.Peer):
+class OtherEnd(wire.Peer):
     """A program's end, for the forms of its values."""
 
     def __init__(self):
@@ -3929,13 +3928,13 @@ def text_of(i):
     return json.dumps(changed(rng, form))
 
 
-class Alone(sandbox_wire.Peer):
+class Alone(wire.Peer):
     """The judge's end without a program: objects have the hash of a number, and other questions
     raise.
     """
 
     def __init__(self):
-        self.permits, self.stops = sandbox_inside.permits, False
+        self.permits, self.stops = inside.permits, False
         self.fresh()
 
     def fresh(self):
@@ -3968,11 +3967,11 @@ def resolve_all(numbers, at, late):
         began = time.process_time()
         try:
             peer.fresh()
-            value = sandbox_wire.unwire(json.loads(text), peer.resolve)
+            value = wire.unwire(json.loads(text), peer.resolve)
             assert value != NEVER
             assert value is not AssertionError
             reprlib.repr(value)
-            sandbox_wire.wire(value, sandbox_wire.opaque)
+            wire.wire(value, wire.opaque)
         except AssertionError:
             late.append([i, "equal", text[:300]])
         except Exception:

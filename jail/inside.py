@@ -2,7 +2,7 @@
 forks them.
 
 sandbox.py starts an interpreter for each of its workers, the template, which executes the texts of
-sandbox_wire.py and of this file: the standard library alone. For every test it forks run_judge()
+wire.py and of this file: the standard library alone. For every test it forks run_judge()
 and run_program(). The template itself never reads a program or a test, so that nothing of one is
 left in the memory of the next.
 """
@@ -28,7 +28,7 @@ import sys
 import time
 import types
 
-from sandbox_wire import OPERATIONS, Peer, Remote, opaque, unwire, wire
+from jail.wire import OPERATIONS, Peer, Remote, opaque, unwire, wire
 
 # What many programs import: done once, here.
 USUAL = "bisect collections copy datetime decimal enum fractions heapq math string typing"
@@ -177,32 +177,31 @@ ARGUMENT = {
     "clock_gettime": (0, tuple(range(12))),  # no clock of another process
     "socketpair": (0, (1,)),  # AF_UNIX, which asyncio needs; harmless where it reaches nothing
 }
-MORE = {"socketpair": (53, 199), "execve": (59, 221), "clone": (56, 220)}
+MORE = {"socketpair": (53, 199), "clone": (56, 220)}
 MACHINES = {"x86_64": (0, 0xC000003E, 126), "aarch64": (1, 0xC00000B7, 91)}  # column, audit, capset
 ENOSYS, ALLOW = 0x50026, 0x7FFF0000
 
 
-def call_filter(machine, more, threads=False, tmpfile=True):
-    """A seccomp filter, bytes: the calls of ALLOWED and `more`, with their arguments; ENOSYS for
-    every other.
+def call_filter(machine, threads, namespaces):
+    """A seccomp filter, bytes: the calls of ALLOWED with their arguments; ENOSYS for every other.
 
     The C library falls back from newer calls to older ones. threads: clone with CLONE_THREAD.
-    tmpfile False: no files without a name. Numbers are found by bisection: the kernel tries a new
-    filter on every call there is.
+    Without namespaces no pairs of sockets, and no files without a name. Numbers are found by
+    bisection: the kernel tries a new filter on every call there is.
     """
     column, audit, _ = MACHINES[machine]
-    calls = (
-        ALLOWED
-        | {name: MORE[name] for name in more}
-        | ({"clone": MORE["clone"]} if threads else {})
-    )
+    calls = dict(ALLOWED)
+    if threads:
+        calls["clone"] = MORE["clone"]
+    if namespaces:
+        calls["socketpair"] = MORE["socketpair"]
     number = {name: row[column] for name, row in calls.items() if row[column] is not None}
     # argument, operation, operands, whether the call is allowed where one of these gives true
     rules = {name: (argument, 0x15, values, True) for name, (argument, values) in ARGUMENT.items()}
     rules["clone"] = (0, 0x45, [0x10000], True)  # CLONE_THREAD
-    if not tmpfile:
-        # O_TMPFILE
-        rules |= {"open": (1, 0x45, [0x400000], False), "openat": (2, 0x45, [0x400000], False)}
+    if not namespaces:
+        rules["open"] = (1, 0x45, [0x400000], False)  # O_TMPFILE
+        rules["openat"] = (2, 0x45, [0x400000], False)
     # A row: operation, rows to skip if true, if false, operand. 0x20 loads, 0x15 is ==, 0x35 >=,
     # 0x45 &, 6 returns.
     # calls of another machine: kill
@@ -231,7 +230,7 @@ def call_filter(machine, more, threads=False, tmpfile=True):
     return b"".join(struct.pack("HBBI", *row) for row in rows + search(sorted(number.values())))
 
 
-def confine(libc, job, tests=1, execs=False):
+def confine(libc, job, tests=1):
     """Give up all rights of this process for good: resource limits, Landlock, capabilities,
     seccomp.
     """
@@ -264,7 +263,7 @@ def confine(libc, job, tests=1, execs=False):
             "capset",
         )
     if job["seccomp"]:  # the filter judges every call from here on
-        code = job["filters"][execs]
+        code = job["filter"]
         check(
             libc.prctl(
                 22, 2, struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(code)), 0, 0
@@ -291,14 +290,8 @@ def run_program(libc, job, test, read, pipe):
             file.seek(0)
             fcntl.fcntl(file, 1033, 15)  # F_ADD_SEALS: from here on it can only be read
             os.dup2(file.fileno(), 0)
-    confine(libc, job, execs=test["mode"] == "status")
+    confine(libc, job)
     write(pipe, b"+")
-    if test["mode"] == "status":  # the exit status of another Python is the verdict
-        write(pipe, b"=")
-        os.set_inheritable(pipe, True)  # open until it ends
-        # sys.executable of a virtual environment is not readable here
-        python = os.path.realpath(sys._base_executable)
-        os.execv(python, [python, "-B", "-c", request["program"]])
     # From here on nothing in this process can be trusted: what comes through the pipe is data.
     name = "__main__" if job["main_block"] or test["mode"] == "stdin" else "program"
     main = sys.modules[name] = types.ModuleType(name)
@@ -823,11 +816,8 @@ def launch():
     # EFAULT: known, only there was no filter
     job["seccomp"] = machine in MACHINES and refused == 14
     if job["seccomp"]:
-        kinds = (
-            (["socketpair"], ["socketpair", "execve"]) if job["namespaces"] else ([], ["execve"])
-        )
-        filters = [call_filter(machine, more, job["threads"], job["namespaces"]) for more in kinds]
-        job["filters"] = [ctypes.create_string_buffer(code, len(code)) for code in filters]
+        code = call_filter(machine, job["threads"], job["namespaces"])
+        job["filter"] = ctypes.create_string_buffer(code, len(code))
     # programs may read all of it
     exposed = sys.base_prefix in map(os.path.expanduser, ("~", "~/.local"))
     job["readable"] = [

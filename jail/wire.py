@@ -1,7 +1,7 @@
 """What a test's judge and a program's process say to each other: values as JSON, and objects that
 stay where they are.
 
-Standard library alone, as sandbox_inside.py, which runs beside it. wire() and unwire() are the
+Standard library alone, as jail/inside.py, which runs beside it. wire() and unwire() are the
 format of values; a Remote stands for an object of the other process; a Peer is one end of the pipes
 between the two.
 """
