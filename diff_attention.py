@@ -18,7 +18,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -458,349 +457,45 @@ def _backward_kernel(*refs, floor, block_k):
         )
 
 
-# ---- the kernels for NVIDIA GPUs -----------------------------------------------------------------------------------
-
-# Tiles of each kernel: (queries, keys, warps), powers of 2. Chosen by ptxas for heads of 128 in
-# bfloat16: no registers spilled in a loop, on Ampere at most 99 KiB of shared memory. Hopper's
-# matrix instructions want 64 rows of what is summed, and it has the shared memory for them.
-AMPERE = {
-    "sums": (64, 64, 4),
-    "values": (64, 32, 4),
-    "means": (64, 32, 4),
-    "dq": (32, 32, 4),
-    "dkv": (32, 32, 8),
-}
-HOPPER = {
-    "sums": (128, 64, 8),
-    "values": (128, 64, 8),
-    "means": (128, 32, 8),
-    "dq": (128, 32, 8),
-    "dkv": (32, 64, 8),
-}
-GPU_TILES = {"ampere": AMPERE, "hopper": HOPPER}
+# ---- which of them a device takes in training ----------------------------------------------------------------------
 
 
-def training_kernel(chip, maps, head_size):
-    """The fused attention for training on a chip, "tpu" or a key of GPU_TILES; None if none
-    fits.
-    """
-    if chip == "tpu":
+def training_kernel(device, maps, head_size, floor):
+    """The attention for training on a device, "tpu" or "gpu"; None: `attention`."""
+    if device == "tpu":
         return attention_tpu if maps == 2 else plain_tpu
-    if chip in GPU_TILES and head_size in (16, 32, 64, 128):
-        return functools.partial(attention_gpu, tiles=GPU_TILES[chip])
+    floored = floor and maps == 2
+    if device == "gpu" and not floored and head_size <= 128 and head_size % 8 == 0:
+        return attention_gpu
     return None
 
 
-def attention_gpu(
-    q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=True, tiles=AMPERE, interpret=False
-):
-    """`attention` for training (index None, cap 0): Pallas kernels for Ampere and newer, through
-    Triton.
+def attention_gpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=False, implementation="cudnn"):
+    """`attention` for training (index None, cap 0) without a floor: a call of cuDNN for each map.
 
-    A score row does not fit the registers, so the forward pass reads the keys twice: for the sums
-    of the softmax rows, then for max(A1 - lam A2, 0) V, which is exact. The backward pass takes
-    three: for the means sum_M A_i da, for dq, and over the queries for dk and dv. o and the
-    logarithms of the sums are named "attn" and "lse" for remat. Masked blocks are skipped as in
-    attention_tpu. Rows are padded to whole tiles. K is a power of 2, at least 16.
+    A value of 2K is two values of K, as cuDNN wants the size of the keys. The mask becomes a bias
+    [B, L, L]. Inputs are in 16 bits. With a floor A1 - lam A2 is no sum of two attentions: that
+    form has no kernel on a GPU and takes the einsums. Ref: unilm, multihead_flashdiff_2.
     """
-    (_, I, P, L, K), J = q_BIPLK.shape, k_BIJLK.shape[2]
-    assert P % J == 0, f"{P} heads, {J} key/value groups"
-    assert K in (16, 32, 64, 128), f"heads of {K}: a power of 2 from 16 to 128; use attention()"
-    rest = -L % max(max(tile[:2]) for tile in tiles.values())
-    # the padding comes after all queries, which mask it as keys; as queries it has no gradient
-    start_BL = jnp.pad(start_BL, ((0, 0), (0, rest)), "edge")
-    q, k, v = (
-        jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rest), (0, 0)])
-        for x in (q_BIPLK, k_BIJLK, v_BJLE)
-    )
-    lam_1 = jnp.reshape(0 if I == 1 else lam, (1,)).astype(jnp.float32)
-    return _gpu(q, k, v, lam_1, start_BL, (floor, tuple(tiles.items()), interpret))[:, :, :L]
+    B, I, P, L, K = q_BIPLK.shape
+    J = k_BIJLK.shape[2]
+    slot_L = jnp.arange(L)
+    seen_BLM = (slot_L >= start_BL[:, :, None]) & (slot_L <= slot_L[:, None])
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _gpu(q_BIPLK, k_BIJLK, v_BJLE, lam_1, start_BL, static):
-    return _gpu_forward(q_BIPLK, k_BIJLK, v_BJLE, lam_1, start_BL, static)[0]
-
-
-def _gpu_forward(q_BIPLK, k_BIJLK, v_BJLE, lam_1, start_BL, static):
-    arrays = {"q": q_BIPLK, "k": k_BIJLK, "v": v_BJLE, "lam": lam_1, "start": start_BL}
-    B, _, P, L, _ = q_BIPLK.shape
-    lse_BIPL = jax.ShapeDtypeStruct(q_BIPLK.shape[:-1], jnp.float32)
-    o_BPLE = jax.ShapeDtypeStruct((B, P, L, v_BJLE.shape[-1]), v_BJLE.dtype)
-    (lse_BIPL,) = _gpu_call(_sums_kernel, "start q k", arrays, {"lse": lse_BIPL}, static)
-    arrays["lse"] = checkpoint_name(lse_BIPL, "lse")
-    (o_BPLE,) = _gpu_call(_values_kernel, "lam start q k v lse", arrays, {"o": o_BPLE}, static)
-    arrays["o"] = checkpoint_name(o_BPLE, "attn")
-    return arrays["o"], arrays
-
-
-def _gpu_backward(static, arrays, do_BPLE):
-    """As _attention_backward: ds_i = w_i A_i (da - mean_i) with mean_i = sum_M A_i da, w = (1,
-    -lam).
-    """
-    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
-    arrays = arrays | {"do": do_BPLE}
-    if shapes["q"].shape[1] == 2:
-        inputs = "lam start q k v do lse"
-        (arrays["mean"],) = _gpu_call(
-            _means_kernel, inputs, arrays, {"mean": shapes["lse"]}, static
+    # Heads are ordered by group, then by half of the value, then within the group.
+    v_BLNK = v_BJLE.reshape(B, J, L, I, K).transpose(0, 2, 1, 3, 4).reshape(B, L, J * I, K)
+    outs_BPLE = []
+    for i in range(I):
+        q_BLJGK = q_BIPLK[:, i].swapaxes(1, 2).reshape(B, L, J, P // J, K)
+        o_BLNK = jax.nn.dot_product_attention(
+            jnp.repeat(q_BLJGK, I, 2).reshape(B, L, P * I, K),
+            jnp.repeat(k_BIJLK[:, i].swapaxes(1, 2), I, 2),
+            v_BLNK,
+            mask=seen_BLM[:, None],
+            implementation=implementation,
         )
-        dlam = -jnp.sum(arrays["mean"][:, 1])
-    else:  # sum_M A da = o do
-        mean_BPL = jnp.einsum(
-            "BPLE,BPLE->BPL", arrays["o"], do_BPLE, preferred_element_type=jnp.float32
-        )
-        arrays["mean"], dlam = mean_BPL[:, None], jnp.float32(0)
-    inputs = "lam start q k v do lse mean"
-    (dq_BIPLK,) = _gpu_call(_dq_kernel, inputs, arrays, {"dq": shapes["q"]}, static)
-    arrays["reach"] = _reach(arrays["start"], *dict(static[1])["dkv"][:2])
-    dkv = {"dk": shapes["k"], "dv": shapes["v"]}
-    dk_BIJLK, dv_BJLE = _gpu_call(_dkv_kernel, "reach " + inputs, arrays, dkv, static)
-    return dq_BIPLK, dk_BIJLK, dv_BJLE, dlam.reshape(1), None
-
-
-_gpu.defvjp(_gpu_forward, _gpu_backward)
-
-
-def _reach(start_BL, block_q, block_k):
-    """For each block of keys, the first block of queries for which start_BL masks one of its keys,
-    and the end of the blocks for which it does not mask all: [B, blocks, 2].
-    """
-    L = start_BL.shape[1]
-    first_C1, slot_L = jnp.arange(0, L, block_k)[:, None], jnp.arange(L)
-    hidden_BC = jnp.min(jnp.where(start_BL[:, None] > first_C1, slot_L, L), -1) // block_q
-    end_BC = pl.cdiv(
-        jnp.max(jnp.where(start_BL[:, None] < first_C1 + block_k, slot_L + 1, 0), -1), block_q
-    )
-    return jnp.stack([hidden_BC, end_BC], -1).astype(jnp.int32)
-
-
-def _gpu_call(kernel, inputs, arrays, outputs, static):
-    """The results of a kernel on the arrays that `inputs` names, in this order; outputs is {name:
-    shape}.
-    """
-    (floor, tiles, interpret), name = static, kernel.__name__[1:].removesuffix("_kernel")
-    block_q, block_k, warps = dict(tiles)[name]
-    (B, I, P, L, K), (_, J, _, E) = arrays["q"].shape, arrays["v"].shape
-    G = P // J
-    # program (n, j, b) of the grid has block n of keys, and all queries of group j
-    if kernel is _dkv_kernel:
-        grid, block = (L // block_k, J, B), {"block_q": block_q}
-        specs = {
-            "start": pl.BlockSpec((None, L), lambda n, j, b: (b, 0)),
-            "reach": pl.BlockSpec((None, None, 2), lambda n, j, b: (b, n, 0)),
-            "q": pl.BlockSpec((None, I, G, L, K), lambda n, j, b: (b, 0, j, 0, 0)),
-            "k": pl.BlockSpec((None, I, None, block_k, K), lambda n, j, b: (b, 0, j, n, 0)),
-            "v": pl.BlockSpec((None, None, block_k, E), lambda n, j, b: (b, j, n, 0)),
-            "o": pl.BlockSpec((None, G, L, E), lambda n, j, b: (b, j, 0, 0)),
-            "lse": pl.BlockSpec((None, I, G, L), lambda n, j, b: (b, 0, j, 0)),
-        }
-    else:  # program (n, p, b) of the grid has a tile of the queries of head p, those with the longest rows first
-        grid, block, last = (L // block_q, P, B), {"block_k": block_k}, L // block_q - 1
-        specs = {
-            "start": pl.BlockSpec((None, block_q), lambda n, p, b: (b, last - n)),
-            "q": pl.BlockSpec((None, I, None, block_q, K), lambda n, p, b: (b, 0, p, last - n, 0)),
-            "k": pl.BlockSpec(
-                (None, I, None, L, K), lambda n, p, b: (b, 0, jax.lax.div(p, G), 0, 0)
-            ),
-            "v": pl.BlockSpec((None, None, L, E), lambda n, p, b: (b, jax.lax.div(p, G), 0, 0)),
-            "o": pl.BlockSpec((None, None, block_q, E), lambda n, p, b: (b, p, last - n, 0)),
-            "lse": pl.BlockSpec((None, I, None, block_q), lambda n, p, b: (b, 0, p, last - n)),
-        }
-    specs |= {"lam": pl.BlockSpec((1,), lambda n, p, b: (0,)), "mean": specs["lse"]}
-    specs |= {f"d{x}": specs[x] for x in "qkvo"}
-    params = None
-    if not interpret:
-        # here, since it needs a jaxlib with Triton
-        from jax.experimental.pallas import triton as plgpu
-
-        params = plgpu.CompilerParams(num_warps=warps, num_stages=2)  # two loads in flight
-    return pl.pallas_call(
-        functools.partial(kernel, **block, floor=floor),
-        grid=grid,
-        in_specs=[specs[x] for x in inputs.split()],
-        out_specs=[specs[x] for x in outputs],
-        out_shape=list(outputs.values()),
-        compiler_params=params,
-        interpret=interpret,
-        name="diff_attention_" + name,
-    )(*(arrays[x] for x in inputs.split()))
-
-
-def _score_tile(x_XK, y_YK, seen_XY):
-    """Scores times log2(e) of queries and keys, or keys and queries: exp2 is the GPU's
-    instruction.
-    """
-    s_XY = _dot(x_XK, y_YK, 1, 1) * (x_XK.shape[-1] ** -0.5 * math.log2(math.e))
-    return s_XY if seen_XY is None else jnp.where(seen_XY, s_XY, MASKED)
-
-
-def _map_tiles(x_IXK, y_IYK, lse_I, seen_XY, lam_1):
-    """The softmax maps of a tile, and A1 - lam A2, or A1 of one map. lse_I broadcasts along the
-    keys.
-    """
-    tiles = zip(x_IXK, y_IYK, lse_I, strict=True)
-    a_IXY = [jnp.exp2(_score_tile(x, y, seen_XY) - lse) for x, y, lse in tiles]
-    return a_IXY, a_IXY[0] - lam_1[0] * a_IXY[1] if len(a_IXY) == 2 else a_IXY[0]
-
-
-def _two_loops(begin, low, high, end, step, carry):
-    """carry after step(n, masked, carry) for begin <= n < end; those with low <= n < high are not
-    masked.
-    """
-
-    def at_the_edges(n, carry):
-        return step(n + jnp.where(n < low, 0, high - low), True, carry)
-
-    carry = jax.lax.fori_loop(begin, end - (high - low), at_the_edges, carry)
-    return jax.lax.fori_loop(low, high, lambda n, carry: step(n, False, carry), carry)
-
-
-def _over_keys(start_L, block_k, step, carry):
-    """carry after step(keys, seen_LM, carry) for all blocks of keys that count; seen_LM None: no
-    key is masked.
-    """
-    L, start_L = start_L.shape[0], start_L[...]
-    first = (pl.num_programs(0) - 1 - pl.program_id(0)) * L
-    query_L, key_M = first + jax.lax.iota(jnp.int32, L), jax.lax.iota(jnp.int32, block_k)
-    begin, end = (
-        jax.lax.div(jnp.min(start_L), block_k),
-        jax.lax.div(first + (L + block_k - 1), block_k),
-    )
-    clear, diagonal = (
-        jax.lax.div(jnp.max(start_L) + (block_k - 1), block_k),
-        jax.lax.div(first + 1, block_k),
-    )
-
-    def masked_or_not(c, masked, carry):
-        seen_LM, key_1M = None, c * block_k + key_M[None]
-        if masked:
-            seen_LM = (key_1M >= start_L[:, None]) & (key_1M <= query_L[:, None])
-        return step(pl.ds(c * block_k, block_k), seen_LM, carry)
-
-    return _two_loops(begin, jnp.minimum(clear, diagonal), diagonal, end, masked_or_not, carry)
-
-
-def _sums_kernel(start_L, q_ILK, k_IMK, lse_IL, *, floor, block_k):
-    """Base-2 logarithm of sum_M 2^s of each query and map, by an online softmax."""
-    I, L, _ = q_ILK.shape
-
-    def step(keys, seen_LM, rows):
-        new_rows = []
-        for i, (max_L, sum_L) in enumerate(rows):
-            s_LM = _score_tile(q_ILK[i], k_IMK[i, keys], seen_LM)
-            new_L = jnp.maximum(max_L, jnp.max(s_LM, 1))
-            sum_L = sum_L * jnp.exp2(max_L - new_L) + jnp.sum(jnp.exp2(s_LM - new_L[:, None]), 1)
-            new_rows.append((new_L, sum_L))
-        return new_rows
-
-    rows = [(jnp.full(L, MASKED, jnp.float32), jnp.zeros(L, jnp.float32))] * I
-    for i, (max_L, sum_L) in enumerate(_over_keys(start_L, block_k, step, rows)):
-        lse_IL[i] = max_L + jnp.log2(sum_L)
-
-
-def _values_kernel(lam_1, start_L, q_ILK, k_IMK, v_ME, lse_IL, o_LE, *, floor, block_k):
-    """o = max(A1 - lam A2, 0) V for one tile of queries."""
-    I = len(q_ILK)
-    lse_IL1 = [lse_IL[i][:, None] for i in range(I)]
-
-    def step(keys, seen_LM, o_LE):
-        k_IMK_block = [k_IMK[i, keys] for i in range(I)]
-        _, a_LM = _map_tiles([q_ILK[i] for i in range(I)], k_IMK_block, lse_IL1, seen_LM, lam_1)
-        a_LM = jnp.maximum(a_LM, 0.0) if floor else a_LM
-        return o_LE + _dot(a_LM.astype(v_ME.dtype), v_ME[keys], 1, 0)
-
-    o_LE[...] = _over_keys(start_L, block_k, step, jnp.zeros(o_LE.shape, jnp.float32)).astype(
-        o_LE.dtype
-    )
-
-
-def _over_maps(q_ILK, k_IMK, v_ME, do_LE, lse_IL, lam_1, floor):
-    """What means and dq share: a function of keys and mask that gives the maps of the tile, da, and
-    the keys.
-    """
-    I = q_ILK.shape[0]
-    lse_IL1 = [lse_IL[i][:, None] for i in range(I)]
-
-    def at(keys, seen_LM):
-        k_tile_IMK = [k_IMK[i, keys] for i in range(I)]
-        a_ILM, a_LM = _map_tiles([q_ILK[i] for i in range(I)], k_tile_IMK, lse_IL1, seen_LM, lam_1)
-        da_LM = _dot(do_LE[...], v_ME[keys], 1, 1)
-        return a_ILM, jnp.where(a_LM > 0, da_LM, 0.0) if floor else da_LM, k_tile_IMK
-
-    return at
-
-
-def _means_kernel(*refs, floor, block_k):
-    """mean_i = sum_M A_i da of each query."""
-    lam_1, start_L, q_ILK, k_IMK, v_ME, do_LE, lse_IL, mean_IL = refs
-    maps = _over_maps(q_ILK, k_IMK, v_ME, do_LE, lse_IL, lam_1, floor)
-
-    def step(keys, seen_LM, mean_IL):
-        a_ILM, da_LM, _ = maps(keys, seen_LM)
-        return [
-            mean_L + jnp.sum(a_LM * da_LM, 1) for mean_L, a_LM in zip(mean_IL, a_ILM, strict=True)
-        ]
-
-    zeros_IL = [jnp.zeros(start_L.shape, jnp.float32)] * q_ILK.shape[0]
-    for i, mean_L in enumerate(_over_keys(start_L, block_k, step, zeros_IL)):
-        mean_IL[i] = mean_L
-
-
-def _dq_kernel(*refs, floor, block_k):
-    """dq_i = sum_M ds_i k_i; the weights and the scale of ds wait until the sums are there."""
-    lam_1, start_L, q_ILK, k_IMK, v_ME, do_LE, lse_IL, mean_IL, dq_ILK = refs
-    (I, _, K), maps = q_ILK.shape, _over_maps(q_ILK, k_IMK, v_ME, do_LE, lse_IL, lam_1, floor)
-    mean_IL1 = [mean_IL[i][:, None] for i in range(I)]
-
-    def step(keys, seen_LM, sum_ILK):
-        a_ILM, da_LM, k_tile_IMK = maps(keys, seen_LM)
-        ds_ILM = [
-            (a_LM * (da_LM - mean_L1)).astype(k_IMK.dtype)
-            for a_LM, mean_L1 in zip(a_ILM, mean_IL1, strict=True)
-        ]
-        return [sum_ILK[i] + _dot(ds_ILM[i], k_tile_IMK[i], 1, 0) for i in range(I)]
-
-    sum_ILK = _over_keys(start_L, block_k, step, [jnp.zeros(q_ILK.shape[1:], jnp.float32)] * I)
-    for i, weight in zip(range(I), (1, -lam_1[0]), strict=False):
-        dq_ILK[i] = (sum_ILK[i] * (weight * K**-0.5)).astype(dq_ILK.dtype)
-
-
-def _dkv_kernel(*refs, floor, block_q):
-    """dk_i = sum_L ds_i q_i and dv = sum_L max(A1 - lam A2, 0) do, over all queries of a group."""
-    reach_2, lam_1, start_L, q_IGLK, k_IMK, v_ME, do_GLE, lse_IGL, mean_IGL, dk_IMK, dv_ME = refs
-    (I, M, K), G = k_IMK.shape, q_IGLK.shape[1]
-    first = pl.program_id(0) * M
-    key_M1, query_L = (
-        (first + jax.lax.iota(jnp.int32, M))[:, None],
-        jax.lax.iota(jnp.int32, block_q),
-    )
-    # blocks of queries: across the diagonal; with no masked key; with keys that start_BL masks
-    begin, end = jax.lax.div(first, block_q), reach_2[1]
-    diagonal = jnp.minimum(jax.lax.div(first + (M + block_q - 2), block_q), end)
-    hidden = jnp.clip(reach_2[0], diagonal, end)
-
-    def of_head(g, sums):
-        def step(n, masked, sums):
-            rows, seen_ML = pl.ds(n * block_q, block_q), None
-            if masked:
-                seen_ML = (key_M1 <= n * block_q + query_L[None]) & (key_M1 >= start_L[rows][None])
-            q_ILK, do_LE = [q_IGLK[i, g, rows] for i in range(I)], do_GLE[g, rows]
-            lse_I1L = [lse_IGL[i, g, rows][None] for i in range(I)]
-            a_IML, a_ML = _map_tiles([k_IMK[i] for i in range(I)], q_ILK, lse_I1L, seen_ML, lam_1)
-            da_ML = _dot(v_ME[...], do_LE, 1, 1)
-            if floor:
-                da_ML, a_ML = jnp.where(a_ML > 0, da_ML, 0.0), jnp.maximum(a_ML, 0.0)
-            new_sums = [sums[0] + _dot(a_ML.astype(do_LE.dtype), do_LE, 1, 0)]
-            for i in range(I):
-                ds_ML = (a_IML[i] * (da_ML - mean_IGL[i, g, rows][None])).astype(do_LE.dtype)
-                new_sums.append(sums[1 + i] + _dot(ds_ML, q_ILK[i], 1, 0))
-            return new_sums
-
-        return _two_loops(begin, diagonal, hidden, end, step, sums)
-
-    zeros = [jnp.zeros(v_ME.shape, jnp.float32)] + [jnp.zeros((M, K), jnp.float32)] * I
-    sum_ME, *sum_IMK = jax.lax.fori_loop(0, G, of_head, zeros)
-    dv_ME[...] = sum_ME.astype(dv_ME.dtype)
-    for i, weight in zip(range(I), (1, -lam_1[0]), strict=False):
-        dk_IMK[i] = (sum_IMK[i] * (weight * K**-0.5)).astype(dk_IMK.dtype)
+        o_BJGLIK = o_BLNK.reshape(B, L, J, I, P // J, K).transpose(0, 2, 4, 1, 3, 5)
+        outs_BPLE.append(o_BJGLIK.reshape(B, P, L, I * K))
+    if I == 1:
+        return outs_BPLE[0]
+    return (outs_BPLE[0] - lam * outs_BPLE[1]).astype(v_BJLE.dtype)

@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as PS
 
 import diffusion
-from diff_attention import attention, attention_tpu, lambda_init, lambda_value, training_kernel
+from diff_attention import attention, lambda_init, lambda_value, plain_tpu, training_kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,8 +196,8 @@ class Compute:
     """How to run the model, as opposed to what it is: nothing here changes a checkpoint."""
 
     dtype: typing.Any = jnp.float32  # of activations and of weights inside matmuls
-    # Pallas kernel of attention in training; "" is einsums
-    kernel: typing.Literal["", "tpu", "ampere", "hopper"] = ""
+    # whose attention in training, see training_kernel; "" is einsums
+    kernel: typing.Literal["", "tpu", "gpu"] = ""
     tpu: bool = False  # layouts for a TPU
     # recomputed backwards: all but attention's q, k, v, o | all
     remat: typing.Literal["none", "qkvo", "full"] = "none"
@@ -299,11 +299,9 @@ class Block(nnx.Module):
             lam = lambda_value(
                 *(vector_K[...] for vector_K in vectors), lambda_init(layer), clamp=floor
             )
-        kernel = (
-            training_kernel(self.compute.kernel, cfg.maps, cfg.head_size)
-            if index_BL is None
-            else None
-        )
+        kernel = None
+        if index_BL is None:
+            kernel = training_kernel(self.compute.kernel, cfg.maps, cfg.head_size, floor)
         if kernel:
             o_BPLE = on_each_device(functools.partial(kernel, floor=floor))(
                 q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL
@@ -319,8 +317,8 @@ class Block(nnx.Module):
                 floor=floor,
                 block=self.compute.block,
             )
-        # the others name their results; with two names remat keeps them twice
-        if kernel in (None, attention_tpu):
+        # plain_tpu names its results itself; with two names remat keeps them twice
+        if kernel is not plain_tpu:
             o_BPLE = checkpoint_name(o_BPLE, "attn")
 
         # Differential heads are normed; 1 - lambda_init keeps gradients near those of a plain

@@ -121,14 +121,14 @@ TOKENS_PER_PARAMETER = 4
 
 
 def fused_kernel(device, dtype):
-    """The attention kernel of a device: "tpu", "ampere" or "hopper"; "" where there is none.
+    """Whose fused attention trains on a device: "tpu", "gpu" or "" (none).
 
-    An older GPU has no bfloat16, and every GPU has too little shared memory for tiles of float32.
+    cuDNN has it in 16 bits from compute capability 8.0 on; an older GPU has no bfloat16.
     """
     if device.platform != "gpu" or dtype != "bfloat16":
         return "tpu" if device.platform == "tpu" else ""
     major = str(getattr(device, "compute_capability", "")).partition(".")[0]  # 8.9; of AMD's a name
-    return {"8": "ampere", "9": "hopper", "10": "ampere", "12": "ampere"}.get(major, "")
+    return "gpu" if major in ("8", "9", "10", "12") else ""
 
 
 def most_rows(name, devices, memory):

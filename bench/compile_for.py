@@ -286,7 +286,7 @@ class Cost:
     padding to tiles.
     """
 
-    # of matrix products and convolutions; of those inside Pallas kernels only attention_gpu's
+    # of matrix products and convolutions, not of those inside Pallas kernels or of cuDNN
     flops: int = 0
     cycles: int = 0  # sum of the compiler's estimates, of a TPU's alone
     # read from and written to memory; of a slice only the slice, between arrays in VMEM nothing
@@ -445,22 +445,6 @@ def matmul_flops(ins):
     return flops
 
 
-# products of all maps in a kernel of attention_gpu
-ATTENTION = {"sums": 1, "values": 2, "means": 2, "dq": 3, "dkv": 4}
-
-
-def attention_flops(ins):
-    """FLOPs of a kernel of diff_attention.attention_gpu if each row is one document; of another
-    call 0.
-    """
-    products = ATTENTION.get(ins.attribute(r'name = "diff_attention_(\w+)"'))
-    if not products:
-        return 0
-    # B, I, P, L, K
-    q = next(dims for dims, *_ in (shapes(i.type)[0] for i in ins.operands) if len(dims) == 5)
-    return products * math.prod(q) * q[3]  # two for a multiply-add, half of the keys
-
-
 def trip_count(ins):
     """Rounds of a while loop; None where they depend on data. A loop that may stop early (i < n and
     ...) counts n.
@@ -605,8 +589,6 @@ def cost_of(hlo_text, chip=CHIPS["v6e"]):
         before = cost.flops
         if op in ("dot", "convolution") or CUBLAS in ins.tail:
             cost.flops += matmul_flops(ins)
-        elif chip.cuda and op == "custom-call":
-            cost.flops += attention_flops(ins)
         elif op == "fusion":
             cost.add(total(ins.called("calls")[0], fused=True))
         elif op in COLLECTIVES:

@@ -7,14 +7,12 @@ import importlib.util
 import json
 import math
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import tokenizers
-from conftest import AS_A_USER, ROOT, run
+from conftest import ROOT, run
 from flax import nnx
 
 import checkpoints
@@ -284,33 +282,6 @@ def test_a_gpus_roofline_adds_up_its_kernels():
         == 4 * cost.flops + added + many
     )
     assert (cost.cycles, cost.custom_calls) == (0, {"__cublas$lt$matmul": 1})
-
-
-def test_the_attention_kernels_of_a_gpu_are_counted():
-    B, I, P, J, L, K = 2, 2, 6, 2, 64, 16
-    q, k, v = (
-        f"bf16[{B},{I},{P},{L},{K}]",
-        f"bf16[{B},{I},{J},{L},{K}]",
-        f"bf16[{B},{J},{L},{I * K}]",
-    )
-    call = 'custom_call_target="__gpu$xla.gpu.triton", backend_config={ir = "ML", name = "diff_attention_values"}'
-    text = f"""HloModule attention
-
-ENTRY %main (q: {q}, k: {k}, v: {v}, lse: f32[{B},{I},{P},{L}]) -> bf16[{B},{P},{L},{I * K}] {{
-  %q = {q} parameter(0)
-  %k = {k} parameter(1)
-  %v = {v} parameter(2)
-  %lse = f32[{B},{I},{P},{L}] parameter(3)
-  ROOT %pallas_call.4 = bf16[{B},{P},{L},{I * K}] custom-call(%q, %k, %v, %lse), {call}
-}}"""
-    cost = compile_for.cost_of(text, compile_for.CHIPS["h100"])
-    assert cost.flops == 2 * (I * K + I * K) * B * P * L * L // 2  # all scores, one product with v
-    assert (
-        compile_for.cost_of(
-            text.replace("diff_attention_values", "other"), compile_for.CHIPS["h100"]
-        ).flops
-        == 0
-    )
 
 
 def test_a_tpus_roofline_leaves_out_collectives_and_what_runs_beside():
@@ -885,51 +856,6 @@ def test_a_layer_with_lora_keeps_its_input_alone_for_the_backward_pass(cuda, dev
     # three versions of five rows, bfloat16
     input_gib = 2 * 15 * 456 * md.CONFIGS["7b"].width / 2**30
     assert (temporaries(6) - temporaries(2)) / 4 == pytest.approx(input_gib, rel=0.3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("diff", ["seed", "none"])
-@pytest.mark.parametrize("device", ["t4", "rtx4090", "a100-80", "h100"])
-def test_attention_kernels_compile_for_gpus_and_two_spill_outside_their_loops(
-    cuda, device, diff, tmp_path
-):
-    code = f"""if True:
-        import dataclasses, compile_for, model_pythoncoder as pc
-        model = dataclasses.replace(pc.CONFIGS["300m"], vocab=2048, width=128, ffn=384, layers=4)  # its heads
-        pc.CONFIGS["tiny"] = model
-        settings = compile_for.CoderSettings(model="tiny", batch_size=2, micro_batch=2, diff="{diff}")
-        (row,) = compile_for.Train("{device}", settings).rows()
-        print(sum(times for name, times in row["without_estimate"].items() if "triton" in name))"""
-    env = (
-        os.environ
-        | AS_A_USER
-        | {"PYTHONPATH": OUR_FOLDERS, "XLA_FLAGS": f"--xla_dump_to={tmp_path}"}
-    )
-    child = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert child.returncode == 0, child.stderr
-    # in each of four layers: with one map no means; none of the forward pass a second time,
-    # although it remats
-    kernels = 0 if device == "t4" else 5 - (diff == "none")
-    assert int(child.stdout.splitlines()[-1]) == 4 * kernels
-    ptxas = Path(
-        *importlib.util.find_spec("nvidia.cuda_nvcc").submodule_search_locations, "bin", "ptxas"
-    )
-    spilled = {}  # bytes of a thread by kernel
-    for ptx in tmp_path.glob("*.ptx"):
-        target = re.search(r"^\.target (\w+)", ptx.read_text(), re.M)
-        if target and "diff_attention_" in ptx.read_text():
-            command = [ptxas, "-v", f"-arch={target[1]}", ptx, "-o", os.devnull]
-            said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-            found = re.findall(
-                r"function '(diff_attention_\w+)'.*?(\d+) bytes spill loads", said, re.DOTALL
-            )
-            spilled |= {name: int(size) for name, size in found}
-    assert len(spilled) == kernels
-    outside_the_loops = {
-        "a100-80": {"diff_attention_values": 16},
-        "h100": {"diff_attention_dkv": 48},
-    }.get(device, {})
-    assert all(size <= outside_the_loops.get(name, 0) for name, size in spilled.items()), spilled
 
 
 @pytest.mark.slow

@@ -177,42 +177,19 @@ def test_dropout_is_on_in_training_and_off_elsewhere():
 @pytest.mark.parametrize(
     ("kernel", "cfg", "want"),
     [
-        ("hopper", {}, "attention_gpu"),
-        ("ampere", {"diff": "none"}, "attention_gpu"),
+        ("gpu", {}, None),
+        ("gpu", {"diff": "paper"}, "attention_gpu"),
+        ("gpu", {"diff": "none"}, "attention_gpu"),
         ("tpu", {}, "attention_tpu"),
         ("tpu", {"diff": "v2"}, "plain_tpu"),
-        ("ampere", {"head_size": 24}, None),
+        ("gpu", {"diff": "v2", "head_size": 20}, None),
         ("", {}, None),
     ],
 )
 def test_the_fused_kernel_is_taken_where_it_fits(kernel, cfg, want):
     cfg = dataclasses.replace(TINY, **{"head_size": 32} | cfg)
-    found = diff_attention.training_kernel(kernel, cfg.maps, cfg.head_size)
-    assert getattr(getattr(found, "func", found), "__name__", None) == want
-
-
-@pytest.mark.slow
-@forms
-def test_gpu_kernels_leave_loss_and_gradients_as_they_are(diff, monkeypatch):
-    gpu = functools.partial(diff_attention.attention_gpu, interpret=True)
-    monkeypatch.setattr(diff_attention, "attention_gpu", gpu)
-    cfg, token_BL = dataclasses.replace(TINY, diff=diff, head_size=16), tokens((2, 24))
-    segment_BL = jnp.asarray(np.repeat([[1, 2, 3], [1, 1, 2]], 8, axis=1))
-
-    def found(**run):
-        graph, params = nnx.split(build(cfg, remat="qkvo", **run))
-
-        def loss(params):
-            return sum(nnx.merge(graph, params).losses(token_BL, segment_BL, jnp.arange(24)[None]))
-
-        return jax.jit(jax.value_and_grad(loss))(nnx.to_pure_dict(params))
-
-    (want, want_grads), (got, grads) = found(), found(kernel="ampere")
-    assert got == pytest.approx(float(want), rel=1e-5)
-    want_grads, grads = checkpoints.flatten(want_grads), checkpoints.flatten(grads)
-    for name, grad in grads.items():
-        error = np.abs(grad - want_grads[name]).max()
-        assert error <= 1e-4 * np.abs(want_grads[name]).max() + 1e-7, name
+    found = diff_attention.training_kernel(kernel, cfg.maps, cfg.head_size, cfg.diff == "seed")
+    assert getattr(found, "__name__", None) == want
 
 
 @pytest.mark.slow
