@@ -535,15 +535,13 @@ class PythonCoder(nnx.Module):
         position_BL,
         key=None,
         row_B=None,
-        z_loss=0.0,
         mtp=True,
         sums=None,
     ):
         """Summed losses (main, mtp) of both heads, in nats; divide each by the sum of its mask of
         `target_masks`.
 
-        z_loss weighs logsumexp^2 of the main head. mtp=False omits the second head. For the others
-        see `hidden`.
+        mtp=False omits the second head. For the others see `hidden`.
         """
         embed_BLD, chunk = (
             self.lookup(token_BL),
@@ -552,14 +550,12 @@ class PythonCoder(nnx.Module):
         hidden_BLD = self.hidden(embed_BLD, segment_BL, position_BL, key, row_B, sums)
         main_BL, mtp_BL = target_masks(segment_BL)
         # labels are the tokens one and two positions on; the masks exclude those that wrap around
-        main = cross_entropy(
-            hidden_BLD, self.embed[...], jnp.roll(token_BL, -1, 1), main_BL, z_loss, chunk
-        )
+        main = cross_entropy(hidden_BLD, self.embed[...], jnp.roll(token_BL, -1, 1), main_BL, chunk)
         if not (mtp and self.cfg.mtp):
             return main, jnp.float32(0)
         draft_BLD = self.mtp_hidden(hidden_BLD, jnp.roll(embed_BLD, -1, 1))
         return main, cross_entropy(
-            draft_BLD, self.mtp.head[...], jnp.roll(token_BL, -2, 1), mtp_BL, 0.0, chunk
+            draft_BLD, self.mtp.head[...], jnp.roll(token_BL, -2, 1), mtp_BL, chunk
         )
 
     def step(self, cache, token_BL, index_BL):
@@ -608,28 +604,25 @@ def target_masks(segment_BL):
     return mask(1), mask(2)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, z_loss=0.0, chunk_tokens=2048):
-    """sum over mask of [logsumexp(z) - z_label + z_loss logsumexp(z)^2], z = hidden weight^T:
-    float32, in nats.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, chunk_tokens=2048):
+    """sum over mask of [logsumexp(z) - z_label], z = hidden weight^T: float32, in nats.
 
     Never holds [B, L, V]: a scan over chunks of about chunk_tokens tokens makes their logits, and
-    at once their gradients, dz = mask (softmax(z) (1 + 2 z_loss lse) - onehot). That is three
+    at once their gradients, dz = mask (softmax(z) - onehot). That is three
     vocabulary matmuls; recomputing the logits in the backward pass would take four. The weight is
     cast to hidden's dtype, its gradient summed in float32.
     """
     # the forward pass makes the gradients too; where nobody wants them the compiler drops them
-    return _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, z_loss, chunk_tokens)[0]
+    return _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, chunk_tokens)[0]
 
 
-def _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, z_loss, chunk_tokens):
+def _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, chunk_tokens):
     """(loss, (dhidden, dweight)). On a mesh each device sums over its own rows; one reduction ends
     it.
     """
     axes = batch_axes() if jax.sharding.get_abstract_mesh().size > 1 else None
-    of_rows = functools.partial(
-        _cross_entropy_of_rows, z_loss=z_loss, chunk_tokens=chunk_tokens, axes=axes
-    )
+    of_rows = functools.partial(_cross_entropy_of_rows, chunk_tokens=chunk_tokens, axes=axes)
     if axes:
         rows, replicated = PS(BATCH), PS()
         layout = {
@@ -642,7 +635,7 @@ def _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, z_loss, chunk_token
     )
 
 
-def _cross_entropy_of_rows(hidden_BLD, weight_VD, label_BL, mask_BL, *, z_loss, chunk_tokens, axes):
+def _cross_entropy_of_rows(hidden_BLD, weight_VD, label_BL, mask_BL, *, chunk_tokens, axes):
     B, L, D = hidden_BLD.shape
     # the most positions of each row that divide its length and make no more than chunk_tokens
     # tokens
@@ -653,7 +646,7 @@ def _cross_entropy_of_rows(hidden_BLD, weight_VD, label_BL, mask_BL, *, z_loss, 
         x_nBC = x_BL.reshape(B, L // C, C, *x_BL.shape[2:]).swapaxes(0, 1)
         return x_nBC.reshape(L // C, B * C, *x_BL.shape[2:])
 
-    step = functools.partial(_cross_entropy_of_chunk, weight_VD, z_loss)
+    step = functools.partial(_cross_entropy_of_chunk, weight_VD)
     carry = jnp.float32(0), jnp.zeros(weight_VD.shape, jnp.float32)
     (loss, dweight_VD), dhidden_nTD = jax.lax.scan(
         step, carry, jax.tree.map(chunks, (hidden_BLD, label_BL, mask_BL))
@@ -666,7 +659,7 @@ def _cross_entropy_of_rows(hidden_BLD, weight_VD, label_BL, mask_BL, *, z_loss, 
     return loss, (dhidden_BLD, dweight_VD)
 
 
-def _cross_entropy_of_chunk(weight_VD, z_loss, carry, chunk):
+def _cross_entropy_of_chunk(weight_VD, carry, chunk):
     """A step of the scan: the carry is the loss and dweight so far without its one-hot part, the
     result is dhidden.
     """
@@ -679,11 +672,10 @@ def _cross_entropy_of_chunk(weight_VD, z_loss, carry, chunk):
     logits_TV = jnp.einsum("TD,VD->TV", h_TD, weight_VD).astype(jnp.float32)
     e_TV = jnp.exp(jnp.minimum(logits_TV - target_T[:, None], 75)).astype(h_TD.dtype)
     sum_T = jnp.sum(e_TV, -1, dtype=jnp.float32)
-    lse_T = target_T + jnp.log(sum_T)
-    loss += jnp.sum((jnp.log(sum_T) + z_loss * lse_T**2) * mask_T)
+    loss += jnp.sum(jnp.log(sum_T) * mask_T)
     # dhidden = dz W: softmax = e / sum, whose factors per token wait for the product, less the
     # label's row
-    scale_T1 = (mask_T * (1 + 2 * z_loss * lse_T) / sum_T)[:, None]
+    scale_T1 = (mask_T / sum_T)[:, None]
     dh_TD = jnp.einsum("TV,VD->TD", e_TV, weight_VD, preferred_element_type=jnp.float32) * scale_T1
     dh_TD -= row_TD * mask_T[:, None]
     # dweight = dz^T hidden, the dense part
@@ -692,7 +684,7 @@ def _cross_entropy_of_chunk(weight_VD, z_loss, carry, chunk):
     return (loss, dweight_VD), dh_TD.astype(h_TD.dtype)
 
 
-def _cross_entropy_backward(z_loss, chunk_tokens, gradients, dloss):
+def _cross_entropy_backward(chunk_tokens, gradients, dloss):
     dhidden_BLD, dweight_VD = gradients
     return dhidden_BLD * dloss.astype(dhidden_BLD.dtype), dweight_VD * dloss, None, None
 

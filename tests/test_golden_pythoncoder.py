@@ -38,15 +38,19 @@ def clamped(golden, *vectors, clamp):
     return lambda_value(*vectors, clamp=golden)
 
 
-def capped_cross_entropy(cross_entropy, cap):
-    """cross_entropy of capped logits: the golden gives its logits to a head that returns its
-    input.
+def golden_cross_entropy(cross_entropy, cap, z_loss, chunk=None):
+    """cross_entropy of capped logits, plus z_loss logsumexp^2: golden cases have both, the model
+    neither. The logits are given to a head that returns its input.
     """
 
-    def call(hidden_BLD, weight_VD, *rest):
-        if not cap:
-            return cross_entropy(hidden_BLD, weight_VD, *rest)
-        return cross_entropy(capped(hidden_BLD @ weight_VD.T, cap), jnp.eye(len(weight_VD)), *rest)
+    def call(hidden_BLD, weight_VD, label_BL, mask_BL, chunk_tokens=chunk):
+        if not cap and not z_loss:
+            return cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, chunk_tokens)
+        logits_BLV = capped(hidden_BLD @ weight_VD.T, cap)
+        z_BL = z_loss * jax.nn.logsumexp(logits_BLV, -1) ** 2
+        identity_VV = jnp.eye(len(weight_VD))
+        loss = cross_entropy(logits_BLV, identity_VV, label_BL, mask_BL, chunk_tokens)
+        return loss + jnp.sum(z_BL * mask_BL)
 
     return call
 
@@ -96,10 +100,8 @@ def test_cross_entropy_and_its_gradients_in_any_chunking(golden_dir, chunk):
         }
 
         def loss(hidden, weight, get=get, case=case):
-            cross_entropy = capped_cross_entropy(pc.cross_entropy, case["softcap"])
-            return cross_entropy(
-                hidden[None], weight, get["labels"][None], get["mask"][None], case["z_loss"], chunk
-            )
+            golden = golden_cross_entropy(pc.cross_entropy, case["softcap"], case["z_loss"], chunk)
+            return golden(hidden[None], weight, get["labels"][None], get["mask"][None])
 
         both = jax.jit(
             lambda *inputs, loss=loss: (loss(*inputs), jax.value_and_grad(loss, (0, 1))(*inputs))
@@ -175,8 +177,15 @@ def test_whole_model_logits_losses_and_gradients(golden_dir, remat, monkeypatch)
             cfg, pc.Compute(remat=remat, block=7, loss_tokens=8, yarn=b["yarn_factor"] > 1)
         )
         monkeypatch.setattr(pc, "attention", functools.partial(attention, cap=b["attn_cap"]))
+        calls = iter(
+            (b["z_loss"], 0.0) * 9
+        )  # the term is of the main head alone, which comes first
         monkeypatch.setattr(
-            pc, "cross_entropy", capped_cross_entropy(cross_entropy, b["final_cap"])
+            pc,
+            "cross_entropy",
+            lambda *args, b=b, calls=calls: golden_cross_entropy(
+                cross_entropy, b["final_cap"], next(calls)
+            )(*args),
         )
         monkeypatch.setattr(pc, "lambda_value", functools.partial(clamped, b["clamp"]))
         states = {}  # what hidden and mtp_hidden return inside losses
@@ -190,7 +199,7 @@ def test_whole_model_logits_losses_and_gradients(golden_dir, remat, monkeypatch)
 
         def loss(params, graph=graph, b=b, states=states):
             model = nnx.merge(graph, params)
-            main, mtp = model.losses(token_BL, segment_BL, position_BL, z_loss=b["z_loss"])
+            main, mtp = model.losses(token_BL, segment_BL, position_BL)
             main_BL, mtp_BL = pc.target_masks(segment_BL)
             main, mtp = main / main_BL.sum(), mtp / mtp_BL.sum()
             tensors = {

@@ -134,14 +134,13 @@ def test_a_token_however_unlikely_has_a_finite_loss_and_gradient():
     label, mask = jnp.full((1, 1), 3), jnp.ones((1, 1))
 
     def plain(logits):
-        lse = jax.nn.logsumexp(logits)
-        return lse - logits[0, 0, 3] + 1e-4 * lse**2
+        return jax.nn.logsumexp(logits) - logits[0, 0, 3]
 
     for gap in (0.0, 20.0, 70.0, 1000.0):  # of the others above the label
         logits = jnp.full((1, 1, 5), gap).at[0, 0, 3].set(0.0)
-        ours = jax.value_and_grad(
-            lambda logits: pc.cross_entropy(logits, jnp.eye(5), label, mask, 1e-4)
-        )(logits)
+        ours = jax.value_and_grad(lambda logits: pc.cross_entropy(logits, jnp.eye(5), label, mask))(
+            logits
+        )
         for got, want in zip(ours, jax.value_and_grad(plain)(jnp.minimum(logits, 75)), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
 
