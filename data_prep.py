@@ -1,42 +1,35 @@
-"""Turn text into a tokenizer and token shards, which the trainers read.
+"""Turn text into a tokenizer and token rows, which the trainers read. Reads the disk.
 
-    python data_prep.py                                             # this Python's standard library: 12 MB, 10 s
-    python data_prep.py text stories.txt --out=data/stories         # documents with <|endoftext|> between them
-    python data_prep.py tinystories                                 # a download; needs: pip install datasets
-    python data_prep.py python --roots ~/src data/pypi_src --out=data/mine    # .py files, own and of fetch_pypi.py
-    python data_prep.py python --tokenizer=qwen/tokenizer.json --fim_rate=0.5 --out=data/fim
-    python data_prep.py python --roots shards --column=content --benchmarks HumanEval.jsonl.gz --out=data/rows
-    python data_prep.py python --hf=NAME:python --out=data/hf       # a data set of Hugging Face, as it streams
-    python data_prep.py pairs pairs.jsonl --eos_to=64 --out=data/pairs    # prompts and responses, for Dream
-    python data_prep.py pairs holes.jsonl --edit_rate=0.5 --out=data/holes    # with a "suffix": holes of any length
-    python data_prep.py pairs pairs.jsonl --chat --tokenizer=out/diffucoder/tokenizer.json --out=data/chat
-    python data_prep.py parquet --roots shards --tokenizer=qwen/tokenizer.json --seq_len=4096 --out=data/long
+    python data_prep.py                                          # the standard library, in 10 s
+    python data_prep.py text stories.txt --out=data/stories
+    python data_prep.py tinystories                              # pip install datasets
+    python data_prep.py python --roots ~/src --out=data/mine     # .py files
+    python data_prep.py python --roots shards --column=content --out=data/rows
+    python data_prep.py python --hf=NAME:python --out=data/hf    # a streamed data set
+    python data_prep.py pairs pairs.jsonl --eos_to=64 --out=data/pairs
+    python data_prep.py pairs chat.jsonl --chat --tokenizer=MODEL/tokenizer.json --out=data/chat
+    python data_prep.py acecode --tokenizer=MODEL/tokenizer.json --out=data/acecode
 
-python reads .py files, or the rows of a text column in .parquet and .jsonl files or a data set. It drops generated,
-minified, huge, non-UTF-8 and unparsable files and exact and near duplicates. Rows must be under a
-permissive licence where they name one. Rows and packages that share ten words in a row with a
-problem of HumanEval or MBPP are dropped.
+python reads .py files, or the rows of a text column in .parquet and .jsonl files or a data set; see
+corpus.py for what it drops. text splits files of any size at <|endoftext|>. pairs reads lines
+{"prompt": TEXT, "response": TEXT}; a "suffix" follows the response and is given to the model, as
+the prompt is. acecode writes tasks with tests for coupled_grpo.py: questions of AceCode-87K, or of
+files in its form.
 
-text splits files of any size at <|endoftext|>. pairs reads lines {"prompt": TEXT, "response":
-TEXT}; a "suffix" follows the response and is given to the model as the prompt is; a pair longer
-than a row is left out. parquet packs the column input_ids of Parquet files; a document ends with
-EOS and may run over row borders.
+Packed rows (PythonCoder, Dream) hold documents one after the other, each ended by EOS. Padded rows
+(MDLM) hold one document each: BOS, tokens, EOS, PAD. A long document goes on in the next row; a
+pair that is longer than a row is left out.
 
-Packed rows, for PythonCoder and Dream, hold documents one after the other, each ended by EOS.
-Padded rows, for MDLM, hold one document each: BOS, tokens, EOS, PAD; a long one goes on in the next
-row.
+Writes --out: tokenizer.json, shards (see rows.py) and last of all meta.json: special ids, counts,
+hashes. The same command continues a run that was stopped or killed, and ends with the same bytes.
+It trains no model and knows none.
 
-Writes --out: tokenizer.json, shards (see rows.py) and, last of all, meta.json: special ids, counts,
-shards with their hashes; with --chat also the model's chat template. The same command goes on with
-a run that was stopped or killed, and ends with the same bytes.
-
-Axes: N documents, T tokens, R rows, L row length, V vocabulary.
+Axes: N documents, R rows, L row length, V vocabulary.
 """
 
 import concurrent.futures
 import contextlib
 import dataclasses
-import hashlib
 import itertools
 import json
 import os
@@ -54,6 +47,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from tqdm import tqdm
 
 import corpus
+import prompts
 import runs
 from corpus import batched, sha256, text_bytes
 from runs import Count, Natural, Share
@@ -72,46 +66,40 @@ class Shards:
     shard_bytes: Count = 16_000_000  # bytes of text in a shard; 16 MB are about 5 M tokens
     # processes that read files, and threads that tokenise; 0: all cores
     workers: typing.Annotated[int, (0, 1024)] = 0
-    # random seed of the held-out split, the order of documents and the fill-in-the-middle cuts
-    seed: Natural = 0
+    seed: Natural = 0  # of the held-out split, the order of documents and fill-in-the-middle
 
-    # Values for sources without such a flag; meta.json records them.
+    # Values of sources without such a flag.
     rows: typing.ClassVar[str] = "packed"
     vocab_size: typing.ClassVar[int] = 8192
     fim_rate: typing.ClassVar[float] = 0.0
     max_bytes: typing.ClassVar[int] = 1_000_000
+    column: typing.ClassVar[str] = ""
+    benchmarks: typing.ClassVar[tuple] = ()
     chat: typing.ClassVar[bool] = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Documents(Shards):
-    # size of the tokenizer that is trained; at least 261: 256 bytes, 5 special tokens
-    vocab_size: VocabSize = 8192
-    # packed for PythonCoder and Dream, padded for MDLM
-    rows: typing.Literal["packed", "padded"] = "padded"
+    vocab_size: VocabSize = 8192  # size of a new tokenizer: 256 bytes, 5 special tokens, merges
+    rows: typing.Literal["packed", "padded"] = "padded"  # for PythonCoder and Dream | for MDLM
     # fraction of the training documents rearranged for fill-in-the-middle, in packed rows
     fim_rate: Share = 0.0
-    # fraction of the rearranged documents in the order suffix-prefix-middle (SPM), not PSM
-    spm_rate: Share = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Python(Documents):
     """Python files, rows of a column or a data set; by default this Python's standard library."""
 
-    # folders that are searched for .py files, or files; none is the standard library
-    roots: tuple[str, ...] = ()
-    # packed for PythonCoder and Dream, padded for MDLM
-    rows: typing.Literal["packed", "padded"] = "packed"
+    roots: tuple[str, ...] = ()  # folders that are searched for .py files, or files
+    rows: typing.Literal["packed", "padded"] = "packed"  # for PythonCoder and Dream | for MDLM
     max_bytes: Count = 1_000_000  # larger files are dropped
     # text column of .parquet and .jsonl files or --hf; "" looks for content, text, code
     column: str = ""
-    # data set on Hugging Face, read as it streams: NAME, NAME:FOLDER of it, or a folder on this
-    # machine
+    # data set on Hugging Face, which is streamed: NAME, NAME:FOLDER of it, or a local folder
     hf: str = ""
-    # of rows that name a licence; others stay
+    # licences of rows that name one; others stay
     licences: typing.Literal["permissive", "any"] = "permissive"
-    # problems to decontaminate from; "" none; rows, packages: HumanEval, MBPP
+    # files of problems to decontaminate from, or none; default for rows, packages: HumanEval, MBPP
     benchmarks: tuple[str, ...] = ()
 
 
@@ -137,22 +125,25 @@ class Pairs(Shards):
 
     source: tyro.conf.Positional[str]  # file of shuffled lines {"prompt": TEXT, "response": TEXT}
     out: str = "data/pairs"  # folder to write
-    # size of the tokenizer that is trained; at least 261: 256 bytes, 5 special tokens
-    vocab_size: VocabSize = 8192
+    vocab_size: VocabSize = 8192  # size of a new tokenizer: 256 bytes, 5 special tokens, merges
     # EOS pads a response to a multiple of this; before a suffix, by a random number below it
     eos_to: Count = 1
-    # with a suffix: share of holes with masks to expand, and share with masks to delete
-    edit_rate: Share = 0.0
     chat: bool = False  # write pairs as turns of a chat, by the template beside --tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Parquet(Shards):
-    """Token ids that others have written: the column input_ids of Parquet files."""
+class AceCode:
+    """Programming questions with tests, as tasks for coupled_grpo.py."""
 
-    roots: tuple[str, ...]  # folders that are searched for .parquet files, or files
-    tokenizer: str = dataclasses.field()  # tokenizer.json that the ids come from, a byte-level BPE
-    out: str = "data/parquet"  # folder to write
+    # JSONL files in AceCode's form, or folders of them; none downloads AceCode-87K
+    roots: tuple[str, ...] = ()
+    out: str = "data/acecode"  # folder to write
+    difficulty: typing.Literal["hard", "all"] = "hard"  # by the pass rates of AceCode's models
+    # tokenizer.json of the model to be trained; "" keeps prompts of any length
+    tokenizer: str = ""
+    max_prompt: Count = 200  # tokens of the longest prompt, with Qwen's chat template
+    heldout: Share = 0.02  # fraction of the questions held out
+    seed: Natural = 0  # of the held-out draw
 
 
 AnySource = (
@@ -160,7 +151,7 @@ AnySource = (
     | Text
     | typing.Annotated[TinyStories, tyro.conf.subcommand("tinystories")]
     | Pairs
-    | Parquet
+    | typing.Annotated[AceCode, tyro.conf.subcommand("acecode")]
 )
 
 
@@ -173,15 +164,16 @@ class Config:
 FIM = {role: f"<|fim_{role}|>" for role in ("prefix", "middle", "suffix")}
 # of padded rows, in order
 SPECIAL = {"pad": "<pad>", "bos": "<bos>", "eos": "<eos>", "mask": "<mask>", "unk": "<unk>"}
-# one of them holds a model's chat template
-CHAT_FILES = "tokenizer_config.json", "chat_template.jinja"
+CHAT_FILES = "tokenizer_config.json", "chat_template.jinja"  # one of them holds a chat template
 # Qwen2.5's: single digits, runs of indentation together, line ends with the punctuation before them
-SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-COLUMNS = ["input_ids", "segments", "positions", "fixed"]  # of a shard; the last of pairs only
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+COLUMNS = ["input_ids", "segments", "positions", "fixed"]  # of a shard; the last of pairs alone
 BLOCK_TOKENS = 1 << 21  # tokens packed at a time, one row group of a shard
 BATCH_BYTES = 4_000_000  # text tokenised at a time: the results take about 40 times its memory
 TRAIN_BYTES = 200_000_000  # text that a new tokenizer is trained on
-MOST_DELETED = 64  # masks at the end of a hole that stand for no token
 PARQUET = {
     "compression": "zstd",
     "use_dictionary": False,
@@ -194,27 +186,27 @@ class Vocabulary(typing.NamedTuple):
     data: bytes  # content of tokenizer.json
     encoder: Tokenizer
     size: int  # largest id + 1
-    # ids of "eos" and "pad", which are one in packed rows, and in padded ones of all SPECIAL
-    special: dict
+    special: dict  # ids of "eos" and "pad", one id in packed rows; of all SPECIAL in padded rows
     fim: dict | None  # ids of FIM, None where the tokenizer lacks one
 
 
-# ---- from files to a folder of shards ------------------------------------------------------------------------------
+# ---- from files to a folder of shards ------------------------------------------------------------
 
 
 def main(cfg):
-    """Prepare one source, for example main(Python(out="data/mine")), or what is missing of it in
-    its folder.
-    """
-    cfg = dataclasses.replace(cfg, seq_len=cfg.seq_len or {"packed": 2048, "padded": 256}[cfg.rows])
+    """Prepare a source, for example main(Python(out="data/mine")), or what its folder lacks."""
+    if isinstance(cfg, AceCode):
+        write_acecode(cfg)
+        return
+    if not cfg.seq_len:
+        cfg = dataclasses.replace(cfg, seq_len=2048 if cfg.rows == "packed" else 256)
     if cfg.seq_len < 2:
         raise ValueError(f"--seq_len={cfg.seq_len}: at least 2")
     if cfg.fim_rate and cfg.rows == "padded":
         raise ValueError("--fim_rate goes with --rows=packed only")
     if cfg.chat and not cfg.tokenizer:
-        raise ValueError(
-            "--chat takes the template of a model: name its tokenizer, --tokenizer=FOLDER/tokenizer.json"
-        )
+        template = "--chat takes the template of a model"
+        raise ValueError(f"{template}: name its tokenizer, --tokenizer=FOLDER/tokenizer.json")
     if isinstance(cfg, Python) and cfg.roots and cfg.hf:
         raise ValueError("--roots and --hf are two sources; give one")
     if cfg.workers:
@@ -233,51 +225,46 @@ def main(cfg):
 
 
 def prepare(cfg, out):
-    """Files -> tokenizer -> shards -> meta.json; a shard (write_shard): documents -> ids -> rows ->
-    file.
+    """Files -> tokenizer -> shards -> meta.json.
 
-    A run may be killed at any moment: each file gets its name when it is whole, and meta.json comes
-    last.
+    A run may be killed at any moment: a file gets its name when it is whole, and meta.json is the
+    last one.
     """
     started = time.time()
     found = find(cfg)
     inputs = sha256(json.dumps([(item.name, item.sha256) for item in found]).encode())
     if isinstance(cfg, Python):  # what its flags leave open
-        if cfg.hf or found[0].path.endswith(corpus.ROWS):
-            cfg = dataclasses.replace(cfg, column=cfg.column or corpus.TEXT_COLUMNS)
+        if not cfg.column and (cfg.hf or found[0].path.endswith(corpus.ROWS)):
+            cfg = dataclasses.replace(cfg, column=corpus.TEXT_COLUMNS)
         cfg = dataclasses.replace(cfg, benchmarks=corpus.benchmark_files(cfg))
-    vocabulary = (
-        load_vocabulary(runs.as_path(cfg.tokenizer).read_bytes(), cfg) if cfg.tokenizer else None
-    )
+    vocabulary = None
+    if cfg.tokenizer:
+        vocabulary = load_vocabulary(runs.as_path(cfg.tokenizer).read_bytes(), cfg)
     if cfg.chat:
         next(chat_turns([], cfg, vocabulary), None)  # fails here where it fails at all
     settings = settings_of(cfg, vocabulary)
     if is_complete(out, settings, inputs):
-        # of a run that was killed in its last second
-        shutil.rmtree(out / ".rows", ignore_errors=True)
+        shutil.rmtree(out / ".rows", ignore_errors=True)  # of a run killed in its last second
         print(f"{out} is complete, nothing to do")
         return
 
-    # Files: all are read through once, so that what is bad is known before anything is written.
-    groups, dropped = SOURCES[type(cfg)][0](found, cfg, vocabulary)
-    reasons = (
-        ", ".join(f"{count:,} {reason}" for reason, count in dropped.items() if count) or "nothing"
-    )
+    # All files are read through once, so that what is bad is known before anything is written.
+    groups, dropped = gather(found, cfg)
+    reasons = [f"{count:,} {reason}" for reason, count in dropped.items() if count]
+    reasons = ", ".join(reasons) or "nothing"
     if not groups["train"]:
-        raise ValueError(
-            f"no document to train on (left out: {reasons}); lower --heldout or name more to read"
-        )
+        advice = "lower --heldout or name more to read"
+        raise ValueError(f"no document to train on (left out: {reasons}); {advice}")
     print(f"shards of training documents: {len(groups['train']):,}; left out: {reasons}")
     vocabulary = vocabulary or new_vocabulary(cfg, groups["train"])
 
-    # The bytes of the shards follow from the settings, the documents and the tokenizer. Shards of
-    # an earlier run that carry the fingerprint of all three stay. Rows of a column count as one
-    # document per shard: there may be millions.
+    # Settings, documents and tokenizer decide the bytes of the shards. Shards of an earlier run
+    # that carry the fingerprint of all three stay. Rows of a column count as one document per
+    # shard: there may be millions.
     shards = [*itertools.chain(*groups.values())]
-    if getattr(cfg, "column", ""):
-        keys = {
-            ("", sha256(b"".join(bytes.fromhex(item.sha256) for item in items))) for items in shards
-        }
+    if cfg.column:
+        digests = [b"".join(bytes.fromhex(item.sha256) for item in items) for items in shards]
+        keys = {("", sha256(digest)) for digest in digests}
     else:
         keys = {(item.name, item.sha256) for items in shards for item in items}
     fingerprint = sha256(json.dumps([1, settings, sorted(keys)]).encode() + vocabulary.data)
@@ -286,29 +273,24 @@ def prepare(cfg, out):
             path.unlink()
     noted = {"settings": settings, "inputs": inputs, "fingerprint": fingerprint}
     runs.write(out / "progress.json", noted)
-    for name, content in {"tokenizer.json": vocabulary.data, **chat_files(cfg)}.items():
+    runs.write(out / "tokenizer.json", vocabulary.data)
+    for name, content in chat_files(cfg).items():
         runs.write(out / name, content)
 
-    splits = {
-        split: write_split(out, split, groups[split], cfg, vocabulary, fingerprint)
-        for split in groups
-    }
+    splits = {}
+    for split, shards in groups.items():
+        splits[split] = write_split(out, split, shards, cfg, vocabulary, fingerprint)
     meta = {
         "format": 1,
         "source": type(cfg).__name__.lower(),
         "seq_len": cfg.seq_len,
         "vocab_size": vocabulary.size,
+        "vocab_padded": -(-vocabulary.size // 256) * 256,  # a size that matrix units like
     }
-    meta["vocab_padded"] = -(-vocabulary.size // 256) * 256  # a size that matrix units like
     meta |= {f"{role}_id": id for role, id in vocabulary.special.items()}
-    meta |= {
-        "fim": vocabulary.fim,
-        "tokenizer_sha256": sha256(vocabulary.data),
-        "splits": splits,
-        "dropped": dropped,
-    }
-    meta |= noted
-    runs.write(out / "progress.json", meta)
+    meta |= {"fim": vocabulary.fim, "tokenizer_sha256": sha256(vocabulary.data)}
+    meta |= {"splits": splits, "dropped": dropped}
+    runs.write(out / "progress.json", meta | noted)
     (out / "progress.json").rename(out / "meta.json")
     shutil.rmtree(out / ".rows", ignore_errors=True)
     ids = f"tokenizer of {vocabulary.size:,} ids, for models with {meta['vocab_padded']:,}"
@@ -316,78 +298,69 @@ def prepare(cfg, out):
 
 
 def settings_of(cfg, vocabulary):
-    """What decides, beside the input files, which bytes are written; an earlier run must have had
-    the same.
-    """
+    """What decides, beside the input files, which bytes are written. The order of keys counts."""
+    settings = {"source": type(cfg).__name__.lower(), "tokenizer": ""}
+    if vocabulary:
+        settings["tokenizer"] = sha256(vocabulary.data)
     names = "vocab_size eos seq_len heldout fim_rate eos_to max_bytes shard_bytes seed".split()
-    names += ["rows"] if cfg.rows == "padded" else []  # these are noted where they matter
-    names += ["spm_rate"] if cfg.fim_rate else []
-    names += ["edit_rate"] if getattr(cfg, "edit_rate", 0) else []
-    names += ["column", "hf", "licences"] if getattr(cfg, "column", "") else []
-    settings = {
-        "source": type(cfg).__name__.lower(),
-        "tokenizer": sha256(vocabulary.data) if vocabulary else "",
-    }
+    if cfg.rows == "padded":
+        names.append("rows")
     settings |= {name: getattr(cfg, name) for name in names if hasattr(cfg, name)}
+    if cfg.fim_rate:
+        settings["spm_rate"] = corpus.SPM_RATE
+    if cfg.column:
+        settings |= {"column": cfg.column, "hf": cfg.hf, "licences": cfg.licences}
     if cfg.chat:
         settings["chat"] = sha256(b"".join(chat_files(cfg).values()))
-    if getattr(cfg, "benchmarks", ()):
-        settings["benchmarks"] = sha256(
-            b"".join(runs.as_path(path).read_bytes() for path in cfg.benchmarks)
-        )
+    if cfg.benchmarks:
+        files = [runs.as_path(path).read_bytes() for path in cfg.benchmarks]
+        settings["benchmarks"] = sha256(b"".join(files))
     return settings
 
 
 def is_complete(out, settings, inputs):
-    """Whether an earlier run has written everything. ValueError if it had other settings or
-    files.
-    """
-    path = next(
-        (out / name for name in ("meta.json", "progress.json") if (out / name).exists()), None
-    )
-    if path is None:
+    """Whether an earlier run has written everything. ValueError if its settings or files differ."""
+    noted = [out / name for name in ("meta.json", "progress.json") if (out / name).exists()]
+    if not noted:
         if any((out / name).exists() for name in ("tokenizer.json", "train", "heldout")):
-            raise ValueError(
-                f"{out} holds files that data_prep.py did not write; choose another --out"
-            )
+            raise ValueError(f"{out} holds files of somebody else; choose another --out")
         return False
-    earlier = runs.read_json(path, "settings", "inputs")
+    earlier = runs.read_json(noted[0], "settings", "inputs")
     before = earlier["settings"]
-    if other := [key for key in {**before, **settings} if before.get(key) != settings.get(key)]:
-        listed = "; ".join(
-            f"{key} {before.get(key, 'unset')}, now {settings.get(key, 'unset')}" for key in other
-        )
-        raise ValueError(
-            f"{out} holds data of other settings ({listed}); choose another --out or delete it"
-        )
-    if path.name == "meta.json":
+    changed = []
+    for key in {**before, **settings}:
+        if before.get(key) != settings.get(key):
+            now = settings.get(key, "unset")
+            changed.append(f"{key} {before.get(key, 'unset')}, now {now}")
+    if changed:
+        listed = "; ".join(changed)
+        advice = "choose another --out or delete it"
+        raise ValueError(f"{out} holds data of other settings ({listed}); {advice}")
+    if noted[0].name == "meta.json":
         if earlier["inputs"] != inputs:
-            raise ValueError(
-                f"{out} holds data of other files, or these have changed; choose another --out"
-            )
-        shards = [
-            shard["file"] for split in earlier["splits"].values() for shard in split["shards"]
-        ]
-        if all((out / name).exists() for name in ("tokenizer.json", *shards)):
+            problem = "holds data of other files, or these have changed"
+            raise ValueError(f"{out} {problem}; choose another --out")
+        names = ["tokenizer.json"]
+        for split in earlier["splits"].values():
+            names += [shard["file"] for shard in split["shards"]]
+        if all((out / name).exists() for name in names):
             return True
     print(f"{out} is not complete, writing what is missing", flush=True)
     return False
 
 
 def write_split(out, split, groups, cfg, vocabulary, fingerprint):
-    """Write the shards of one split that are not there yet, one for each group; returns their
-    counts and hashes.
-    """
+    """Write the missing shards of a split, one for each group; returns their counts and hashes."""
     (out / split).mkdir(exist_ok=True)
-    total = {"documents": 0, "tokens": 0, "bytes": 0, "rows": 0} | (
-        {"too_long": 0} if isinstance(cfg, Pairs) else {}
-    )
+    total = {"documents": 0, "tokens": 0, "bytes": 0, "rows": 0}
+    if isinstance(cfg, Pairs):
+        total["too_long"] = 0
     shards = []
     for number, items in enumerate(groups):
         path = out / split / f"{number:05}.parquet"
-        counts = counts_of(path, fingerprint) or write_shard(
-            path, items, cfg, vocabulary, fingerprint
-        )
+        counts = counts_of(path, fingerprint)
+        if counts is None:
+            counts = write_shard(path, items, cfg, vocabulary, fingerprint)
         if not counts["rows"]:  # all its documents are of the other split
             path.unlink()
             continue
@@ -395,19 +368,14 @@ def write_split(out, split, groups, cfg, vocabulary, fingerprint):
             total[key] += counts[key]
         digest = sha256(path.read_bytes())
         shards.append({"file": f"{split}/{path.name}", "rows": counts["rows"], "sha256": digest})
-        print(
-            f"{split} | shard {number + 1:,} of {len(groups):,} | {total['tokens']:,} tokens",
-            flush=True,
-        )
+        done = f"shard {number + 1:,} of {len(groups):,}"
+        print(f"{split} | {done} | {total['tokens']:,} tokens", flush=True)
     if split == "train" and not total["rows"]:
-        raise ValueError(
-            "no document is left to train on; lower --heldout, raise --seq_len, or give more to read"
-        )
+        advice = "lower --heldout, raise --seq_len, or give more to read"
+        raise ValueError(f"no document is left to train on; {advice}")
     if split == "heldout" and cfg.heldout and not total["rows"]:
-        print(
-            f"nothing is held out: the documents are few for --heldout={cfg.heldout}",
-            file=sys.stderr,
-        )
+        few = f"the documents are few for --heldout={cfg.heldout}"
+        print(f"nothing is held out: {few}", file=sys.stderr)
     print(" | ".join([split, *(f"{key} {count:,}" for key, count in total.items())]))
     return total | {"shards": shards}
 
@@ -418,40 +386,36 @@ def write_shard(path, items, cfg, vocabulary, fingerprint):
     All steps are generators: a few MB are in memory at a time. A block is a list of columns
     int32_RL with about BLOCK_TOKENS tokens.
     """
-    split, eos = path.parent.name, vocabulary.special["eos"]
+    split = path.parent.name
+    eos = vocabulary.special["eos"]
     counts = {"documents": 0, "bytes": 0, "tokens": 0, "rows": 0}
-    _, _, ids = SOURCES[type(cfg)]
-    progress = {
-        "desc": f"{split} {path.stem}",
-        "unit": " documents",
-        "disable": None,
-        "leave": False,
-    }
-    documents = counted(tqdm(ids(items, split, cfg, vocabulary), **progress), counts, cfg)
-    columns = COLUMNS if isinstance(cfg, Pairs) else COLUMNS[:3]
+    columns = COLUMNS[:3]
     if isinstance(cfg, Pairs):
         counts["too_long"] = 0
+        columns = COLUMNS
+        documents = counted(pair_ids(items, split, cfg, vocabulary), counts, path, cfg)
         batches = batched(documents, BLOCK_TOKENS, lambda pair: len(pair[0]))
         blocks = (pair_rows(batch, cfg.seq_len, eos) for batch in batches)
-    elif cfg.rows == "padded":
-        batches = batched(documents, BLOCK_TOKENS, lambda ids: len(ids) + cfg.seq_len)
-        blocks = (pad_rows(batch, cfg.seq_len, vocabulary.special) for batch in batches)
     else:
-        blocks = packed_blocks(documents, cfg.seq_len, eos)
+        documents = counted(text_ids(items, split, cfg, vocabulary), counts, path, cfg)
+        if cfg.rows == "padded":
+            batches = batched(documents, BLOCK_TOKENS, lambda ids: len(ids) + cfg.seq_len)
+            blocks = (pad_rows(batch, cfg.seq_len, vocabulary.special) for batch in batches)
+        else:
+            blocks = packed_blocks(documents, cfg.seq_len, eos)
 
     schema = pa.schema([(name, pa.list_(pa.int32(), cfg.seq_len)) for name in columns])
     with runs.writing(path) as file, pq.ParquetWriter(file, schema, **PARQUET) as writer:
         for block in blocks:  # one row group each
             counts["tokens"] += int((block[1] > 0).sum())  # segment 0 is padding
             counts["rows"] += len(block[1])
-            arrays = [
-                pa.FixedSizeListArray.from_arrays(array_RL.ravel(), cfg.seq_len)
-                for array_RL in block
-            ]
+            arrays = []
+            for array_RL in block:
+                flat = array_RL.ravel()
+                arrays.append(pa.FixedSizeListArray.from_arrays(flat, cfg.seq_len))
             writer.write_table(pa.table(arrays, schema=schema))
-        writer.add_key_value_metadata(
-            {"data_prep": json.dumps({"of": fingerprint, "counts": counts})}
-        )
+        note = json.dumps({"of": fingerprint, "counts": counts})
+        writer.add_key_value_metadata({"data_prep": note})
     return counts
 
 
@@ -460,14 +424,15 @@ def counts_of(path, fingerprint):
     # never written, or cut short by a power failure
     with contextlib.suppress(FileNotFoundError, pa.ArrowInvalid):
         note = json.loads(pq.read_metadata(path).metadata.get(b"data_prep", b"{}"))
-        return note["counts"] if note.get("of") == fingerprint else None
+        if note.get("of") == fingerprint:
+            return note["counts"]
+    return None
 
 
-def counted(documents, counts, cfg):
-    """The ids of (ids, bytes), or the (ids, fixed) of a pair; a pair that is too long for a row is
-    left out.
-    """
-    for ids, size in documents:
+def counted(documents, counts, path, cfg):
+    """The documents of (document, bytes), counted; a pair that is longer than a row is left out."""
+    title = f"{path.parent.name} {path.stem}"
+    for ids, size in tqdm(documents, title, unit=" documents", disable=None, leave=False):
         if isinstance(cfg, Pairs) and len(ids[0]) + 1 > cfg.seq_len:
             counts["too_long"] += 1
             continue
@@ -478,154 +443,168 @@ def counted(documents, counts, cfg):
 
 def find(cfg):
     """Items of the input files, sorted; a data set of Hugging Face has none."""
-    if isinstance(cfg, Parquet):
-        return corpus.files_below(cfg.roots, (".parquet",), cfg.out)
+    if isinstance(cfg, TinyStories):
+        return corpus.files_below((corpus.tinystories(cfg.out),), (".txt",), cfg.out)
     if not isinstance(cfg, Python):
-        source = corpus.tinystories(cfg.out) if isinstance(cfg, TinyStories) else cfg.source
-        return corpus.files_below((source,), (".txt", ".text", ".md", ".py"), cfg.out)
+        return corpus.files_below((cfg.source,), (".txt", ".text", ".md", ".py"), cfg.out)
     if cfg.hf:
         return []
-    found = corpus.files_below(
-        cfg.roots, corpus.ROWS if cfg.column else (".py", *corpus.ROWS), cfg.out
-    )
+    if cfg.column:
+        return corpus.files_below(cfg.roots, corpus.ROWS, cfg.out)
+    found = corpus.files_below(cfg.roots, (".py", *corpus.ROWS), cfg.out)
     code = [item for item in found if not item.path.endswith(corpus.ROWS)]
-    if (
-        (named := [root for root in cfg.roots if root.endswith(corpus.ROWS)])
-        and code
-        and not cfg.column
-    ):
-        raise ValueError(
-            f"{named[0]} holds rows, other --roots hold .py files: prepare each in an --out of its own"
-        )
-    if cfg.column or not code:  # rows where there are no .py files
+    if not code:  # rows where there are no .py files
         return found
+    for root in cfg.roots:
+        if root.endswith(corpus.ROWS):
+            problem = f"{root} holds rows, other --roots hold .py files"
+            raise ValueError(f"{problem}: prepare each in an --out of its own")
     if len(code) < len(found):
-        print(
-            f"left out: {len(found) - len(code):,} files of rows; --column=NAME reads them",
-            file=sys.stderr,
-        )
+        rows = f"{len(found) - len(code):,} files of rows"
+        print(f"left out: {rows}; --column=NAME reads them", file=sys.stderr)
     return code
 
 
-# ---- documents to ids ----------------------------------------------------------------------------------------------
+def gather(found, cfg):
+    """({split: [Items of each shard]}, {reason: number of documents that were dropped})."""
+    if isinstance(cfg, Python):
+        return corpus.gather_python(found, cfg)
+    if isinstance(cfg, Pairs):
+        return corpus.gather_pairs(found, cfg)
+    return corpus.gather_text(found, cfg)
+
+
+def documents_of(items, split, cfg):
+    """The documents of this split, tuples of texts: one text, or prompt, response and suffix."""
+    if isinstance(cfg, Python):  # whose splits are of files
+        return ((corpus.read_text(item),) for item in items)
+    if isinstance(cfg, Pairs):
+        return corpus.pair_documents(items, split, cfg)
+    return corpus.text_documents(items, split, cfg)
+
+
+# ---- documents to ids ----------------------------------------------------------------------------
 
 
 def new_vocabulary(cfg, groups):
-    """Train a tokenizer on the first TRAIN_BYTES of the training documents: a byte-level BPE,
-    lossless on any text.
-    """
+    """Train a byte-level BPE, lossless on any text, on the first TRAIN_BYTES of the documents."""
     items = next(batched(itertools.chain(*groups), TRAIN_BYTES))
     megabytes = sum(item.size for item in items) / 1e6
-    print(
-        f"training a tokenizer on {megabytes:,.1f} MB, about {5 + megabytes / 3:.0f} s", flush=True
-    )
+    seconds = f"about {5 + megabytes / 3:.0f} s"
+    print(f"training a tokenizer on {megabytes:,.1f} MB, {seconds}", flush=True)
     tokenizer = Tokenizer(models.BPE())
-    # after SPLIT, on each piece
+    split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(SPLIT), "isolated"), byte_level]
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
+    special = [cfg.eos, *FIM.values(), "<|fim_pad|>"]
+    least = 2
+    if cfg.rows == "padded":
+        special = [*SPECIAL.values()]
+        least = 0  # reaches vocab_size on 2 MB of stories too
     trainer = trainers.BpeTrainer(
         vocab_size=cfg.vocab_size,
-        # 0 reaches vocab_size on 2 MB of stories too
-        min_frequency=0 if cfg.rows == "padded" else 2,
-        special_tokens=[*SPECIAL.values()]
-        if cfg.rows == "padded"
-        else [cfg.eos, *FIM.values(), "<|fim_pad|>"],
+        min_frequency=least,
+        special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    _, texts, _ = SOURCES[type(cfg)]
-    tokenizer.train_from_iterator(map("".join, texts(items, "train", cfg)), trainer)
+    texts = map("".join, documents_of(items, "train", cfg))
+    tokenizer.train_from_iterator(texts, trainer)
     return load_vocabulary(tokenizer.to_str().encode(), cfg)
 
 
 def load_vocabulary(data, cfg):
-    """Vocabulary of a tokenizer.json whose encoder takes "<|endoftext|>" and its like in a document
-    for plain text.
-    """
-    try:
+    """The Vocabulary of a tokenizer.json. Names of special tokens in a document are plain text."""
+    encoder = read_tokenizer(data, cfg.tokenizer)
+    if not cfg.chat:  # those of a chat keep their marks, as in inference
         description = json.loads(data)
-        # a chat's keep their marks, as in inference
-        for token in () if cfg.chat else description["added_tokens"]:
+        for token in description["added_tokens"]:
             # runs of spaces, as GPT-NeoX has them, stay tokens
             token["special"] = not token["content"].isspace()
-        encoder = Tokenizer.from_str(json.dumps(description))
-    except Exception as error:  # tokenizers raises no narrower class
-        problem = f"is no tokenizer.json of the library tokenizers ({runs.first_line(error)})"
-        raise ValueError(f"--tokenizer={cfg.tokenizer} {problem}; name another") from None
+        encoder = read_tokenizer(json.dumps(description).encode(), cfg.tokenizer)
     encoder.encode_special_tokens = True  # as plain text
-    encoder.no_truncation()
-    encoder.no_padding()
 
-    # In a byte-level BPE each character of a token is one byte.
-    if isinstance(cfg, Parquet):
-        added, alphabet = encoder.get_added_tokens_decoder(), {*pre_tokenizers.ByteLevel.alphabet()}
-        if any(
-            id not in added and not alphabet.issuperset(token)
-            for token, id in encoder.get_vocab().items()
-        ):
-            raise ValueError(
-                f"--tokenizer={cfg.tokenizer} is no byte-level BPE: bytes cannot be counted; name another"
-            )
-
-    # The tokens that rows need: the five of padded rows; packed rows have EOS as PAD, whose segment
-    # is 0.
-    roles = SPECIAL if cfg.rows == "padded" else {"eos": cfg.eos, "pad": cfg.eos}
+    # Packed rows have EOS as PAD, whose segment is 0; padded rows need five special tokens.
+    roles = {"eos": cfg.eos, "pad": cfg.eos}
+    if cfg.rows == "padded":
+        roles = SPECIAL
     special = {role: encoder.token_to_id(token) for role, token in roles.items()}
     fim = {role: encoder.token_to_id(token) for role, token in FIM.items()}
-    needed = [*roles.values(), *(FIM.values() if cfg.fim_rate else ())]
-    if lacking := dict.fromkeys(token for token in needed if encoder.token_to_id(token) is None):
+    lacking = [token for role, token in roles.items() if special[role] is None]
+    if cfg.fim_rate:
+        lacking += [token for role, token in FIM.items() if fim[role] is None]
+    if lacking:
+        names = ", ".join(dict.fromkeys(lacking))
         advice = "name another, --rows=packed, the --eos that it has, or --fim_rate=0"
-        raise ValueError(f"--tokenizer={cfg.tokenizer} has no token {', '.join(lacking)}; {advice}")
+        raise ValueError(f"--tokenizer={cfg.tokenizer} has no token {names}; {advice}")
+    if None in fim.values():
+        fim = None
     size = max(encoder.get_vocab(with_added_tokens=True).values()) + 1
-    return Vocabulary(data, encoder, size, special, None if None in fim.values() else fim)
+    return Vocabulary(data, encoder, size, special, fim)
+
+
+def read_tokenizer(data, path):
+    """The Tokenizer of the bytes of a tokenizer.json. ValueError if they are something else."""
+    try:
+        tokenizer = Tokenizer.from_buffer(data)
+    except Exception as error:  # tokenizers raises no narrower class
+        problem = f"is no tokenizer.json of the library tokenizers ({runs.first_line(error)})"
+        raise ValueError(f"--tokenizer={path} {problem}; name another") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def encoded(documents, vocabulary):
     """([ids of each text], bytes) of each document, a tuple of texts, by all cores."""
     encode = vocabulary.encoder.encode_batch_fast
-    # tokenises the next batch while this one is written
+    # A thread tokenises the next batch while this one is written.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        batch, encodings = [], thread.submit(list)
+        batch = []
+        encodings = thread.submit(list)
         for following in itertools.chain(batched(documents, BATCH_BYTES, text_bytes), [[]]):
             ahead = thread.submit(encode, [*itertools.chain(*following)], add_special_tokens=False)
             ids = (encoding.ids for encoding in encodings.result())
             for texts in batch:
                 yield list(itertools.islice(ids, len(texts))), text_bytes(texts)
-            batch, encodings = following, ahead
+            batch = following
+            encodings = ahead
             del ids  # frees the results of this batch, 40 times its text, before the next ones come
 
 
 def text_ids(items, split, cfg, vocabulary):
     """(ids, bytes) of each document of this split."""
-    _, texts, _ = SOURCES[type(cfg)]
-    documents, fim = texts(items, split, cfg), vocabulary.fim
+    documents = documents_of(items, split, cfg)
     if cfg.fim_rate and split == "train":
         documents = (corpus.cut_for_fim(text, cfg) for (text,) in documents)
-    for ids, size in encoded(documents, vocabulary):
-        if len(ids) == 3:  # prefix, suffix, middle: each follows its token
-            ids = [fim["prefix"]], ids[0], [fim["suffix"]], ids[1], [fim["middle"]], ids[2]
-        yield np.fromiter(itertools.chain.from_iterable(ids), np.int32), size
+    fim = vocabulary.fim
+    for texts, size in encoded(documents, vocabulary):
+        if len(texts) == 3:  # each follows its token
+            prefix, suffix, middle = texts
+            texts = [fim["prefix"]], prefix, [fim["suffix"]], suffix, [fim["middle"]], middle
+        yield np.fromiter(itertools.chain.from_iterable(texts), np.int32), size
 
 
 def chat_files(cfg):
     """{name: bytes} of the files beside --tokenizer that hold a chat template, for --chat."""
-    paths = [Path(cfg.tokenizer).with_name(name) for name in CHAT_FILES] if cfg.chat else []
-    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+    found = {}
+    for name in CHAT_FILES:
+        path = Path(cfg.tokenizer).with_name(name) if cfg.chat else Path()
+        if path.is_file():
+            found[name] = path.read_bytes()
+    return found
 
 
 def chat_turns(documents, cfg, vocabulary):
-    """([ids of prompt, ids of response], bytes) of pairs as turns of a chat, by the template beside
-    --tokenizer.
+    """([ids of prompt, ids of response], bytes) of pairs as turns of a chat.
 
-    ValueError if there is no template, or no token that ends a turn.
+    ValueError if there is no template beside --tokenizer, or no token that ends a turn.
     """
-    import prompts
-
-    encoder, folder = vocabulary.encoder, Path(cfg.tokenizer).parent
-    wrap, turn_end = prompts.chat_template(folder), prompts.turn_end(encoder)
+    encoder = vocabulary.encoder
+    folder = Path(cfg.tokenizer).parent
+    wrap = prompts.chat_template(folder)
+    turn_end = prompts.turn_end(encoder)
     if turn_end is None:
         raise ValueError(f"--chat: {cfg.tokenizer} has no token {' or '.join(prompts.TURN_ENDS)}")
     if wrap is None:
@@ -636,88 +615,31 @@ def chat_turns(documents, cfg, vocabulary):
 
 
 def pair_ids(items, split, cfg, vocabulary):
-    """((int32 ids, int32 fixed), bytes) of each pair of this split, without its last EOS; see
-    pair_rows.
-    """
-    eos, numbers = vocabulary.special["eos"], itertools.count()
-    documents = corpus.pair_documents(items, split, cfg)
-    pairs = chat_turns(documents, cfg, vocabulary) if cfg.chat else encoded(documents, vocabulary)
-    for texts, size in pairs:
-        prompt, response, suffix = texts if len(texts) == 3 else (*texts, [])
-        fixed = [0] * len(response)
-        if suffix and cfg.edit_rate and split == "train":
-            response, fixed = edit(prompt, response, suffix, eos, next(numbers), cfg)
+    """((int32 ids, int32 fixed), bytes) of each pair of this split, without its last EOS."""
+    eos = vocabulary.special["eos"]
+    holes = itertools.count()
+    documents = documents_of(items, split, cfg)
+    encode = chat_turns(documents, cfg, vocabulary) if cfg.chat else encoded(documents, vocabulary)
+    for texts, size in encode:
+        prompt, response, *rest = texts
+        suffix = rest[0] if rest else []
         # EOS fills the canvas: to a multiple of eos_to, with the one that pack() adds; a hole by
-        # fewer than eos_to.
+        # fewer than eos_to; as far as the row goes.
         fill = -(len(response) + 1) % cfg.eos_to
         if suffix:
-            fill = (
-                0
-                if cfg.edit_rate
-                else np.random.default_rng([cfg.seed, next(numbers)]).integers(cfg.eos_to)
-            )
-        # as far as the row goes
-        fill = min(fill, max(0, cfg.seq_len - 1 - len(prompt) - len(response) - len(suffix)))
+            fill = int(np.random.default_rng([cfg.seed, next(holes)]).integers(cfg.eos_to))
+        room = cfg.seq_len - 1 - len(prompt) - len(response) - len(suffix)
+        fill = min(fill, max(0, room))
         ids = [*prompt, *response, *[eos] * fill, *suffix]
-        fixed = [*[1] * len(prompt), *fixed, *[0] * fill, *[1] * len(suffix)]
+        fixed = [1] * len(prompt) + [0] * (len(response) + fill) + [1] * len(suffix)
         yield (np.array(ids, np.int32), np.array(fixed, np.int32)), size
 
 
-def edit(before, hole, after, eos, number, cfg):
-    """(ids, fixed) of a hole with masks to expand or to delete (fixed 2), which teach a model to
-    find its length.
-
-    To grow, adjacent tokens become one mask, which the model learns to expand; its id is the first
-    of them. To shrink, up to MOST_DELETED masks follow, which the model learns to delete; their id
-    is EOS. The ids and the number of the hole in its shard seed these draws. Ref: DreamOn
-    (hkunlp.github.io/blog/2025/dreamon).
-    """
-    content = np.array([*before, *hole, *after], np.int32).tobytes()
-    rng = np.random.default_rng([cfg.seed, number, *hashlib.sha256(content).digest()])
-    grows, shrinks = rng.random(2) < cfg.edit_rate
-    joined = grows & (rng.random(len(hole)) < rng.uniform(0, 0.95))  # with the token after it
-    joined[-1:] = False
-    starts = np.append(True, ~joined[:-1])[: len(hole)]
-    most = min(MOST_DELETED, cfg.seq_len - 1 - len(before) - len(hole) - len(after))
-    deleted = rng.integers(most + 1) if shrinks and most > 0 else 0
-    ids = [*np.array(hole, np.int32)[starts].tolist(), *[eos] * deleted]
-    return ids, [*np.where(joined, 2, 0)[starts].tolist(), *[2] * deleted]
-
-
-def parquet_ids(items, split, cfg, vocabulary):
-    """(ids, bytes) of each document of this split."""
-    from rows import token_bytes
-
-    bytes_V = token_bytes(vocabulary.encoder, vocabulary.size)
-    for item in items:
-        for ids in corpus.eos_documents(item.path, vocabulary.special["eos"]):
-            ids = ids.astype(np.int32)
-            if len(ids) and corpus.belongs(ids, split, cfg):
-                yield ids, int(bytes_V[ids].sum(dtype=np.int64))
-
-
-# What reads a source: gather(found, cfg, vocabulary) gives {split: [Items of each shard]} and
-# {reason: how many were dropped}, texts(items, split, cfg) the documents of this split as tuples of
-# texts, and ids(..., vocabulary) as ids.
-SOURCES = {
-    Python: (
-        corpus.gather,
-        lambda items, split, cfg: ((corpus.read_text(item),) for item in items),
-        text_ids,
-    ),
-    Text: (corpus.gather_text, corpus.text_documents, text_ids),
-    TinyStories: (corpus.gather_text, corpus.text_documents, text_ids),
-    Pairs: (corpus.gather_pairs, corpus.pair_documents, pair_ids),
-    Parquet: (corpus.gather_parquet, None, parquet_ids),
-}
-
-
-# ---- ids to rows ---------------------------------------------------------------------------------------------------
+# ---- ids to rows ---------------------------------------------------------------------------------
 
 
 def pack(documents, seq_len, eos, pad):
-    """Cut documents, each followed by `eos`, into rows of `seq_len`: int32 tokens_RL, segments_RL,
-    positions_RL.
+    """Cut documents, each followed by `eos`, into rows: int32 tokens, segments, positions, all _RL.
 
     Segments count the documents of a row from 1, positions the tokens of a document from 0; both
     start anew in every row. The last row is filled up with `pad`, segment 0, position 0. No
@@ -761,8 +683,7 @@ def packed_blocks(documents, seq_len, eos):
 
 
 def pad_rows(documents, seq_len, special):
-    """Each document in rows of its own, BOS first, then EOS, then PAD: int32 tokens_RL,
-    segments_RL, positions_RL.
+    """Each document in rows of its own: BOS, ids, EOS, PAD: int32 tokens, segments, positions.
 
     A document longer than a row goes on in the next. Segments are 1, positions count the tokens of
     a row from 0; both are 0 at PAD.
@@ -781,8 +702,7 @@ def pad_rows(documents, seq_len, special):
 
 
 def pair_rows(pairs, seq_len, eos):
-    """Whole pairs in rows, each where it still fits the last row: int32 tokens, segments, positions
-    and fixed, all _RL.
+    """Whole pairs in rows, as many as fit: int32 tokens, segments, positions and fixed, all _RL.
 
     A pair is (int32 ids, int32 fixed) of equal length; both without the EOS that ends it. Segments
     and positions are those of pack(); fixed is 0 at EOS and at padding.
@@ -802,5 +722,50 @@ def pair_rows(pairs, seq_len, eos):
     return [np.concatenate(column) for column in zip(*packed, strict=True)]
 
 
+# ---- tasks of AceCode ----------------------------------------------------------------------------
+
+
+def write_acecode(cfg):
+    """Write train.jsonl, heldout.jsonl and meta.json, all or none of them."""
+    out = Path(cfg.out)
+    if out.exists() and any(out.iterdir()):
+        raise FileExistsError(f"{out} is not empty; delete it, or choose another --out")
+    tokenizer = None
+    if cfg.tokenizer:
+        tokenizer = read_tokenizer(runs.as_path(cfg.tokenizer).read_bytes(), cfg.tokenizer)
+    dropped = {}
+    with runs.new_folder(out) as folder:
+        splits = {"train": [], "heldout": []}
+        for task in corpus.acecode_tasks(cfg, tokenizer, dropped):
+            # Whether a question is held out depends on the seed and its id alone.
+            is_heldout = corpus.draw(cfg.seed, task["id"]) < cfg.heldout
+            splits["heldout" if is_heldout else "train"].append(task)
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped.items())
+        if not splits["train"]:
+            advice = "give more rows, or lower --heldout"
+            raise ValueError(f"no task is left to train on (dropped: {reasons}); {advice}")
+        for split, tasks in splits.items():
+            lines = [json.dumps(task) + "\n" for task in tasks]
+            runs.write(folder / f"{split}.jsonl", "".join(lines).encode())
+        counts = {split: len(tasks) for split, tasks in splits.items()}
+        settings = dataclasses.asdict(cfg)
+        runs.write(
+            folder / "meta.json", {"settings": settings, "tasks": counts, "dropped": dropped}
+        )
+    print(f"dropped: {reasons}")
+    if not cfg.tokenizer:
+        print("prompts of any length stay: give the model's --tokenizer to measure them")
+    print(f"wrote {out}: " + ", ".join(f"{split} {n:,} tasks" for split, n in counts.items()))
+
+
+def command(cfg):
+    main(cfg.source)
+
+
+MOVED = {
+    "edit_rate": "DreamOn's growing holes are generated by extra/demos.py, no longer trained",
+    "spm_rate": "half of the documents rearranged by --fim_rate are in the order SPM",
+}
+
 if __name__ == "__main__":
-    runs.command(lambda config: main(config.source), Config, __doc__)
+    runs.command(command, Config, __doc__, moved=MOVED)

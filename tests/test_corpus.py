@@ -238,7 +238,7 @@ def test_a_shard_has_rows_of_all_files_and_two_processes_write_the_bytes_of_one(
     assert len(Rows(cfg.out, "train").shards) == 4
     assert not (tmp_path / "out" / ".rows").exists()
     cfg = dataclasses.replace(cfg, out=str(tmp_path / "new"), column="code")
-    groups, _ = cp.gather(dp.find(cfg), cfg)
+    groups, _ = dp.gather(dp.find(cfg), cfg)
     for group in groups["train"]:
         assert {item.name[:2] for item in group} == {"a.", "b."}
 
@@ -258,11 +258,9 @@ def test_rows_and_packages_are_cleaned_of_humaneval_and_mbpp_unless_these_cannot
     )
     names = "HumanEval.jsonl.gz", "sanitized-mbpp.json"
     humaneval, mbpp = (cp.read_problems((SHARED / name).read_bytes(), name) for name in names)
-    texts = [
-        *(module(i) for i in range(6)),
-        f"# copied\n{humaneval[0]}{humaneval[1]}",
-        mbpp[-1] + "\nprint(1)\n",
-    ]
+    solved = humaneval[0]["prompt"] + humaneval[0]["canonical_solution"]
+    texts = [module(i) for i in range(6)]
+    texts += [f"# copied\n{solved}", mbpp[-1]["code"] + "\nprint(1)\n"]
     write_rows(tmp_path / "rows", texts)
     cfg = config(tmp_path, roots=(str(tmp_path / "rows"),))
     dp.main(cfg)
