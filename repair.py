@@ -26,6 +26,7 @@ import warnings
 import jax
 import numpy as np
 
+import checkpoints
 import infill
 import prompts
 
@@ -265,14 +266,11 @@ def judge(programs, tests):
     """Run asserts by sandbox.py: of each (whether it passes, what the call returned or raised, as
     text).
     """
-    said = [
-        prompts.verdicts(*pair)
-        for pair in zip(programs, [[("", "", t) for t in of] for of in tests], strict=True)
-    ]
-    return [
-        [(line.startswith("pass"), "".join(re.findall(" gives (.*), not ", line))) for line in of]
-        for of in said
-    ]
+    results = []
+    for program, asserts in zip(programs, tests, strict=True):
+        rows = prompts.verdicts(program, asserts)
+        results.append([(row["verdict"] == "pass", row["got"] or "") for row in rows])
+    return results
 
 
 def opened(model, prompt, text, number):
@@ -295,8 +293,8 @@ def opened(model, prompt, text, number):
     return [*before, *[None] * (read.model.cfg.hole_masks or infill.START), *behind]
 
 
-def repaired(dream, completions):
-    """The completions (row, text) of generate.Dream; if none of a prompt passes its examples, the
+def repaired(dream, completions, rounds):
+    """The completions (row, text) of generate_dream.Dream; if none of a prompt passes its examples, the
     best is repaired.
     """
     cfg, read, drafts, green = (
@@ -317,12 +315,10 @@ def repaired(dream, completions):
         max(drafts[i : i + cfg.n], key=lambda draft: draft.passed)
         for i in range(0, len(drafts), cfg.n)
     ]
-    key, rows = jax.random.fold_in(dream.key, 2), min(cfg.dream.batch_size, len(best))
-    fill = filler(
-        read, dream.rule, key, 0 if dream.grows else dream.hole, tuple(dream.texts.ends), rows
-    )
-    with dream.context():
-        repair(best, cfg.dream.repair, read, fill, judge)
+    key, rows = jax.random.fold_in(dream.key, 2), min(cfg.batch_size, len(best))
+    fill = filler(read, dream.rule, key, dream.hole, tuple(dream.texts.ends), rows)
+    with checkpoints.mesh_context(dream.mesh):
+        repair(best, rounds, read, fill, judge)
     for i, draft in enumerate(drafts):
         for number, (before, old, new, behind, passed) in enumerate(draft.rounds, 1):
             said = f"{old.strip()!r} -> {new.strip()!r}: {passed} of {len(draft.examples)} examples pass"

@@ -68,7 +68,7 @@ from jax.sharding import PartitionSpec as PS
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import checkpoints
 import coupled_grpo
-import generate
+import generate_dream
 import grpo
 import model_dream as md
 import model_pythoncoder as pc
@@ -894,7 +894,7 @@ def lowered_step(name, mesh, inputs, static):
 
 @dataclasses.dataclass(frozen=True)
 class Generate:
-    """The denoising steps of generate.py: by default, and with blocks, a cache and a threshold.
+    """The denoising steps of generate_dream.py: by default, and with blocks, a cache and a threshold.
 
     One round of each loop counts: a step, with the logits of a block, or of as many positions as
     Compute.head_positions in model_dream.py; a step of a canvas with more masks than that takes a
@@ -920,16 +920,16 @@ class Generate:
         return dataclasses.replace(self, batch_size=rows, only=self.only or whole)
 
     def mesh(self):
-        """The mesh of the device's chips that generate.py would take for this batch."""
+        """The mesh of the device's chips that generate_dream.py would take for this batch."""
         return checkpoints.inference_mesh(
             md.CONFIGS[self.model], topology_devices(self.device), self.batch_size
         )
 
     def program(self, mesh, cached):
-        """Arguments of sample_dream.fill_block, as generate.py has them: (positional, by name)."""
+        """Arguments of sample_dream.fill_block, as generate_dream.py has them: (positional, by name)."""
         model = md.CONFIGS[self.model]
         # the settings of the command line
-        settings = {name: generate.DEFAULTS["dream"][name] for name in ("temperature", "top_p")}
+        settings = {name: getattr(generate_dream.Config, name) for name in ("temperature", "top_p")}
         blocks = (
             {"block_length": self.block_length, "cache": "dual", "threshold": 0.9} if cached else {}
         )
@@ -971,7 +971,7 @@ class Generate:
         """
         model = md.CONFIGS[self.model]
         size = model.block_length or self.block_length
-        settings = {name: generate.DEFAULTS["dream"][name] for name in ("temperature", "top_p")}
+        settings = {name: getattr(generate_dream.Config, name) for name in ("temperature", "top_p")}
         rule = sample_block.Sampling(size, threshold=0.9, **settings, eos_ids=(model.eos_id,))
         graph, params = self.weights(mesh)
         sampler = sample_block.sampler_of(graph, rule)
@@ -1059,7 +1059,7 @@ class Drafts:
             like.mesh(),
             self.batch_size,
         )
-        settings = {name: generate.DEFAULTS["dream"][name] for name in ("temperature", "top_p")}
+        settings = {name: getattr(generate_dream.Config, name) for name in ("temperature", "top_p")}
         graph, params = like.weights(mesh)
         rule = sample_draft.Sampling(
             self.draft, self.draft_steps, **settings, eos_ids=(model.eos_id,)
@@ -1198,7 +1198,7 @@ class Grpo:
             f"dream {self.model}" + f", {self.layers} layers" * bool(self.layers) + " coupled-grpo"
         )
 
-        # rollouts: on several chips with a copy of the weights that lies as generate.py has them
+        # rollouts: on several chips with a copy of the weights that lies as generate_dream.py has them
         writing = checkpoints.mesh_of(
             devices, checkpoints.inference_mesh(model, devices, 0).devices.shape
         )

@@ -153,15 +153,16 @@ def from_file(cfg, size):
     all is compiled.
     """
     import generate
+    import generate_dream
 
-    settings = {"model": cfg.model, "ckpt": str(ROOT / cfg.ckpt), "max_new": cfg.max_new}
+    settings = {"ckpt": str(ROOT / cfg.ckpt), "max_new": cfg.max_new}
     settings |= {"temperature": 0.6, "json": True}
-    settings |= (
-        {"dream": generate.DreamFlags(batch_size=cfg.batch_size)} if cfg.model == "dream" else {}
-    )
     requests = [(prompt, "") for prompt in PROMPTS * 16]
-    family = generate.Dream if cfg.model == "dream" else generate.PythonCoder
-    model = family(generate.resolve(generate.Config(**settings)), size)
+    if cfg.model == "dream":
+        settings["batch_size"] = cfg.batch_size
+        model = generate_dream.Dream(generate_dream.prepare(generate_dream.Config(**settings)))
+    else:
+        model = generate.PythonCoder(generate.prepare(generate.Config(**settings)), size)
     with contextlib.redirect_stdout(io.StringIO()):
         for _ in range(2):
             began = time.perf_counter()

@@ -41,6 +41,7 @@ import sample_block
 import sample_dream
 
 WIDTHS = 96, 192, 384, 768, 1536, 2048  # slots of a canvas or a cache, as far as the model reaches
+LIKELIEST = 5  # tokens that are kept for each position
 
 
 @dataclasses.dataclass(eq=False)
@@ -172,7 +173,7 @@ class Canvases:
     def __init__(self, family, width, order):
         self.family, self.width, self.order, self.rows = family, width, order, [None] * family.rows
         cfg, bound = family.model.cfg, {} if order == "steps" else {order: 1.0}
-        watched = {"history": True, "likeliest": prompts.LIKELIEST}
+        watched = {"history": True, "likeliest": LIKELIEST}
         rule = sample_dream.Sampling(vocab=family.vocab, eos_ids=family.ends, **watched, **bound)
         empty_BL = np.full((family.rows, width), cfg.pad_id, np.int32)
         self.state, given, _ = sample_dream.prepare(
@@ -269,7 +270,7 @@ class Blocks:
         """Make room for the cache; not before a row joins, as the device may have none left."""
         family, width, order = self.family, self.width, self.order
         cfg, bound = family.model.cfg, {} if order == "steps" else {order: 1.0}
-        block = {"block_length": cfg.block_length, "likeliest": prompts.LIKELIEST}
+        block = {"block_length": cfg.block_length, "likeliest": LIKELIEST}
         rule = sample_block.Sampling(vocab=family.vocab, eos_ids=family.ends, **block, **bound)
         nothing = [[cfg.pad_id]] * family.rows
         state, given, _ = sample_block.prepare(
@@ -496,7 +497,7 @@ def advance(model, cache, token_BM, length_B, key_B, filters, *, vocab):
     drawn_B = jax.vmap(jax.random.categorical)(key_B, kept_BV)
     token_B = jnp.where(draws_B1[:, 0], drawn_B, jnp.argmax(logits_BV, -1))
     # JSON has no infinity
-    likely_BN, ids_BN = jax.lax.top_k(jnp.maximum(logp_BV, -9999), prompts.LIKELIEST)
+    likely_BN, ids_BN = jax.lax.top_k(jnp.maximum(logp_BV, -9999), LIKELIEST)
     return cache, (token_B, logp_BV[row_B, token_B], ids_BN, likely_BN)
 
 

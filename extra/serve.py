@@ -99,7 +99,7 @@ def main(cfg):
         os._exit(0)
 
 
-MOST, TOP, SEEDS = (1, batching.WIDTHS[-1]), (0, prompts.LIKELIEST), (-(1 << 63), (1 << 63) - 1)
+MOST, TOP, SEEDS = (1, batching.WIDTHS[-1]), (0, batching.LIKELIEST), (-(1 << 63), (1 << 63) - 1)
 # fmt: off
 NUMBERS = {  # lowest and highest; a field whose limits are of type int is one
     "max_tokens": MOST, "max_completion_tokens": MOST, "steps": MOST, "block_length": MOST, "n": (1, 16),
@@ -215,9 +215,7 @@ def rows_of(ask, path, model, wake):
     most, masks = model.positions - model.extra, getattr(model.model.cfg, "hole_masks", 0)
     page, mask = path == "/v1/canvas", getattr(model.model.cfg, "mask_id", -1)
     if "messages" in FORMS[path]:
-        canvases = [
-            [*prompts.encode_messages(model.tokenizer, model.wrap, ask.get("messages")), None]
-        ]
+        canvases = [[*encode_messages(model.tokenizer, model.wrap, ask.get("messages")), None]]
     elif "ids" in ask:
         canvases = [ids := ask["ids"]]
         right = (x is None or (type(x) is int and 0 <= x < model.vocab and x != mask) for x in ids)
@@ -240,7 +238,7 @@ def rows_of(ask, path, model, wake):
         how = {
             "suffix": ask.get("suffix", ""),
             "infill": page,
-            "measure": lambda *x: [n or masks or 8 for n in x[-1]],
+            "hole": masks or 8,
         }
         asked = map(prompts.on_new_line, asked) if page else asked  # of an editor: as it is
         canvases = [texts.canvas(prompt, max_new=1, **how).ids for prompt in asked]
@@ -263,6 +261,35 @@ def rows_of(ask, path, model, wake):
         model.check(ids, ask)
         rows += [batching.Row(ids, ask, number, wake=wake) for number in range(ask["n"])]
     return rows
+
+
+def encode_messages(tokenizer, wrap, messages):
+    """Token ids of OpenAI's messages in a chat template. ValueError for those that are no
+    conversation.
+    """
+    if wrap is None:
+        raise ValueError("the model has no chat template: use /v1/completions")
+    try:
+        roles, texts = zip(*((turn["role"], turn["content"]) for turn in messages), strict=True)
+        texts = [
+            text if isinstance(text, str) else "".join(part["text"] for part in text)
+            for text in texts
+        ]
+        system = texts.pop(0) if roles[0] in ("system", "developer") else None
+        if roles[-len(texts) :] != (("user", "assistant") * len(texts))[: len(texts) | 1]:
+            raise ValueError
+    except (TypeError, KeyError, ValueError):
+        raise ValueError(
+            "messages have to be texts of user and assistant in turn, the last of user"
+        ) from None
+    before = list(zip(texts[:-1:2], texts[1::2], strict=True))
+    return prompts.encode_chat(tokenizer, wrap, texts[-1], system, before)
+
+
+def judged(prompt, text):
+    """The verdicts on a text that goes on from a prompt, by the examples in the prompt."""
+    program = text if "[MASK" in prompt else prompts.definitions(prompt, text)
+    return prompts.judged(program, prompts.examples(prompt))
 
 
 # ---- what is answered ----------------------------------------------------------------------------------------------
@@ -411,7 +438,9 @@ class Answer:
                 shown, written = shown + 1, []
                 for slot in slots:
                     token, logp, *likely = row.written[slot]
-                    others = prompts.others_of(tokenizer, *likely)
+                    others = [
+                        (tokenizer.decode([i]), math.exp(p)) for i, p in zip(*likely, strict=True)
+                    ]
                     written.append((slot, token, tokenizer.decode([token]), math.exp(logp), others))
                 yield {
                     "step": shown,
@@ -507,7 +536,7 @@ def app(loop, name, cfg):
                     return JSONResponse(
                         {"ids": await asyncio.to_thread(repair.opened, model, *texts, opening)}
                     )
-                return JSONResponse({"examples": await asyncio.to_thread(prompts.judged, *texts)})
+                return JSONResponse({"examples": await asyncio.to_thread(judged, *texts)})
         except (
             ValueError,
             RuntimeError,

@@ -95,11 +95,16 @@ NUMBERS = {
     "extra/tinypython.py": {"n tasks": "0 -1", "seed": "-1"},
     "extra/serve.py": {"port": "-1 70000", "batch_size queue grace": "0 -1"},
     "generate.py": {
-        "temperature alg_temp entropy_bound eos_penalty": "-1 nan inf",
-        "threshold": "-0.5 1.5 nan",
+        "temperature": "-1 nan inf",
         "top_p": "0 -1 1.5 nan",
+        "n max_new": "0 -1",
+        "top_k step devices no_repeat_ngram seed": "-1",
+    },
+    "generate_dream.py": {
+        "temperature alg_temp entropy_bound": "-1 nan inf",
+        "threshold": "-0.5 1.5 nan",
         "n max_new batch_size": "0 -1",
-        "top_k step steps block_length devices no_repeat_ngram seed": "-1",
+        "steps block_length": "-1",
     },
     "benchmarks.py": {
         "temperature alg_temp entropy_bound eos_penalty": "-1 nan inf",
@@ -317,7 +322,7 @@ MODELS = [  # script, flags, source, [(damage, part)]
         ],
     ),
     (
-        "generate.py", "--model=dream " + ANY, "dream", [
+        "generate_dream.py", ANY, "dream", [
             (of_another, "its ids reach 4,999, the model has 300"), (far_id, "its ids reach 90,000"),
             (keys("config.json", num_attention_heads=0), "config.json"),
             (keys("config.json", num_key_value_heads=0), "config.json"),
@@ -329,7 +334,7 @@ MODELS = [  # script, flags, source, [(damage, part)]
             (put("tokenizer.json", b"\xff\xfe"), "tokenizer.json cannot be read"), (fifo("meta.json"), "/bad"),
         ],
     ),
-    ("generate.py", "--model=dream " + ANY, "dream_nan", [(lambda folder: None, "holds NaN")]),
+    ("generate_dream.py", ANY, "dream_nan", [(lambda folder: None, "holds NaN")]),
     (
         "inference_jetson.py", "--bundle={bad} --prompt=x --max_new=4 --steps=2", "mdlm", [
             (of_another, "ids up to 4999"), (far_id, "ids up to 90000"), (nan, "NaN"), (integers, "scale"),
@@ -373,23 +378,17 @@ MODELS = [  # script, flags, source, [(damage, part)]
     ),
 ]  # fmt: skip
 SETTINGS = [  # what does not go together, or is not there
-    ("generate.py", "--ckpt={pythoncoder} --prompt=x --html={files}", "--html="),
-    ("generate.py", "--ckpt={pythoncoder} --prompt=x --html={files}/none/x.html", "--html="),
     ("generate.py", "--ckpt={pythoncoder} --prompt=x --file={pairs}", "not both"),
     (
         "generate.py",
-        "--ckpt={pythoncoder} --prompt=x --threshold=0.5",
-        "--threshold is for --model=dream",
+        "--ckpt={dream} --prompt=x",
+        "holds a Dream: python generate_dream.py --ckpt=",
     ),
     ("generate.py", "--ckpt={pythoncoder} --prompt=x --devices=99", "--devices=99"),
     ("generate.py", "--ckpt={pythoncoder} --prompt=x --max_new=100000", "positions"),
     ("generate.py", "--ckpt={files} --prompt=x", "holds no checkpoint"),
     ("generate.py", "--ckpt={pythoncoder} --file={empty}", "holds no prompts"),
-    (
-        "generate.py",
-        "--model=dream --ckpt={dream} --prompt=x --max_new=8 --draft=4",
-        "finished tokens attend causally",
-    ),
+    ("generate_dream.py", "--ckpt={pythoncoder} --prompt=x", "holds a PythonCoder: python gen"),
     ("generate.py", "--n=1e30", "1e30"),
     ("inference_jetson.py", "--n=1e30", "1e30"),
     ("data_prep.py", "pairs {empty} --out=out", "no document to train on"),

@@ -16,7 +16,7 @@ from conftest import ROOT, run
 from flax import nnx
 
 import checkpoints
-import generate
+import generate_dream
 import model_dream as md
 import prompts
 import sample_dream
@@ -602,8 +602,8 @@ def test_dreams_programs_are_those_of_the_command_line(flags, monkeypatch, tmp_p
     model = nnx.merge(md.graph_of(cfg, md.Compute()), md.new_params(cfg, 0))
     checkpoints.save(md, tmp_path / "model", model, [tmp_path / "tokenizer.json"])
     settings = {"ckpt": str(tmp_path / "model"), "prompt": "a", "dtype": "bfloat16", "devices": 1}
-    settings = generate.Config(model="dream", dream=generate.DreamFlags(**flags), **settings)
-    writer = generate.Dream(generate.resolve(settings), 1)
+    settings = generate_dream.Config(**flags, **settings)
+    writer = generate_dream.Dream(generate_dream.prepare(settings))
 
     def stop(*args, **static):
         calls.append((args, static))

@@ -38,7 +38,7 @@ from test_sample_dream import random_adapters
 import checkpoints
 import convert_weights
 import diffusion
-import generate
+import generate_dream
 import grpo
 import model_dream as md
 import protocols
@@ -97,7 +97,7 @@ def test_logits_of_a_qwen2_that_became_a_dream_are_those_of_transformers(changes
     [{}, {"kv_heads": 4}, {"kv_heads": 1, "tie": True}, {"theta": 1e6, "eps": 1e-5, "layers": 3}],
     ids=str,
 )
-def test_generate_drafts_the_greedy_text_of_transformers_with_a_qwen2(changes, tmp_path, capsys):
+def test_generate_writes_the_greedy_text_of_transformers_with_a_qwen2(changes, tmp_path, capsys):
     transformers, torch = peer("transformers"), peer("torch")
     cfg = dataclasses.replace(TINY, **changes, vocab=60, mask_id=59, eos_id=2)
     keys = {key: value for key, value in md.config_to_hf(cfg).items() if key in md.HF_KEYS.values()}
@@ -119,17 +119,13 @@ def test_generate_drafts_the_greedy_text_of_transformers_with_a_qwen2(changes, t
     settings = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": 2, "pad_token_id": 2}
     want = hub.generate(torch.tensor([prompt]), **settings)[0].tolist()
     assert len({*want}) > 4
-    for flags in ({"block_length": 1}, {"draft": 4}, {"draft": 4, "draft_steps": 0}):
-        settings = {"max_new": 24, "temperature": 0.0, "devices": 1, "json": True}
-        dream = generate.DreamFlags(**flags)
-        capsys.readouterr()
-        generate.main(
-            generate.Config(
-                "dream", str(tmp_path / "dream"), prompt="w5 w6 w7", dream=dream, **settings
-            )
-        )
-        text = json.loads(capsys.readouterr().out)["text"]
-        assert text.replace("w", " w").split() == [f"w{i}" for i in want if i != 2], flags
+    settings = {"max_new": 24, "temperature": 0.0, "devices": 1, "json": True}
+    capsys.readouterr()
+    generate_dream.main(
+        generate_dream.Config(str(tmp_path / "dream"), prompt="w5 w6 w7", **settings)
+    )
+    text = json.loads(capsys.readouterr().out)["text"]
+    assert text.replace("w", " w").split() == [f"w{i}" for i in want if i != 2]
 
 
 @pytest.mark.parametrize("tie", [False, True])

@@ -2,7 +2,6 @@
 With weights/dream.
 """
 
-import contextlib
 import dataclasses
 import json
 import types
@@ -16,7 +15,7 @@ from flax import nnx
 
 import benchmarks
 import checkpoints
-import generate
+import generate_dream
 import infill
 import model_dream
 import prompts
@@ -186,16 +185,6 @@ def test_a_hole_ends_with_an_end_token_or_has_as_many_tokens_as_before(read):
     assert fill([(PROMPT + "    return", " max(xs)", "\n", "")])[0][0] == text
 
 
-FLAGS = (
-    "--model=dream",
-    f"--ckpt={DREAM}",
-    "--temperature=0",
-    "--threshold=0.9",
-    "--compile_cache=",
-    "--devices=1",
-)
-
-
 def test_a_function_that_passes_before_the_text_was_cut_off_is_left_alone(read):
     """As --check, which runs the definitions that are whole."""
     prompt = 'def double(n):\n    """Return n times 2.\n\n    >>> double(2)\n    4\n    """\n'
@@ -205,53 +194,11 @@ def test_a_function_that_passes_before_the_text_was_cut_off_is_left_alone(read):
         "suffix": "",
     }
     rule = sample_dream.Sampling(threshold=0.9, vocab=read.tokenizer.get_vocab_size())
-    cfg = generate.Config(model="dream", dream=generate.DreamFlags(repair=2))
-    about = {
-        "grows": False,
-        "hole": 64,
-        "texts": types.SimpleNamespace(ends=()),
-        "context": contextlib.nullcontext,
-    }
+    about = {"hole": 64, "texts": types.SimpleNamespace(ends=()), "mesh": None}
+    cfg = generate_dream.Config()
     dream = types.SimpleNamespace(cfg=cfg, read=read, rule=rule, key=jax.random.key(0), **about)
     completions = [(row, prompt + row["completion"])]
-    assert repair.repaired(dream, [*completions]) == completions
-
-
-def test_what_never_passes_is_shown_with_all_rounds(tmp_path, capsys):
-    prompt = 'def double(n):\n    """Return n times 2.\n\n    >>> double(2)\n    99\n    """\n'
-    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
-    flags = *FLAGS, f"--file={tmp_path / 'in.jsonl'}", "--repair=3"
-    assert "no completion passes all examples of 1 of 1 prompts" in refused_by(
-        generate, *flags, "--json"
-    )
-    out, err = capsys.readouterr()
-    row = json.loads(out.splitlines()[0])
-    assert len(row["repair"]) == 3
-    assert row["passed"] is False
-    assert row["examples"] == ["fail: double(2) gives 4, not 99"]
-    assert row["repair"][0]["old"] != row["repair"][0]["new"]
-    for number in (1, 2, 3):
-        assert f"repair {number}: " in err
-    refused_by(generate, *flags, "--show_steps")
-    shown = capsys.readouterr().out
-    for tried in row["repair"]:
-        assert prompt + tried["before"] + tried["new"] + tried["behind"] in shown
-
-
-@pytest.mark.parametrize(
-    ("flags", "part"),
-    [
-        (["--prompt=def f(n):\\n    return n\\n"], "no >>> examples that can be run"),
-        (['--prompt=def f(n):\\n    """>>> f(1)\\n    2"""\\n    [MASK:3]\\n'], "leave [MASK] out"),
-        (
-            ['--prompt=def f(n):\\n    """>>> f(1)\\n    2"""\\n', "--chat=on"],
-            "without a chat template",
-        ),
-        (['--prompt=def f(n):\\n    """>>> f(1\\n    2"""\\n'], "cannot read the >>> examples"),
-    ],
-)
-def test_what_cannot_be_repaired_is_refused_in_one_line(flags, part):
-    assert part in refused_by(generate, *FLAGS, "--repair=2", *flags)
+    assert repair.repaired(dream, [*completions], 2) == completions
 
 
 def test_a_hole_that_grows_is_filled_token_by_token_whatever_the_rule(read):
@@ -282,10 +229,6 @@ def test_a_hole_in_a_text_that_fills_all_positions_is_filled(read):
         [("def f(n):\n" + "    n += 1\n" * 40 + "    return", " n", "\n", " n + 2")]
     )
     assert passes >= 1
-
-
-def test_pythoncoder_has_no_repair():
-    assert "--repair is for --model=dream" in refused_by(generate, "--repair=2", "--prompt=x")
 
 
 def test_benchmarks_repair_what_fails_the_examples_and_count_the_rounds(tmp_path):

@@ -37,7 +37,7 @@ from test_model_dream import dense, quantised
 import checkpoints
 import data_prep
 import diffusion
-import generate
+import generate_dream
 import model_dream as md
 import runs
 import train_dream
@@ -384,11 +384,8 @@ def test_an_autoregressive_run_goes_on_in_blocks_without_a_jump_and_generate_wri
         assert scores["bits_per_byte"] == pytest.approx(logged[-1]["bits_per_byte"], rel=1e-5)
         assert scores["standard_error"] == 0
     capsys.readouterr()
-    flags = generate.DreamFlags(threshold=0.1)
-    generate.main(
-        generate.Config(
-            "dream", str(blocks), prompt="def area(", max_new=12, devices=1, dream=flags
-        )
+    generate_dream.main(
+        generate_dream.Config(str(blocks), prompt="def area(", max_new=12, devices=1, threshold=0.1)
     )
     out, err = capsys.readouterr()
     assert out.startswith("def area(")

@@ -1,0 +1,107 @@
+"""The steps of a Dream as a page, or as an animation. Prints.
+
+    python generate_dream.py --json --show_steps --prompt="def f(n):" > steps.json
+    python extra/steps.py --file=steps.json --out=steps.html
+    python extra/steps.py --file=steps.json --out=steps.svg
+
+The page is serve.html with the steps inside: it replays them without a server. The animation is one
+SVG file: blue tokens came first, red ones last. This program asks no model.
+"""
+
+import dataclasses
+import html
+import json
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import runs
+
+STEP_S, REST_S = 0.4, 3.0  # seconds of a step, and of the finished text before it starts again
+LETTER, LINE = 8.43, 21  # width of a letter and height of a line, in pixels
+STYLE = "<style>text{font:14px monospace;white-space:pre}</style>"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    file: str = "steps.json"  # what generate_dream.py --json --show_steps wrote, a text a line
+    out: str = "steps.html"  # file to write: .html is a page, .svg an animation
+
+
+def main(cfg):
+    out = Path(cfg.out)
+    if out.suffix not in (".html", ".svg"):
+        raise ValueError(f"--out={out} is neither .html nor .svg")
+    texts = []
+    for line in runs.as_path(cfg.file).read_bytes().splitlines():
+        try:
+            texts.append([(text, int(step), p) for text, step, p in json.loads(line)["steps"]])
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(
+                f"{cfg.file} holds no steps; generate_dream.py --json --show_steps writes them"
+            ) from None
+    if not any(texts):
+        raise ValueError(f"{cfg.file} is empty")
+    runs.write(out, (animation(texts) if out.suffix == ".svg" else page(texts)).encode())
+    print(f"{out}: {len(texts)} texts")
+
+
+def page(texts):
+    """serve.html with texts inside, which are lists of (token, step that wrote it, probability)."""
+    # what serve.html keeps of a token: these, a note, and the likeliest others
+    record = json.dumps([[(*token, "", []) for token in tokens] for tokens in texts])
+    empty = '<script id="record" type="application/json">'
+    whole = Path(__file__).with_name("serve.html").read_text("utf-8")
+    return whole.replace(empty + "null", empty + record.replace("<", "\\u003c"))
+
+
+def animation(texts):
+    """A self-contained SVG that shows the texts step by step, rests, and starts again."""
+    last = max(step for tokens in texts for _, step, _ in tokens)
+    total_s = last * STEP_S + REST_S
+    shapes = []
+    line = 0
+    longest = 0
+    for tokens in texts:
+        column = 0
+        for text, step, _ in tokens:
+            # XML has no form feed
+            for part in re.split("(\n)", re.sub("[^\n\t -\U0010ffff]", " ", text)):
+                if part == "\n":
+                    line += 1
+                    column = 0
+                elif part:
+                    shapes.append(shape(part, column, line, step, last, total_s))
+                    column += len(part)
+                    longest = max(longest, column)
+        line += 2
+    size = f'width="{24 + longest * LETTER:.0f}" height="{line * LINE}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" {size}>{STYLE}'
+    back = "<rect width='100%' height='100%' fill='#fff'/>"
+    return f"{head}{back}{''.join(shapes)}</svg>\n"
+
+
+def shape(text, column, line, step, last, total_s):
+    """A box and the letters over it, which appear in their step; at once what was given."""
+    fill = "#eee"
+    turns = ""
+    appears = ""
+    if step:
+        fill = f"hsl({220 - 220 * step / last:.0f} 80% 85%)"
+        timing = (
+            f'keyTimes="0;{step * STEP_S / total_s:.3f}" dur="{total_s:.1f}s" '
+            'calcMode="discrete" repeatCount="indefinite"'
+        )
+        turns = f'<animate {timing} attributeName="fill" values="#aaa;{fill}"/>'
+        appears = f'<animate {timing} attributeName="opacity" values="0;1"/>'
+    x = f'x="{12 + column * LETTER:.1f}"'
+    size = f"{len(text) * LETTER:.1f}"
+    top = 8 + line * LINE
+    box = f'<rect {x} y="{top}" width="{size}" height="18" fill="{fill}">{turns}</rect>'
+    letters = f'<text {x} y="{top + 14}" textLength="{size}">{html.escape(text)}{appears}</text>'
+    return box + letters
+
+
+if __name__ == "__main__":
+    runs.command(main, Config, __doc__)

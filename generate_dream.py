@@ -1,0 +1,475 @@
+"""Generate code with Dream: a canvas of masks is filled, anywhere in the text. Asks a model.
+
+    python generate_dream.py --show_steps --prompt='def f(n):\\n    \"\"\"Double n.\"\"\"'
+    python generate_dream.py    # asks for prompts in the terminal
+    python generate_dream.py --prompt="def area(r):\\n    [MASK]\\n    return a" --valid=python
+    python generate_dream.py --ckpt=out/diffucoder --chat=on --prompt="Sort a list in Python."
+    python generate_dream.py --int8 --block_length=32 --cache=dual --threshold=0.9 --prompt=...
+    python generate_dream.py --file=prompts.jsonl --n=20 --check --json > done.jsonl
+    python generate_dream.py --json --show_steps --prompt="def f(n):" > steps.json
+
+[MASK:n] in a prompt is n tokens to fill, and nothing is appended; [MASK] is a hole that ends by
+itself. --valid=python keeps the text valid Python. extra/steps.py makes a page or a picture of
+steps.json. Reads the folder of a run of train_dream.py or coupled_grpo.py, or one of
+convert_weights.py; where there is none, the small model in weights/.
+
+It does not sample as other families' own demos do: that is extra/demos.py. Nor does it draft
+(extra/draft.py), repair what fails its examples (extra/repair.py), or answer over HTTP.
+"""
+
+import collections
+import dataclasses
+import itertools
+import json
+import re
+import sys
+import time
+import typing
+
+import jax
+import numpy as np
+
+import checkpoints
+import infill
+import model_dream
+import prompts
+import runs
+import sample_block
+import sample_dream
+from runs import Count, Natural, NonNegative, Share, TopP
+
+DEMOS = "python extra/demos.py samples as the models' own demos do"
+MOVED = {
+    "model": "a PythonCoder takes python generate.py",
+    "html": "add --json --show_steps, then python extra/steps.py",
+    "repair": "python extra/repair.py",
+    "draft": "python extra/draft.py",
+    "draft_steps": "python extra/draft.py",
+    "step": "python convert_weights.py --step makes a folder of an older checkpoint",
+    "hole": "[MASK:12] is a hole of 12 tokens",
+    **dict.fromkeys(
+        "like schedule sub_block fast_dllm guidance eos_penalty late_eos regrow top_k".split(),
+        DEMOS,
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    # folder of a model; "" is out/train_dream, or weights/dream where that holds none
+    ckpt: str = ""
+    # text to continue, \n for a new line (not needed after def f(): or """); "" asks for one
+    prompt: str = ""
+    suffix: str = ""  # text that follows: the middle is filled
+    # JSON lines with "prompt" and perhaps "suffix"; - reads standard input
+    file: str = ""
+    n: Count = 1  # completions of each prompt
+    # run the prompt's >>> examples in sandbox.py on its completions; print the first that passes
+    check: bool = False
+    # tokens at most; unset: 256, or fewer by the model's generation_config.json
+    max_new: Count | None = None
+    temperature: NonNegative = 0.2  # 0 takes the argmax
+    top_p: TopP = 0.95  # draw from the smallest set of this probability
+    stop: tuple[str, ...] = ()  # strings that end a completion and are cut off, \n for a new line
+    raw: bool = False  # take --prompt, --suffix, --stop, --system as they are: no \n, no line break
+
+    # denoising steps, for a Dream of blocks those of a block; 0: one for each token
+    steps: Natural = 0
+    # fill blocks of this length from left to right; 0 takes the whole canvas
+    block_length: Natural = 0
+    # order of positions
+    alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin"] = "entropy"
+    # temperature of the choice of positions; 0 fills those of highest confidence
+    alg_temp: NonNegative = 0.0
+    # fill every token of at least this probability in a step; 0 goes by --steps
+    threshold: Share = 0.0
+    # fill by lowest entropy, while those before sum to at most this (nats); 0: off
+    entropy_bound: NonNegative = 0.0
+    # with blocks: keep keys and values while a block is filled
+    cache: typing.Literal["", "prefix", "dual"] = ""
+    batch_size: Count = 8  # texts that are filled together
+
+    infill: bool = True  # [MASK:n] in a prompt is n tokens to fill; --no-infill: it is text
+    # chat template; auto: by model name, off with --check, --valid
+    chat: typing.Literal["auto", "on", "off"] = "auto"
+    system: str = ""  # system turn of the chat template, \n for a new line
+    bos: bool = False  # begin plain text with <|beginoftext|>, as Dream-Base's evaluation
+    # constrain the text to a valid prefix of a Python program
+    valid: typing.Literal["", "python"] = ""
+
+    # show each step, in a terminal red to green by probability; with --json: record the steps
+    show_steps: bool = False
+    json: bool = False  # print one JSON line per completion instead of text
+    int8: bool = False  # matrices in 8 bits, half the memory of bfloat16
+    int4: bool = False  # matrices of the layers in 4 bits, a third of the memory of bfloat16
+    # of weights; "" is float32 on a CPU if it fits, else 16 bits
+    dtype: typing.Literal["", "bfloat16", "float32"] = ""
+    devices: Natural = 0  # number of the machine's devices to use; 0 takes all
+    compile_cache: str = "~/.cache/unmask"  # folder of compiled programs, for later runs; "": none
+    seed: Natural = 0  # of every random draw
+
+
+def main(cfg):
+    cfg = prepare(cfg)
+    requests = [(cfg.prompt, cfg.suffix)]
+    if cfg.file:
+        requests = prompts.read_requests(cfg.file)
+    if not cfg.raw:
+        requests = [(prompts.on_new_line(prompt), suffix) for prompt, suffix in requests]
+    if cfg.check:  # before a model is read
+        tests = [prompts.examples(prompt) for prompt, _ in requests]
+        prompts.verdicts("", ["assert True"])  # a sandbox that does not work says so
+
+    try:
+        dream = Dream(cfg)
+        if cfg.prompt or cfg.file:
+            completions = dream.complete(requests)
+        else:
+            prompts.interact(dream.complete, "", cfg.raw)
+    except Exception as error:  # JAX raises its own when memory runs out, and Orbax wraps them
+        full = re.search("RESOURCE_EXHAUSTED|out of memory", str(error))
+        if not full and not isinstance(error, MemoryError):
+            raise
+        advice = "--int8, --int4, a smaller --batch_size or --max_new"
+        raise ValueError(f"out of memory; try {advice}") from None
+
+    if cfg.check:
+        for row, text in prompts.checked(completions, cfg.n, tests):
+            show(cfg, row, text)
+
+
+def prepare(cfg):
+    """The settings as they count. Reads what the model's folder says."""
+    folder = runs.as_path(cfg.ckpt or checkpoints.default_folder("out/train_dream", "dream"))
+    config = prompts.check_family(folder, "Dream")
+    own = prompts.read_about(folder, "generation_config.json")
+    # what was converted, or the folder's own name, not that of a link
+    name = config.get("source") or f"{folder.resolve().name} {config.get('_name_or_path', '')}"
+    has_template = prompts.chat_template(folder) is not None
+    return settle(cfg, folder, own.get("max_new_tokens"), name.lower(), has_template)
+
+
+def settle(cfg, folder, own_max_new, name, has_template):
+    """The settings with their defaults and line breaks. ValueError for some that contradict.
+
+    own_max_new is what the model's generation_config.json says, name that of the model. A base
+    model's tokenizer has a chat template, too: so the name decides for --chat=auto.
+    """
+    if cfg.prompt and cfg.file:
+        raise ValueError("give --prompt or --file, not both")
+    if cfg.check and not cfg.prompt and not cfg.file:
+        raise ValueError("--check needs --prompt or --file")
+    if cfg.suffix and not cfg.prompt:
+        raise ValueError("--suffix follows --prompt; each line of a --file has its own")
+    if cfg.n > 1 and not (cfg.temperature or cfg.alg_temp or cfg.alg == "origin"):
+        raise ValueError(
+            f"--temperature=0 generates the same text {cfg.n} times; raise it, or leave --n at 1"
+        )
+    if cfg.json and cfg.show_steps and cfg.valid:
+        raise ValueError("--show_steps records the sampler's steps, not what --valid changes")
+    if cfg.valid and cfg.chat == "on":
+        raise ValueError("--valid=python is for a Dream that writes code, without a chat template")
+    if cfg.chat == "on" and not has_template:
+        raise ValueError(f"--chat=on: {folder} holds no chat template (tokenizer_config.json)")
+
+    chat = cfg.chat
+    chats = re.search(
+        "instruct|chat|cpgrpo|thinking|llada-1.5|fast_dllm_v2|diffusion-(3|8|14)b(?!-base)", name
+    )
+    if chat == "auto" and not (chats and has_template and not cfg.valid and not cfg.check):
+        chat = "off"
+    if (cfg.system and chat == "off") or (cfg.bos and chat != "off"):
+        raise ValueError(
+            "--system goes before a conversation, with --chat=on; --bos before plain text"
+        )
+
+    max_new = cfg.max_new
+    if max_new is None:
+        max_new = 256
+        if isinstance(own_max_new, int) and own_max_new > 0:
+            max_new = min(own_max_new, max_new)
+    stop = tuple(filter(None, cfg.stop))
+    cfg = dataclasses.replace(cfg, ckpt=str(folder), max_new=max_new, stop=stop, chat=chat)
+    if cfg.raw:
+        return cfg
+    return dataclasses.replace(  # a shell passes \n as two characters
+        cfg,
+        prompt=cfg.prompt.replace("\\n", "\n"),
+        suffix=cfg.suffix.replace("\\n", "\n"),
+        stop=tuple(text.replace("\\n", "\n") for text in cfg.stop),
+        system=cfg.system.replace("\\n", "\n"),
+    )
+
+
+def show(cfg, row, text, number=0):
+    """Print a completion: its JSON line, or its text, under a number where there are several."""
+    if cfg.json:
+        text = json.dumps(row)
+    elif number:
+        text = f"---- {number}\n{text}"
+    print(text, flush=True)
+
+
+class Dream:
+    """A loaded model. Requests become canvases of masks, which a sampler fills."""
+
+    def __init__(self, cfg):
+        folder = runs.as_path(cfg.ckpt)
+        self.cfg = cfg
+        self.records = cfg.show_steps and cfg.json
+        self.watches = cfg.show_steps and not cfg.json
+        # Flags that do not go together are refused before the weights are read.
+        rule = sample_dream.Sampling(
+            cfg.alg,
+            steps=cfg.steps,
+            block_length=cfg.block_length,
+            alg_temp=cfg.alg_temp,
+            threshold=cfg.threshold,
+            entropy_bound=cfg.entropy_bound,
+            cache=cfg.cache,
+            temperature=cfg.temperature,
+            top_p=cfg.top_p,
+            history=cfg.show_steps,
+        )
+        bits = checkpoints.bits_of(cfg)
+        self.model, _, self.mesh = checkpoints.load_for_inference(
+            model_dream,
+            folder,
+            dtype=cfg.dtype,
+            bits=bits,
+            devices=cfg.devices,
+            rows=cfg.batch_size,
+            compile_cache=cfg.compile_cache,
+        )
+        dream = self.model.cfg
+        self.tokenizer = sample_dream.load_tokenizer(folder, dream)
+        self.read = infill.Reader(self.model, self.tokenizer)
+        self.hole = dream.hole_masks or prompts.MASKS
+
+        # What ends a text: the model's own ids, and tokens that end a turn of a conversation.
+        ends = [dream.eos_id, dream.pad_id]
+        for name in ("<|endoftext|>", *prompts.TURN_ENDS, "<|dlm_pad|>"):
+            ends.append(self.tokenizer.token_to_id(name))
+        ends = [token for token in dict.fromkeys(ends) if token not in (None, dream.expand_id)]
+        vocab = self.tokenizer.get_vocab_size()
+        self.rule = dataclasses.replace(rule, vocab=vocab, eos_ids=tuple(ends))
+        self.sampler = sample_dream
+        # texts of a batch, of which the sampler fills those of about one length together
+        self.together = cfg.batch_size
+        if not cfg.show_steps and not dream.block_length:
+            self.together *= 8
+        if dream.block_length:
+            if cfg.valid:
+                raise ValueError("--valid=python is for a Dream without blocks")
+            length = cfg.block_length or dream.block_length
+            if length != dream.block_length:
+                print(
+                    f"--block_length={length}: trained with {dream.block_length}", file=sys.stderr
+                )
+            self.sampler = sample_block
+            self.rule = sample_block.settings_of(
+                dataclasses.replace(self.rule, block_length=length)
+            )
+
+        self.key = jax.random.key(cfg.seed)
+        self.compile_s = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self.on_event)
+        self.wrap = prompts.chat_template(folder)
+        self.turns = []  # (prompt, answer) of the conversation so far
+        begin = []
+        if cfg.bos:
+            begin = [self.tokenizer.token_to_id("<|beginoftext|>")]
+            if begin == [None] and dream.bos_id != dream.eos_id:
+                begin = [dream.bos_id]
+            if None in begin:
+                raise ValueError(f"--bos: {folder} has no token that begins texts")
+        self.texts = prompts.Texts(
+            self.tokenizer,
+            dream.mask_id,
+            ends,
+            dream.positions,
+            begin,
+            ask=self.ask if cfg.chat != "off" else None,
+            must_ask=cfg.chat == "on" or bool(cfg.system),
+        )
+
+        how = "chat template"
+        if cfg.chat == "off":
+            how = "plain completion"
+            if self.wrap:
+                how += "; --chat=on asks it as an assistant"
+        stored = str(self.model.compute.dtype)
+        if bits:
+            stored = f"int{bits} and {stored}"
+        print(f"{folder}, {stored}, {how}", file=sys.stderr)
+
+    def ask(self, prompt):
+        """Token ids of a prompt in the conversation, without the oldest turns if it is too long."""
+        most = self.model.cfg.positions - self.cfg.max_new
+        for first in range(len(self.turns) + 1):
+            ids = prompts.encode_chat(
+                self.tokenizer, self.wrap, prompt, self.cfg.system or None, self.turns[first:]
+            )
+            if len(ids) <= most:
+                if first:
+                    print(
+                        "the oldest turns of the conversation do not fit any more", file=sys.stderr
+                    )
+                    self.turns = self.turns[first:]
+                break
+        return ids
+
+    def complete(self, requests):
+        """Fill a canvas for each request, cfg.n times, and print: [(row of --json, text)].
+
+        The next call goes on with the conversation. Of a Dream of blocks a single text streams.
+        """
+        cfg = self.cfg
+        canvases = []
+        for prompt, suffix in requests:
+            blank = self.texts.canvas(prompt, suffix, cfg.max_new, cfg.infill, self.hole)
+            canvases += [blank] * cfg.n
+        batches = [canvases[i : i + self.together] for i in range(0, len(canvases), self.together)]
+        # Each canvas width is a program to compile: all batches share at most three.
+        lengths = []
+        for batch in batches:
+            lengths += sorted(len(blank.ids) for blank in batch)
+        rows = min(cfg.batch_size, len(canvases))
+        widths = sample_dream.widths(lengths, rows, self.model.cfg.positions)
+
+        self.streams = len(canvases) == 1 and not (cfg.json or cfg.check or cfg.show_steps)
+        self.printed = ""
+        total = collections.Counter()
+        completions = []
+        for batch in batches:
+            filled, stats = self.fill(batch, {"rows": rows, "widths": widths})
+            for name in ("forwards", "seconds", "compile_s"):
+                total[name] += stats[name]
+            for i, (blank, ids) in enumerate(zip(batch, filled, strict=True)):
+                row, text = self.row_of(i, blank, ids, stats)
+                total["tokens"] += row["tokens"]
+                completions.append((row, text))
+                number = len(completions) if len(canvases) > 1 else 0
+                if not cfg.check:
+                    show(cfg, row, text[len(self.printed) :], number)
+
+        compiling = ""
+        if total["compile_s"]:
+            compiling = f"; compiling took {total['compile_s']:.1f} s more"
+        print(
+            f"{total['tokens']} tokens in {total['seconds']:.2f} s, "
+            f"{total['tokens'] / total['seconds']:.1f} tokens/s, "
+            f"{total['forwards']} forward passes{compiling}",
+            file=sys.stderr,
+        )
+        self.turns.append((requests[-1][0], row.get("completion", text)))
+        return completions
+
+    def row_of(self, i, blank, ids, stats):
+        """(row of --json, text) of text i of a batch."""
+        completion, text = self.texts.text_of(blank, ids, self.cut)
+        kept = self.texts.kept(blank, ids)
+        passes = int(stats["passes"][i])
+        row = {"prompt": blank.prompt, "suffix": blank.suffix, "text": text}
+        if blank.around:
+            row["completion"] = completion
+        row["tokens"] = sum(blank.ids[p] == self.texts.mask for p in kept)
+        row["forwards"] = passes
+        row["seconds"] = stats["seconds"] * passes / max(1, stats["forwards"])
+        row["seed"] = self.cfg.seed
+        if self.records:
+            slots = self.slots(ids)
+            when = stats["when"][i, slots]
+            row["steps"] = self.texts.steps(blank, ids, when, stats["probability"][i, slots])
+        return row, text
+
+    def cut(self, completion):
+        return prompts.truncate(completion, self.cfg.stop)
+
+    def fill(self, canvases, shape):
+        """(rows of ids, statistics with "seconds" and "compile_s").
+
+        shape holds the sampler's rows and widths.
+        """
+        self.watched = canvases[0]
+        viewer = {}
+        if self.watches:
+            self.shown = self.texts.picture(self.watched, self.watched.ids)
+            viewer["watch"] = self.watch
+        if self.streams and self.model.cfg.block_length:
+            viewer["on_block"] = self.on_block
+        self.key, key = jax.random.split(self.key)
+        self.compile_s = 0.0
+        started = time.perf_counter()
+        with checkpoints.mesh_context(self.mesh):
+            prompt_ids = [blank.ids for blank in canvases]
+            filled, stats = self.sampler.generate(
+                self.model, prompt_ids, 0, self.rule, key, **shape, **viewer
+            )
+            if self.cfg.valid:
+                filled = self.mended(canvases, filled, stats)
+        stats["compile_s"] = self.compile_s
+        stats["seconds"] = time.perf_counter() - started - self.compile_s
+        return filled, stats
+
+    def mended(self, canvases, filled, stats):
+        """The filled canvases as valid Python; the passes that it takes are added to stats."""
+        mended = []
+        for i, (blank, ids) in enumerate(zip(canvases, filled, strict=True)):
+            before = self.read.passes
+            ids, is_python = infill.mend(self.read, blank.ids, ids, self.texts.ends)
+            stats["passes"][i] += self.read.passes - before
+            stats["forwards"] += self.read.passes - before
+            if not is_python:
+                print("--valid=python: found no valid Python for what was given", file=sys.stderr)
+            mended.append(ids)
+        return mended
+
+    def on_event(self, name, seconds, **_):
+        """Called by JAX after each of its stages."""
+        if name.startswith("/jax/core/compile/"):
+            self.compile_s += seconds
+
+    def on_block(self, rows):
+        """Print what a block has added to the single text, up to the first MASK."""
+        ids = [*itertools.takewhile(lambda token: token != self.texts.mask, rows[0])]
+        begun = dataclasses.replace(self.watched, ids=self.watched.ids[: len(ids)])
+        _, text = self.texts.text_of(
+            begun, ids, lambda text: prompts.printable(text, self.cfg.stop)
+        )
+        text = prompts.printable(text, ())  # a text with [MASK:n] has no stop strings
+        print(text[len(self.printed) :], end="", flush=True)
+        self.printed = text
+
+    def slots(self, ids):
+        """Slots of a text in the sampler's arrays: on their right, with blocks on their left."""
+        if self.model.cfg.block_length:
+            return slice(len(ids))
+        return slice(-len(ids), None)
+
+    def watch(self, state):
+        """Traced into the sampler's loop: shows the first canvas when a step has changed it."""
+
+        def show_step(step, id_L, logp_L):  # on the host
+            slots = self.slots(self.watched.ids)
+            ids = id_L[slots].tolist()
+            text = self.texts.picture(self.watched, ids)
+            if text == self.shown:
+                return
+            self.shown = text
+            if sys.stdout.isatty():  # over the step before
+                text = self.texts.picture(self.watched, ids, np.exp(logp_L[slots]).tolist())
+                print("\x1b[2J\x1b[H", end="")
+            print(f"step {step + 1}: {text}", flush=True)
+
+        jax.debug.callback(
+            show_step,
+            state.step,
+            state.token_BL[0],
+            state.record.logp_BL[0],
+            ordered=not self.mesh,  # JAX orders the callbacks of one device alone
+        )
+
+
+if __name__ == "__main__":
+    runs.command(main, Config, __doc__, moved=MOVED)
