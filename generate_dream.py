@@ -27,7 +27,6 @@ import time
 import typing
 
 import jax
-import numpy as np
 
 import checkpoints
 import infill
@@ -216,8 +215,6 @@ class Dream:
     def __init__(self, cfg):
         folder = runs.as_path(cfg.ckpt)
         self.cfg = cfg
-        self.records = cfg.show_steps and cfg.json
-        self.watches = cfg.show_steps and not cfg.json
         # Flags that do not go together are refused before the weights are read.
         rule = sample_dream.Sampling(
             cfg.alg,
@@ -377,8 +374,11 @@ class Dream:
         row["forwards"] = passes
         row["seconds"] = stats["seconds"] * passes / max(1, stats["forwards"])
         row["seed"] = self.cfg.seed
-        if self.records:
-            slots = self.slots(ids)
+        if self.cfg.show_steps:
+            # a text lies on the right of the sampler's arrays, with blocks on the left
+            slots = slice(-len(ids), None)
+            if self.model.cfg.block_length:
+                slots = slice(len(ids))
             when = stats["when"][i, slots]
             row["steps"] = self.texts.steps(blank, ids, when, stats["probability"][i, slots])
         return row, text
@@ -391,21 +391,26 @@ class Dream:
 
         shape holds the sampler's rows and widths.
         """
-        self.watched = canvases[0]
-        viewer = {}
-        if self.watches:
-            self.shown = self.texts.picture(self.watched, self.watched.ids)
-            viewer["watch"] = self.watch
-        if self.streams and self.model.cfg.block_length:
-            viewer["on_block"] = self.on_block
+        ids = [blank.ids for blank in canvases]
         self.key, key = jax.random.split(self.key)
         self.compile_s = 0.0
         started = time.perf_counter()
         with checkpoints.mesh_context(self.mesh):
-            prompt_ids = [blank.ids for blank in canvases]
-            filled, stats = self.sampler.generate(
-                self.model, prompt_ids, 0, self.rule, key, **shape, **viewer
-            )
+            if self.cfg.show_steps and not self.cfg.json:
+                self.shown = self.texts.picture(canvases[0], canvases[0].ids)
+                for step in self.sampler.steps(self.model, ids, 0, self.rule, key, shape["widths"]):
+                    self.show_step(canvases[0], step)
+                filled = step.rows
+                stats = step.stats
+            elif self.streams and self.model.cfg.block_length:
+                for step in sample_block.steps(
+                    self.model, ids, 0, self.rule, key, by_block=True, **shape
+                ):
+                    self.stream(canvases[0], step.rows[0])
+                filled = step.rows
+                stats = step.stats
+            else:
+                filled, stats = self.sampler.generate(self.model, ids, 0, self.rule, key, **shape)
             if self.cfg.valid:
                 filled = self.mended(canvases, filled, stats)
         stats["compile_s"] = self.compile_s
@@ -430,10 +435,10 @@ class Dream:
         if name.startswith("/jax/core/compile/"):
             self.compile_s += seconds
 
-    def on_block(self, rows):
-        """Print what a block has added to the single text, up to the first MASK."""
-        ids = [*itertools.takewhile(lambda token: token != self.texts.mask, rows[0])]
-        begun = dataclasses.replace(self.watched, ids=self.watched.ids[: len(ids)])
+    def stream(self, blank, ids):
+        """Print what a block has added to a text, up to its first MASK."""
+        ids = [*itertools.takewhile(lambda token: token != self.texts.mask, ids)]
+        begun = dataclasses.replace(blank, ids=blank.ids[: len(ids)])
         _, text = self.texts.text_of(
             begun, ids, lambda text: prompts.printable(text, self.cfg.stop)
         )
@@ -441,34 +446,17 @@ class Dream:
         print(text[len(self.printed) :], end="", flush=True)
         self.printed = text
 
-    def slots(self, ids):
-        """Slots of a text in the sampler's arrays: on their right, with blocks on their left."""
-        if self.model.cfg.block_length:
-            return slice(len(ids))
-        return slice(-len(ids), None)
-
-    def watch(self, state):
-        """Traced into the sampler's loop: shows the first canvas when a step has changed it."""
-
-        def show_step(step, id_L, logp_L):  # on the host
-            slots = self.slots(self.watched.ids)
-            ids = id_L[slots].tolist()
-            text = self.texts.picture(self.watched, ids)
-            if text == self.shown:
-                return
-            self.shown = text
-            if sys.stdout.isatty():  # over the step before
-                text = self.texts.picture(self.watched, ids, np.exp(logp_L[slots]).tolist())
-                print("\x1b[2J\x1b[H", end="")
-            print(f"step {step + 1}: {text}", flush=True)
-
-        jax.debug.callback(
-            show_step,
-            state.step,
-            state.token_BL[0],
-            state.record.logp_BL[0],
-            ordered=not self.mesh,  # JAX orders the callbacks of one device alone
-        )
+    def show_step(self, blank, step):
+        """Print the first canvas of a batch if a step has changed it; in a terminal in place."""
+        ids = step.rows[0]
+        text = self.texts.picture(blank, ids)
+        if text == self.shown:
+            return
+        self.shown = text
+        if sys.stdout.isatty():
+            text = self.texts.picture(blank, ids, step.probability[0])
+            print("\x1b[2J\x1b[H", end="")
+        print(f"step {step.number}: {text}", flush=True)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def main(cfg):
     for line in runs.as_path(cfg.file).read_bytes().splitlines():
         try:
             texts.append([(text, int(step), p) for text, step, p in json.loads(line)["steps"]])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             raise ValueError(
                 f"{cfg.file} holds no steps; generate_dream.py --json --show_steps writes them"
             ) from None
