@@ -179,7 +179,7 @@ def settle(cfg, folder, own_max_new, name, has_template):
         chat = "off"
     if (cfg.system and chat == "off") or (cfg.bos and chat != "off"):
         raise ValueError(
-            "--system goes before a conversation, with --chat=on; --bos before plain text"
+            "--system goes before a conversation: say --chat=on; --bos before plain text"
         )
 
     max_new = cfg.max_new

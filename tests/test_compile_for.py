@@ -629,7 +629,7 @@ def test_dreams_programs_are_those_of_the_command_line(flags, monkeypatch, tmp_p
     rules = [how["sampler"].rule for how in (static, compiled)]
     assert dataclasses.replace(rules[0], eos_ids=()) == dataclasses.replace(rules[1], eos_ids=())
     run, chip = (
-        nnx.merge(how["sampler"].graph, md.param_shapes(cfg)).run for how in (static, compiled)
+        nnx.merge(how["sampler"].graph, md.param_shapes(cfg)).compute for how in (static, compiled)
     )
     assert dataclasses.replace(chip, platform="cpu") == run
 

@@ -1130,10 +1130,6 @@ def test_dream_refuses_what_does_not_fit_in_one_line(coder, tmp_path):
         ({"prompt": "[MASK:99999999999999]"}, "do not fit the model's 96 positions"),
         ({"prompt": "x [MASK", "suffix": "y"}, "[MASK:12]"),
         ({"valid": "python", "chat": "on"}, "without a chat template"),
-        (
-            {"block_length": 3, "cache": "dual"},
-            "block_length 3 does not divide the 8 tokens",
-        ),
         ({"block_length": 4, "steps": 3}, "do not divide over 2 blocks"),
         ({"cache": "dual"}, "set block_length"),
         ({"threshold": 1.5}, "--threshold=1.5 is not in 0 .. 1"),
