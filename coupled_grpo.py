@@ -702,7 +702,7 @@ def main(cfg, draw=grpo.draw_masks, scores_of=grpo.coupled_scores):
                 md, trainer.model_cfg, folder, *given, trainer.trained, paths, source
             )
     print(
-        f"done in {(time.perf_counter() - started) / 60:.1f} min; python generate.py --model=dream --ckpt={folder}"
+        f"done in {(time.perf_counter() - started) / 60:.1f} min; python generate_dream.py --ckpt={folder}"
     )
 
 

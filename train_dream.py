@@ -858,7 +858,7 @@ def main(cfg):
             checkpoints.save_merged(
                 md, trainer.model, out, *base, adapters, files, config["source"]
             )
-    print(f"done: {out}; generate code with: python generate.py --model=dream --ckpt={out}")
+    print(f"done: {out}; generate code with: python generate_dream.py --ckpt={out}")
 
 
 def train(folder, store, trainer, first, skipped):

@@ -36,8 +36,8 @@ class Config:
 
 def timed(cfg, cache):
     """(wall, processor) seconds of one command."""
+    script = "generate_dream.py" if cfg.model == "dream" else "generate.py"
     what = (
-        f"--model={cfg.model}",
         f"--ckpt=weights/{cfg.model}",
         f"--prompt={cfg.prompt}",
         f"--compile_cache={cache}",
@@ -49,7 +49,7 @@ def timed(cfg, cache):
         "stdout": subprocess.DEVNULL,
         "env": os.environ | {"JAX_PLATFORMS": "cpu"},
     }
-    subprocess.run([sys.executable, "generate.py", *what], **how)
+    subprocess.run([sys.executable, script, *what], **how)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return time.perf_counter() - started, processor

@@ -253,9 +253,7 @@ def test_rows_decode_to_the_files_and_meta_describes_them(python_run):
         for number, shard in enumerate(total["shards"]):
             assert shard["file"] == f"{split}/{number:05}.parquet"
             assert pq.read_metadata(out / shard["file"]).num_rows == shard["rows"]
-            assert (
-                dp.sha256((out / shard["file"]).read_bytes()) == shard["sha256"]
-            )
+            assert dp.sha256((out / shard["file"]).read_bytes()) == shard["sha256"]
             for field in pq.read_schema(out / shard["file"]):
                 assert field.type == pa.list_(pa.int32(), 64)
     assert meta["format"] == 1
@@ -267,10 +265,7 @@ def test_rows_decode_to_the_files_and_meta_describes_them(python_run):
     )
     assert meta["eos_id"] == meta["pad_id"] == 0
     assert meta["fim"] == {"prefix": 1, "middle": 2, "suffix": 3}
-    assert (
-        meta["tokenizer_sha256"]
-        == dp.sha256((out / "tokenizer.json").read_bytes())
-    )
+    assert meta["tokenizer_sha256"] == dp.sha256((out / "tokenizer.json").read_bytes())
     assert not (out / "progress.json").exists()
     assert not any(meta["dropped"].values())
 
@@ -687,7 +682,9 @@ def test_folder_of_other_settings_or_files_or_owners_is_refused_untouched(tmp_pa
     assert "other files" in refused(config(tmp_path), capsys)
     assert tree(tmp_path / "out") == before
     save(tmp_path / "theirs", {"tokenizer.json": b"{}"})
-    assert "files of somebody else" in refused(config(tmp_path, out=str(tmp_path / "theirs")), capsys)
+    assert "files of somebody else" in refused(
+        config(tmp_path, out=str(tmp_path / "theirs")), capsys
+    )
     save(tmp_path / "damaged", {"meta.json": b"{"})
     assert "is damaged" in refused(config(tmp_path, out=str(tmp_path / "damaged")), capsys)
     assert tree(tmp_path / "theirs") == {"tokenizer.json": b"{}"}
@@ -1025,9 +1022,7 @@ def test_ranges_end_with_documents_and_long_documents_are_split_at_line_ends(tmp
         (tmp_path / "x.txt").write_bytes(data)
         items = cp.text_ranges(cp.Item("x.txt", str(tmp_path / "x.txt"), "", 0), limit)
         parts = [data[item.start : item.start + item.size] for item in items]
-        assert [dp.sha256(part) for part in parts] == [
-            item.sha256 for item in items
-        ]
+        assert [dp.sha256(part) for part in parts] == [item.sha256 for item in items]
         return parts
 
     data = "<|endoftext|>".join(stories(100)).encode()
