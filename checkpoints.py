@@ -1,16 +1,15 @@
-"""JAX: checkpoints in Orbax, models in folders, meshes, several hosts, and what fits the memory.
+"""JAX: Orbax checkpoints, models in folders, meshes, hosts, and what fits memory. Reads the disk.
 
-    store = Checkpoints("out/run", keep=2)                 # <folder>/checkpoints/<step>/, asynchronous and atomic
+    store = Checkpoints("out/run", keep=2)  # <folder>/checkpoints/<step>/, asynchronous and atomic
     store.save(step, {"params": ..., "opt": ...}, meta)
-    state = store.restore(like)                            # on any number of devices; every checksum is compared
+    state = store.restore(like)  # on any number of devices; every checksum is compared
+
     model, step = load(model_dream, "out/run", mesh=mesh)
+    model, step, mesh = load_for_inference(model_dream, default_folder("out/run", "dream"))
+    with mesh_context(mesh): ...  # programs are compiled for the mesh; None is a single device
 
 A model family is a module, model_dream or model_pythoncoder, with read_config, param_shapes,
-shardings and graph_of.
-
-    model, step, mesh = load_for_inference(model_dream, default_folder("out/train_dream", "dream"))
-    with mesh_context(mesh):    # programs are compiled for the mesh; None is a single device
-        ...
+shardings and graph_of. This file reads our own forms; convert_weights.py reads those of the Hub.
 """
 
 import contextlib
@@ -39,7 +38,7 @@ from jax.experimental import multihost_utils
 
 import runs
 
-# ---- trees of arrays -----------------------------------------------------------------------------------------------
+# ---- trees of arrays ---------------------------------------------------------------------------
 
 
 def flatten(tree):
@@ -54,51 +53,57 @@ def unflatten(flat):
 
 
 def on_host(x):
-    """A small array as NumPy's, which compiles nothing; a large one, or one of several hosts, as it
-    is.
+    """A small array as NumPy's, which compiles nothing. A large one, or one of several hosts, stays
+    as it is.
     """
-    return np.asarray(x) if x.size < 1 << 24 and getattr(x, "is_fully_addressable", True) else x
+    if x.size < 1 << 24 and getattr(x, "is_fully_addressable", True):
+        return np.asarray(x)
+    return x
 
 
 def bit_sum(x):
+    """The sum of an array's words modulo 2^32, the same however the array is split."""
     return x.view(f"uint{8 * x.dtype.itemsize}").sum(dtype=np.uint32)
 
 
 def bit_sums(tree):
-    """{name: checksum} of a tree: the sum of each array's words modulo 2^32, the same however the
-    array is split.
-    """
+    """{name: bit_sum} of a tree of arrays."""
+    sums = {}
     # One array at a time: a CPU copies the words, and reductions over devices that run side by side
     # can deadlock.
-    arrays = {name: on_host(x) for name, x in flatten(tree).items()}
-    return {
-        name: int((bit_sum if isinstance(x, np.ndarray) else jax.jit(bit_sum))(x))
-        for name, x in arrays.items()
-    }
+    for name, array in flatten(tree).items():
+        array = on_host(array)
+        add = bit_sum if isinstance(array, np.ndarray) else jax.jit(bit_sum)
+        sums[name] = int(add(array))
+    return sums
 
 
-# ---- several hosts -------------------------------------------------------------------------------------------------
+# ---- several hosts -----------------------------------------------------------------------------
 
 
 def join_hosts(hosts):
     """Initialise jax.distributed: "auto" on TPU pods, SLURM and MPI, or ADDRESS:PORT,COUNT,INDEX;
     "" is one host.
     """
-    if hosts:
-        address, *numbers = hosts.split(",")
-        try:
-            where = [] if hosts == "auto" else [address, *map(int, numbers)]
-            # all end when one is killed
-            jax.distributed.initialize(*where, heartbeat_timeout_seconds=30)
-        except (ValueError, IndexError) as error:
-            raise ValueError(
-                f"--hosts={hosts} ({error}): ADDRESS:PORT,COUNT,INDEX; auto: TPU, SLURM, MPI"
-            ) from None
+    if not hosts:
+        return
+    where = []
+    try:
+        if hosts != "auto":
+            address, count, index = hosts.split(",")
+            where = [address, int(count), int(index)]
+        # all end when one is killed
+        jax.distributed.initialize(*where, heartbeat_timeout_seconds=30)
+    except ValueError as error:
+        forms = "ADDRESS:PORT,COUNT,INDEX; auto: TPU, SLURM, MPI"
+        raise ValueError(f"--hosts={hosts} ({error}): {forms}") from None
 
 
 def host_0_says(value):
     """The truth of a value on host 0: what depends on a clock has to be decided once."""
-    return bool(multihost_utils.broadcast_one_to_all(value)) if jax.process_count() > 1 else value
+    if jax.process_count() == 1:
+        return value
+    return bool(multihost_utils.broadcast_one_to_all(value))
 
 
 def check_hosts(folder, settings):
@@ -107,28 +112,30 @@ def check_hosts(folder, settings):
     """
     if jax.process_count() == 1:
         return
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).digest()
-    mine = np.frombuffer(digest[:4] + os.urandom(4), np.int32)
-    first = multihost_utils.broadcast_one_to_all(mine)
-    marker = folder / f".hosts{first[1]}"
+    # Host 0 writes a file of a new name, which all look for.
+    now = int(multihost_utils.broadcast_one_to_all(np.int32(time.time())))
+    marker = folder / f".hosts{now}"
     if jax.process_index() == 0:
         runs.write(marker, b"")
     multihost_utils.sync_global_devices("marker written")
     for _ in range(20):  # a network disk can take seconds to show a new file
         if not marker.exists():
             time.sleep(0.5)
-    equal_H, sees_H = multihost_utils.process_allgather(
-        np.array([mine[0] == first[0], marker.exists()])
-    ).T
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).digest()
+    mine = np.array([int.from_bytes(digest[:3]), marker.exists()])
+    digest_H, sees_H = multihost_utils.process_allgather(mine).T
     if jax.process_index() == 0:
         marker.unlink()
-    unseen = f"do not see what host 0 wrote to {folder}; --out is a disk that all share, or a bucket (gs://...)"
-    for right_H, problem in (equal_H, "have other settings or data than host 0"), (sees_H, unseen):
-        if not right_H.all():
-            raise ValueError(f"hosts {np.flatnonzero(~right_H).tolist()} {problem}")
+    other = np.flatnonzero(digest_H != digest_H[0]).tolist()
+    if other:
+        raise ValueError(f"hosts {other} have other settings or data than host 0")
+    blind = np.flatnonzero(sees_H == 0).tolist()
+    if blind:
+        advice = "--out is a disk that all share, or a bucket (gs://...)"
+        raise ValueError(f"hosts {blind} do not see what host 0 wrote to {folder}; {advice}")
 
 
-# ---- checkpoints of a run ------------------------------------------------------------------------------------------
+# ---- checkpoints of a run ----------------------------------------------------------------------
 
 
 class Checkpoints:
@@ -137,24 +144,26 @@ class Checkpoints:
     """
 
     def __init__(self, folder, keep=2, best="heldout_nats", own=True):
-        ocp, self.folder, metric = orbax(), absolute(folder), operator.itemgetter(best)
+        ocp = orbax()
+        self.args = ocp.args
+        self.folder = absolute(folder)
         if any(self.folder.glob("step_*")):
             raise ValueError(f"{folder} holds a run of train_gpu.py; choose another folder")
-        kept, self.args = ocp.checkpoint_managers, ocp.args
-        lowest = kept.BestN(
+        metric = operator.itemgetter(best)
+        policies = ocp.checkpoint_managers
+        lowest = policies.BestN(
             get_metric_fn=metric, reverse=True, n=1, keep_checkpoints_without_metrics=False
         )
-        how = {"preservation_policy": kept.AnyPreservationPolicy([kept.LatestN(keep), lowest])}
-        # without it Orbax stores no metric, and a resumed run forgets the best step
-        how["best_fn"] = metric
-        # of a killed save; in the folder of another run one may be going on
-        how["cleanup_tmp_directories"] = own
-        how["async_options"] = ocp.AsyncOptions(
-            post_finalization_callback=(self.folder / runs.SAVED).touch
+        mark = (self.folder / runs.SAVED).touch
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), lowest]),
+            # without it Orbax stores no metric, and a resumed run forgets the best step
+            best_fn=metric,
+            # of a killed save; in the folder of another run one may be going on
+            cleanup_tmp_directories=own,
+            async_options=ocp.AsyncOptions(post_finalization_callback=mark),
         )
-        self.manager = ocp.CheckpointManager(
-            self.folder / "checkpoints", options=ocp.CheckpointManagerOptions(**how)
-        )
+        self.manager = ocp.CheckpointManager(self.folder / "checkpoints", options=options)
         self.newest = self.manager.latest_step  # newest() is the newest step, None without any
 
     @contextlib.contextmanager
@@ -180,15 +189,15 @@ class Checkpoints:
 
     def meta(self):
         """The JSON of the newest checkpoint."""
-        return runs.read_json(
-            self.folder / f"checkpoints/{self.newest()}/meta/metadata", "model", "sums"
-        )
+        path = self.folder / f"checkpoints/{self.newest()}/meta/metadata"
+        return runs.read_json(path, "model", "sums")
 
     def restore(self, like):
-        """The newest checkpoint, laid out as the arrays or ShapeDtypeStructs of `like`; ValueError
+        """The newest checkpoint, laid out as the arrays or ShapeDtypeStructs of `like`. ValueError
         if a bit differs.
         """
-        step, sums = self.newest(), self.meta()["sums"]
+        step = self.newest()
+        sums = self.meta()["sums"]
         items = {name: self.args.StandardRestore(tree) for name, tree in like.items() if tree}
         try:
             state = {**like, **self.manager.restore(step, args=self.args.Composite(**items))}
@@ -196,10 +205,9 @@ class Checkpoints:
         except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
             wrong = [runs.first_line(error)]
         if wrong:
+            problem = f"{self.folder}/checkpoints/{step} cannot be read ({', '.join(wrong)})"
             advice = "if it is damaged, delete its folder to use the one before"
-            raise ValueError(
-                f"{self.folder}/checkpoints/{step} cannot be read ({', '.join(wrong)}); {advice}"
-            )
+            raise ValueError(f"{problem}; {advice}")
         return state
 
     def resume(self, folder, meta, like):
@@ -209,28 +217,24 @@ class Checkpoints:
         ValueError if its model, rows, optimizer, dtype, LoRA rank or base weights are not those in
         meta.
         """
-        store = (
-            self
-            if absolute(folder).resolve() == self.folder.resolve()
-            else Checkpoints(folder, own=False)
-        )
+        store = self
+        if absolute(folder).resolve() != self.folder.resolve():
+            store = Checkpoints(folder, own=False)
         if store.newest() is None:
-            print(
-                f"{folder} stopped before its first checkpoint: starting at step 0 with its settings"
-            )
+            start = "starting at step 0 with its settings"
+            print(f"{folder} stopped before its first checkpoint: {start}")
             return None
-        saved, where = store.meta(), f"{folder}/checkpoints/{store.newest()}"
+        saved = store.meta()
+        where = f"{folder}/checkpoints/{store.newest()}"
         runs.check_resumed(saved, meta, where, fixed=("lora_rank", "optimizer", "dtype"))
         if saved.get("base") != meta.get("base"):
-            raise ValueError(
-                f"{meta['train']['init']} holds other weights than {folder} began with; pass its --init"
-            )
+            problem = f"{meta['train']['init']} holds other weights than {folder} began with"
+            raise ValueError(f"{problem}; pass its --init")
         print(f"resuming {folder} after step {saved['step']}")
         state = store.restore(like)
         if store is not self:  # from here on this folder goes on alone
-            self.save(
-                saved["step"], state, meta | {name: saved[name] for name in ("step", "skipped")}
-            )
+            now = meta | {"step": saved["step"], "skipped": saved["skipped"]}
+            self.save(saved["step"], state, now)
         return state, saved
 
     def close(self):
@@ -255,53 +259,60 @@ def orbax():
     return importlib.import_module("orbax.checkpoint")
 
 
+# ---- shapes ------------------------------------------------------------------------------------
+
+
+def placed(shapes, layout, dtype=None):
+    """A tree of shapes with their places on devices, in `dtype`, or each in its own."""
+
+    def place(shape, sharding):
+        return jax.ShapeDtypeStruct(shape.shape, dtype or shape.dtype, sharding=sharding)
+
+    return jax.tree.map(place, shapes, layout)
+
+
 def state_shapes(family, model, optimizer, mesh, dtype=jnp.bfloat16, lora_rank=0, bits=0):
     """{"params", "opt"} of a trainer as ShapeDtypeStructs, each with its layout on the mesh.
 
     With LoRA params are the adapters, and beside them lie "base", the weights in `dtype`, with
     matrices in `bits`.
     """
-    params, base = family.param_shapes(model), {}
+    params = family.param_shapes(model)
+    shapes = {}
     if lora_rank:
-        base = {"base": stored_shapes(family, params, dtype, bits)}
-        params = jax.eval_shape(lambda: family.new_adapters(jax.random.key(0), params, lora_rank))
-    shapes = {"params": params, "opt": jax.eval_shape(optimizer.init, params)} | base
-    layout = family.shardings(mesh, shapes)
-    return jax.tree.map(
-        lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, layout
-    )
+        shapes["base"] = stored_shapes(family, params, dtype, bits)
+        key = jax.random.key(0)
+        params = jax.eval_shape(lambda: family.new_adapters(key, params, lora_rank))
+    shapes |= {"params": params, "opt": jax.eval_shape(optimizer.init, params)}
+    return placed(shapes, family.shardings(mesh, shapes))
 
 
 def stored_shapes(family, params, dtype, bits=0):
     """The shapes of parameters in `dtype`, with matrices in `bits`, as load() gives them."""
 
-    def stored(path, s):
-        s, name = jax.ShapeDtypeStruct(s.shape, dtype), path[-1].key.split(".")[-1]
-        return (
-            jax.eval_shape(lambda x: family.quantise(x, bits, name), s)
-            if bits and len(s.shape) == 2
-            else s
-        )
+    def stored(path, shape):
+        shape = jax.ShapeDtypeStruct(shape.shape, dtype)
+        if not bits or len(shape.shape) != 2:
+            return shape
+        name = path[-1].key.split(".")[-1]
+        return jax.eval_shape(lambda x: family.quantise(x, bits, name), shape)
 
     return jax.tree_util.tree_map_with_path(stored, params)
 
 
-# ---- models in folders ---------------------------------------------------------------------------------------------
+# ---- models in folders -------------------------------------------------------------------------
+
+
+COMPANIONS = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
+vocab.json merges.txt chat_template.jinja generation_config.json"""
 
 
 def companions(folder):
     """{name: bytes} of what lies beside a model's weights: tokenizer, chat template, code that
     transformers runs.
     """
-    names = [
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-    ]
-    names += ["merges.txt", "chat_template.jinja", "generation_config.json"]
-    paths = [*map(runs.as_path(folder).joinpath, names), *sorted(runs.as_path(folder).glob("*.py"))]
+    folder = runs.as_path(folder)
+    paths = [folder / name for name in COMPANIONS.split()] + sorted(folder.glob("*.py"))
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
 
@@ -314,26 +325,25 @@ def find_weights(folder, step=0):
     if (folder / "meta.json").is_file():  # written by convert_weights.py
         meta = runs.read_json(folder / "meta.json", "sums")
         return folder, meta, meta.get("step", 0)
-    keys = runs.read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    keys = {}
+    if (folder / "config.json").is_file():
+        keys = runs.read_json(folder / "config.json")
     if (folder / "model.safetensors").is_file() and keys.get("model_type") == "pythoncoder":
-        about = {
-            name: keys.pop(name, None) for name in ("model_type", "source", "step", "torch_dtype")
-        }
         meta = {
             "model": keys,
-            "dtype": about["torch_dtype"] or "float32",
-            "step": about["step"] or 0,
+            "dtype": keys.pop("torch_dtype", "float32"),
+            "step": keys.pop("step", 0),
         }
+        for name in ("model_type", "source"):
+            keys.pop(name, None)
         return folder, meta, meta["step"]
     if any(folder.glob("model*.safetensors")):  # a run with LoRA holds adapter_model.safetensors
-        raise ValueError(
-            f"{folder} is in the Hub's form: python convert_weights.py --source={folder} --out=DIR"
-        )
+        advice = f"python convert_weights.py --source={folder} --out=DIR"
+        raise ValueError(f"{folder} is in the Hub's form: {advice}")
     step, path = runs.newest(folder, step)
     if (path / "adapters").is_dir():
-        raise ValueError(
-            f"{path} holds what LoRA learnt; the whole model is in {folder}/merged when the run has ended"
-        )
+        advice = f"the whole model is in {folder}/merged when the run has ended"
+        raise ValueError(f"{path} holds what LoRA learnt; {advice}")
     return path, runs.read_json(path / "meta" / "metadata", "model", "sums"), step
 
 
@@ -353,81 +363,78 @@ def load(family, folder, step=0, dtype=None, mesh=None, bits=0):
 
     # Shape, type and place of every parameter, before any is read.
     shapes = family.param_shapes(cfg)
-    first_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    layout = (
-        family.shardings(mesh, shapes) if mesh else jax.tree.map(lambda _: first_device, shapes)
-    )
-    like = flatten(
-        jax.tree.map(
-            lambda s, at: jax.ShapeDtypeStruct(s.shape, stored, sharding=at), shapes, layout
-        )
-    )
+    if mesh:
+        layout = family.shardings(mesh, shapes)
+    else:
+        first_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        layout = jax.tree.map(lambda _: first_device, shapes)
+    like = flatten(placed(shapes, layout, stored))
 
     def convert(name, x):
         # Of a large array the largest and the smallest show a NaN, without a copy.
         values = on_host(x)
-        ends = values if isinstance(values, np.ndarray) else x.max(initial=0) + x.min(initial=0)
+        ends = values
+        if values is x:
+            ends = x.max(initial=0) + x.min(initial=0)
         if not (jnp.issubdtype(x.dtype, jnp.floating) and np.isfinite(ends).all()):
-            raise ValueError(
-                f"{path} is damaged: {name} ({x.dtype}) holds NaN, infinity or integers"
-            )
+            problem = f"{name} ({x.dtype}) holds NaN, infinity or integers"
+            raise ValueError(f"{path} is damaged: {problem}")
         if bits and x.ndim == 2:
             return family.quantise(x, bits, name.split(".")[-1])
-        return x if x.dtype == dtype else jax.device_put(values.astype(dtype), x.sharding)
+        if x.dtype == dtype:
+            return x
+        return jax.device_put(values.astype(dtype), x.sharding)
 
     if "sums" in meta:
         params = read_orbax(path, like, meta["sums"], convert)
     else:
-        try:
-            with safetensors.safe_open(path / "model.safetensors", "numpy") as file:
-                sums = json.loads((file.metadata() or {}).get("sums", "{}"))
-                found = {name: file.get_tensor(name) for name in file.keys()}
-        except (safetensors.SafetensorError, ValueError) as error:
-            raise ValueError(f"{path}/model.safetensors cannot be read: {error}") from None
-        runs.check_tensors(
-            *({name: x.shape for name, x in tensors.items()} for tensors in (found, like)), path
-        )
-        if wrong := [
-            name for name, total in bit_sums(found).items() if total != sums.get(name, total)
-        ]:
-            raise ValueError(
-                f"{path}/model.safetensors is damaged: {', '.join(wrong)} differ from what was saved"
-            )
-        params = {
-            name: convert(name, jax.device_put(found[name], want.sharding))
-            for name, want in like.items()
-        }
-    return nnx.merge(family.graph_of(cfg, family.Compute(dtype=dtype)), unflatten(params)), step
+        params = read_safetensors(path / "model.safetensors", like, convert)
+    graph = family.graph_of(cfg, family.Compute(dtype=dtype))
+    return nnx.merge(graph, unflatten(params)), step
+
+
+def read_safetensors(path, like, convert):
+    """{name: convert(name, array)} of a file, as read_orbax."""
+    try:
+        with safetensors.safe_open(path, "numpy") as file:
+            sums = json.loads((file.metadata() or {}).get("sums", "{}"))
+            found = {name: file.get_tensor(name) for name in file.keys()}
+    except (safetensors.SafetensorError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    shapes = {name: x.shape for name, x in found.items()}
+    runs.check_tensors(shapes, {name: x.shape for name, x in like.items()}, path.parent)
+    for name, total in bit_sums(found).items():
+        if total != sums.get(name, total):
+            raise ValueError(f"{path} is damaged: {name} differs from what was saved")
+    return {name: convert(name, jax.device_put(found[name], like[name].sharding)) for name in like}
 
 
 def read_orbax(path, like, sums, convert):
     """{name: convert(name, array)} of the parameters {name: ShapeDtypeStruct}, each on the devices
     of its sharding.
     """
-    ocp, params = orbax(), {}
+    ocp = orbax()
+    params = {}
     # A layer at a time: the stored model is never whole in memory beside another form of it.
     for _, names in itertools.groupby(like, lambda name: name.rpartition(".")[0]):
         item = unflatten({name: like[name] for name in names})
-        how = {
-            "restore_args": ocp.checkpoint_utils.construct_restore_args(item),
-            "partial_restore": True,
-        }
+        args = ocp.args.PyTreeRestore(
+            item,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+            partial_restore=True,
+        )
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                layer = flatten(
-                    checkpointer.restore(path / "params", args=ocp.args.PyTreeRestore(item, **how))
-                )
+                layer = flatten(checkpointer.restore(path / "params", args=args))
         except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
-            raise ValueError(
-                f"checkpoint {path} cannot be read: {runs.first_line(error)}; copy it again"
-            ) from None
-        if wrong := [
-            k for k, v in bit_sums(layer).items() if v not in (sums.get(k), sums.get(f"params.{k}"))
-        ]:
-            raise ValueError(
-                f"{path} cannot be read: {', '.join(wrong)} differ from what was saved; copy it again"
-            )
-        params |= {name: convert(name, layer.pop(name)) for name in list(layer)}
+            problem = f"cannot be read: {runs.first_line(error)}; copy it again"
+            raise ValueError(f"checkpoint {path} {problem}") from None
+        for name, total in bit_sums(layer).items():
+            if total not in (sums.get(name), sums.get(f"params.{name}")):
+                problem = f"{name} differs from what was saved; copy it again"
+                raise ValueError(f"{path} cannot be read: {problem}")
+        for name in list(layer):
+            params[name] = convert(name, layer.pop(name))
     return params
 
 
@@ -435,15 +442,16 @@ def save(family, folder, model, files=(), source=""):
     """Write a Dream as an Orbax folder, whole or not at all: config.json, params/, meta.json, and
     copies of `files`.
     """
-    folder = Path(folder).absolute()
     params = nnx.to_pure_dict(nnx.state(model))
     leaves = jax.tree.leaves(params)
     (dtype,) = {x.dtype.name for x in leaves}  # a checkpoint has one
+    keys = family.config_to_hf(model.cfg, dtype)
+    if source:
+        keys["source"] = source
     meta = {"dtype": dtype, "parameters": sum(x.size for x in leaves), "sums": bit_sums(params)}
     with runs.new_folder(folder) as partial:
         with orbax().StandardCheckpointer() as checkpointer:
             checkpointer.save(partial / "params", params)
-        keys = family.config_to_hf(model.cfg, dtype) | ({"source": source} if source else {})
         runs.write(partial / "config.json", keys)
         runs.write(partial / "meta.json", meta)
         for path in files:
@@ -456,22 +464,24 @@ def save_merged(family, cfg, folder, given, step, dtype, adapters, files=(), sou
     """
     # On the CPU, unless JAX_PLATFORMS leaves it out: devices that hold the model in few bits may
     # have no room for more.
-    host = mesh_of(
-        jax.devices("cpu" if "cpu" in (jax.config.jax_platforms or "cpu") else None)[:1], (1, 1, 1)
-    )
-    base = nnx.to_pure_dict(nnx.state(load(family, given, step, dtype, host)[0]))
-    merged = family.merge_adapters(base, jax.device_put(adapters, host.devices.item()))
+    platform = "cpu" if "cpu" in (jax.config.jax_platforms or "cpu") else None
+    device = jax.devices(platform)[0]
+    model, _ = load(family, given, step, dtype, mesh_of([device], (1, 1, 1)))
+    base = nnx.to_pure_dict(nnx.state(model))
+    merged = family.merge_adapters(base, jax.device_put(adapters, device))
     save(family, folder, nnx.merge(family.graph_of(cfg, family.Compute()), merged), files, source)
 
 
-# ---- devices, and what fits their memory ---------------------------------------------------------------------------
+# ---- devices -----------------------------------------------------------------------------------
 
 ROOT = Path("/")  # of the file system; tests replace it
 PEAK_FLOPS = {  # of dense bfloat16 products, by the data sheets
     "TPU v6": 918e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v4": 275e12,
     "NVIDIA H200 NVL": 835e12, "NVIDIA H100 NVL": 835e12, "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H200": 989e12, "NVIDIA H100": 989e12, "NVIDIA A100": 312e12, "NVIDIA GeForce RTX 4090": 165e12,
+    "NVIDIA H200": 989e12, "NVIDIA H100": 989e12, "NVIDIA A100": 312e12,
+    "NVIDIA GeForce RTX 4090": 165e12,
 }  # fmt: skip
+AXES = {"axis_names": ("data", "fsdp", "tensor"), "axis_types": (jax.sharding.AxisType.Auto,) * 3}
 
 
 def connect(cfg):
@@ -498,89 +508,61 @@ def idle_accelerator():
     """
     if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS"):
         return ""
-    # in Windows
-    nvidia = any(ROOT.glob("dev/nvidia[0-9]*")) or any(ROOT.glob("usr/lib/wsl/lib/libcuda.so.1"))
+    # The second is NVIDIA's in Windows.
+    nvidia = [*ROOT.glob("dev/nvidia[0-9]*"), *ROOT.glob("usr/lib/wsl/lib/libcuda.so.1")]
     if nvidia and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         return "an NVIDIA GPU is here, JAX has no CUDA: pip install -r requirements-cuda.txt"
     # Newer TPUs are behind vfio, as graphics cards of virtual machines are; 0x1ae0 is Google. NPUs
     # are in /dev/accel/.
-    google = any(
-        path.read_text().strip() == "0x1ae0" for path in ROOT.glob("sys/bus/pci/devices/*/vendor")
-    )
-    tpu = any(ROOT.glob("dev/accel[0-9]*")) or (google and any(ROOT.glob("dev/vfio/[0-9]*")))
-    return (
-        "a TPU is here, JAX does not see it: is it in use? pip install -r requirements-tpu.txt"
-        if tpu
-        else ""
-    )
+    vendors = [path.read_text().strip() for path in ROOT.glob("sys/bus/pci/devices/*/vendor")]
+    behind = any(ROOT.glob("dev/vfio/[0-9]*")) and "0x1ae0" in vendors
+    if behind or any(ROOT.glob("dev/accel[0-9]*")):
+        return (
+            "a TPU is here, JAX does not see it: is it in use? pip install -r requirements-tpu.txt"
+        )
+    return ""
 
 
 def peak_flops(device):
     """FLOP/s of a device's dense bfloat16 products; NaN where the data sheet is not in
     PEAK_FLOPS.
     """
-    return next(
-        (peak for kind, peak in PEAK_FLOPS.items() if device.device_kind.startswith(kind)), math.nan
-    )
+    for kind, peak in PEAK_FLOPS.items():
+        if device.device_kind.startswith(kind):
+            return peak
+    return math.nan
 
 
-def device_memory_gib(device):
-    """GiB that JAX may use on its first local accelerator, 15.75 if it does not say; None for a
-    CPU.
-    """
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 15.75 * 2**30)
-    return None if device.platform == "cpu" else limit / 2**30
+def device_line():
+    """The devices of JAX, and the accelerator that it leaves idle."""
+    devices = jax.devices()
+    idle = idle_accelerator()
+    line = f"{len(devices)} x {devices[0].device_kind}"
+    return f"{line}; {idle}" if idle else line
 
 
-def free_bytes(mesh):
-    """Bytes that are free on each device of a mesh, infinite if unknown; nine tenths of what a CPU
-    has.
-    """
-    device = mesh.local_devices[0]
-    if device.platform != "cpu":
-        stats = device.memory_stats() or {}
-        return stats.get("bytes_limit", math.inf) - stats.get("bytes_in_use", 0)
-    if not Path("/proc/meminfo").exists():
-        return math.inf
-    free = 1024 * int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1])
-    for path in map(
-        Path, ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-    ):
-        # a container may have less than the machine
-        if path.exists() and path.read_text().strip().isdigit():
-            now = "".join(x.read_text() for x in path.parent.glob("memory.stat"))  # gVisor has none
-            free = min(
-                free,
-                int(path.read_text())
-                - sum(map(int, re.findall(r"^(?:anon|total_rss) (\d+)", now, re.M))),
-            )
-    return 0.9 * free / len(mesh.local_devices)
-
-
-AXES = {"axis_names": ("data", "fsdp", "tensor"), "axis_types": (jax.sharding.AxisType.Auto,) * 3}
+def mesh_of(devices, shape):
+    """The devices in their order as a mesh (data, fsdp, tensor)."""
+    return jax.sharding.Mesh(np.reshape(devices, shape), **AXES)
 
 
 def training_mesh(cfg, model, devices):
     """The devices as a mesh (data, fsdp, tensor). ValueError if they do not divide, or do not
     divide the model.
     """
-    tensor, fsdp = cfg.tensor, cfg.fsdp or max(1, len(devices) // cfg.tensor)
+    tensor = cfg.tensor
+    fsdp = cfg.fsdp or max(1, len(devices) // tensor)
+    flags = f"--fsdp={fsdp} --tensor={tensor}"
     if len(devices) % (tensor * fsdp):
         raise ValueError(
-            f"{len(devices)} devices are no multiple of --fsdp={fsdp} times --tensor={tensor}; lower them"
+            f"{len(devices)} devices are no multiple of {flags} multiplied; lower them"
         )
     heads = model.kv_heads // getattr(model, "maps", 1)
     if heads % tensor or model.ffn % tensor or model.vocab % (tensor * fsdp) or model.width % fsdp:
-        sizes = f"{heads} key/value heads, {model.ffn} feed-forward width, {model.vocab} ids, {model.width} width"
-        raise ValueError(
-            f"--fsdp={fsdp} --tensor={tensor} do not divide the model ({sizes}); lower them"
-        )
+        sizes = f"{heads} key/value heads, {model.ffn} feed-forward width"
+        sizes += f", {model.vocab} ids, {model.width} width"
+        raise ValueError(f"{flags} do not divide the model ({sizes}); lower them")
     return mesh_of(devices, (-1, fsdp, tensor))
-
-
-def mesh_of(devices, shape):
-    """The devices in their order as a mesh (data, fsdp, tensor)."""
-    return jax.sharding.Mesh(np.reshape(devices, shape), **AXES)
 
 
 def inference_mesh(model, devices, rows):
@@ -593,60 +575,139 @@ def inference_mesh(model, devices, rows):
     return jax.make_mesh((data, 1, tensor), **AXES, devices=devices[: data * tensor])
 
 
+def mesh_context(mesh):
+    """A context in which programs are compiled for a mesh; None is a single device."""
+    return jax.set_mesh(mesh) if mesh else contextlib.nullcontext()
+
+
 def on_mesh(rows, row_ids, sharding):
     """A tuple of arrays [A, B, L], one per column of rows.Rows, of the rows [A, B]. A host reads
     only its own.
     """
-    read = functools.lru_cache(None)(lambda a, b: rows.read(row_ids[slice(*a), slice(*b)]))
+
+    @functools.cache  # devices may hold the same rows, and every column asks for them
+    def read(first_a, end_a, first_b, end_b):
+        return rows.read(row_ids[first_a:end_a, first_b:end_b])
 
     def column(c, index):
-        return read(*((s.start, s.stop) for s in index[:2]))[c]
+        a, b, _ = index
+        return read(a.start, a.stop, b.start, b.stop)[c]
 
-    shape, columns = (*row_ids.shape, rows.meta["seq_len"]), range(len(rows.columns))
-    return tuple(
-        jax.make_array_from_callback(shape, sharding, functools.partial(column, c)) for c in columns
-    )
+    shape = (*row_ids.shape, rows.meta["seq_len"])
+    columns = []
+    for c in range(len(rows.columns)):
+        part = functools.partial(column, c)
+        columns.append(jax.make_array_from_callback(shape, sharding, part))
+    return tuple(columns)
+
+
+# ---- what fits memory --------------------------------------------------------------------------
+
+
+def device_memory_gib(device):
+    """GiB that JAX may use on its first local accelerator, 15.75 if it does not say; None for a
+    CPU.
+    """
+    if device.platform == "cpu":
+        return None
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("bytes_limit", 15.75 * 2**30) / 2**30
+
+
+def free_bytes(mesh):
+    """Bytes that are free on each device of a mesh, infinite if unknown; nine tenths of what a CPU
+    has.
+    """
+    device = mesh.local_devices[0]
+    if device.platform != "cpu":
+        stats = device.memory_stats() or {}
+        return stats.get("bytes_limit", math.inf) - stats.get("bytes_in_use", 0)
+    free = 1024 * number_in(Path("/proc/meminfo"), "MemAvailable:", math.inf)
+    # A container may have less than the machine. gVisor does not say what is in use.
+    groups = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+    for path in groups:
+        limit = number_in(path, "", math.inf)
+        free = min(free, limit - number_in(path.parent / "memory.stat", "(?:anon|total_rss)", 0))
+    return 0.9 * free / len(mesh.local_devices)
+
+
+def number_in(path, name, otherwise):
+    """The number after a name at the start of a line of a file of Linux."""
+    text = path.read_text() if path.exists() else ""
+    match = re.search(rf"^{name} *(\d+)", text, re.M)
+    return int(match[1]) if match else otherwise
 
 
 def bytes_on_a_device(tree):
     """Bytes on a device of a tree of arrays, or of ShapeDtypeStructs with shardings."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
-    )
+    sizes = []
+    for x in jax.tree.leaves(tree):
+        sizes.append(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize)
+    return sum(sizes)
+
+
+def bytes_needed(family, model, mesh, stored, dtype, bits):
+    """Bytes that a device needs while a checkpoint is read and joined: more than its share of the
+    weights.
+
+    A layer is read as it is stored; then its arrays are converted one by one, and their stored
+    forms freed. join() holds gate and up of a layer beside the two as one.
+    """
+    tree = family.param_shapes(model)
+    shapes = flatten(tree)
+    layout = flatten(family.shardings(mesh, tree))
+    width = jnp.dtype(stored).itemsize
+    held = 0
+    peak = 0
+    for _, names in itertools.groupby(shapes, lambda name: name.rpartition(".")[0]):
+        layer = {}
+        for name in names:
+            part = layout[name].shard_shape(shapes[name].shape)
+            layer[name] = jax.ShapeDtypeStruct(part, dtype)
+        unread = width * sum(x.size for x in layer.values())
+        for name, kept in stored_shapes(family, layer, dtype, bits).items():
+            size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept))
+            held += size
+            peak = max(peak, held + unread)
+            unread -= width * layer[name].size
+            if name.endswith("gate_proj"):
+                joined = 2 * size
+    if mesh.size == 1 and hasattr(family, "join"):
+        peak = max(peak, held + joined)
+    return peak
 
 
 def smaller_forms(cfg):
     """{flags: (LoRA's rank, bits of the frozen matrices)} of what takes less memory than cfg."""
-    flag, rank = ("", cfg.lora_rank) if cfg.lora_rank else ("--lora_rank=16", 16)
-    widths = {
-        f"{flag} --base_bits={bits}".strip(): (rank, bits)
-        for bits in (8, 4)
-        if bits < (cfg.base_bits or 16)
-    }
-    smaller = widths if cfg.lora_rank else {flag: (rank, 0)} | widths
-    # adapters train on one host, to its own disk
-    return {} if cfg.hosts or "://" in cfg.out else smaller
+    if cfg.hosts or "://" in cfg.out:  # adapters train on one host, to its own disk
+        return {}
+    rank = cfg.lora_rank or 16
+    forms = {}
+    if not cfg.lora_rank:
+        forms["--lora_rank=16"] = (rank, 0)
+    for bits in (8, 4):
+        if bits < (cfg.base_bits or 16):
+            flag = f"--base_bits={bits}"
+            forms[flag if cfg.lora_rank else f"--lora_rank=16 {flag}"] = (rank, bits)
+    return forms
 
 
-def fits(needed, free, what, smaller):
-    """Raise ValueError if fewer bytes are free than needed; smaller is {flag: bytes} of what takes
-    less.
-    """
-    if needed > free:
-        advice = " or ".join(
-            f"{flag} takes {size / 1e9:.3g}" for flag, size in smaller.items() if size <= free
-        )
-        advice = advice or "use a smaller model, more devices or more memory"
-        raise ValueError(f"{what} on each device, where {free / 1e9:.3g} are free; {advice}")
+def too_large(what, free, smaller):
+    """The error of what does not fit; smaller is {flag: bytes} of what takes less."""
+    fitting = [f"{flag} takes {size / 1e9:.3g}" for flag, size in smaller.items() if size <= free]
+    advice = " or ".join(fitting) or "use a smaller model, more devices or more memory"
+    return ValueError(f"{what} on each device, where {free / 1e9:.3g} are free; {advice}")
 
 
 def check_memory(mesh, needed, smaller):
     """Print how many bytes a device needs to train; ValueError if fewer are free. smaller is {flag:
     bytes}.
     """
-    free, what = free_bytes(mesh), f"weights, moments and gradients take {needed / 1e9:.3g} GB"
+    free = free_bytes(mesh)
+    what = f"weights, moments and gradients take {needed / 1e9:.3g} GB"
     print(f"{what} on each device, {free / 1e9:.3g} are free; activations come on top", flush=True)
-    fits(needed, free, what, smaller)
+    if needed > free:
+        raise too_large(what, free, smaller)
 
 
 # ---- a model for inference ---------------------------------------------------------------------
@@ -658,27 +719,22 @@ def default_folder(run, family):
     """The folder of a model where none is named: `run` if it holds one, else that in WEIGHTS, if
     there is one.
     """
-    converted = any((Path(run) / name).is_file() for name in ("meta.json", "model.safetensors"))
-    if converted or runs.saved_steps(Path(run)) or not (WEIGHTS / family).is_dir():
+    folder = Path(run)
+    converted = (folder / "meta.json").is_file() or (folder / "model.safetensors").is_file()
+    if converted or runs.saved_steps(folder) or not (WEIGHTS / family).is_dir():
         return run
-    print(
-        f"no model in {run}: using weights/{family}, a small one that comes with Unmask",
-        file=sys.stderr,
-    )
+    small = f"using weights/{family}, a small one that comes with Unmask"
+    print(f"no model in {run}: {small}", file=sys.stderr)
     return str(WEIGHTS / family)
-
-
-def device_line():
-    """The devices of JAX, and the accelerator that it leaves idle."""
-    devices, idle = jax.devices(), idle_accelerator()
-    return f"{len(devices)} x {devices[0].device_kind}" + (f"; {idle}" if idle else "")
 
 
 def bits_of(flags):
     """Bits per weight of a matrix, by the flags --int8 and --int4; 0: not quantised."""
     if flags.int8 and flags.int4:
         raise ValueError("--int8 or --int4, not both")
-    return 8 if flags.int8 else 4 if flags.int4 else 0
+    if flags.int8:
+        return 8
+    return 4 if flags.int4 else 0
 
 
 def load_for_inference(
@@ -699,59 +755,35 @@ def load_for_inference(
         raise ValueError(f"--devices={devices}: there are {device_line()}")
     model = family.read_config(path, meta)
     mesh = inference_mesh(model, jax.devices()[: devices or None], rows)
-    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-    print(device_line() + (f"; mesh {axes}" if mesh.size > 1 else ""), file=sys.stderr)
+    line = device_line()
+    if mesh.size > 1:
+        line += "; mesh " + ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    print(line, file=sys.stderr)
 
     # The first type that fits; else what to do.
     needed = functools.partial(bytes_needed, family, model, mesh, meta.get("dtype", "float32"))
-    on_cpu = jax.default_backend() == "cpu"
     free = free_bytes(mesh)
     if not dtype:
-        wide = needed("float32", bits)
-        dtype = "float32" if on_cpu and wide <= free else "bfloat16"
-        if on_cpu and wide > free:
-            print(
-                f"bfloat16: float32 takes {wide / 1e9:.3g} GB, {free / 1e9:.3g} are free",
-                file=sys.stderr,
-            )
-    if (size := needed(dtype, bits)) > free:
-        smaller = {"--dtype=bfloat16": needed("bfloat16", bits)}
+        dtype = "bfloat16"
+        if jax.default_backend() == "cpu":
+            wide = needed("float32", bits)
+            if wide <= free:
+                dtype = "float32"
+            else:
+                why = f"float32 takes {wide / 1e9:.3g} GB, {free / 1e9:.3g} are free"
+                print(f"bfloat16: {why}", file=sys.stderr)
+    size = needed(dtype, bits)
+    if size > free:
+        smaller = {"--dtype=bfloat16": needed("bfloat16", 0)}
         if hasattr(family, "quantise"):
-            smaller |= {"--int8": needed("bfloat16", 8), "--int4": needed("bfloat16", 4)}
+            smaller["--int8"] = needed("bfloat16", 8)
+            smaller["--int4"] = needed("bfloat16", 4)
         kind = f"int{bits} and {dtype}" if bits else dtype
-        fits(size, free, f"{folder} takes {size / 1e9:.3g} GB in {kind}", smaller)
-    mesh = mesh if mesh.size > 1 else None
-    model, step = load(family, folder, step, dtype, mesh=mesh, bits=bits)
-    if not mesh and hasattr(family, "join"):
+        raise too_large(f"{folder} takes {size / 1e9:.3g} GB in {kind}", free, smaller)
+    if mesh.size > 1:
+        model, step = load(family, folder, step, dtype, mesh, bits)
+        return model, step, mesh
+    model, step = load(family, folder, step, dtype, bits=bits)
+    if hasattr(family, "join"):
         family.join(model)
-    return model, step, mesh
-
-
-def bytes_needed(family, model, mesh, stored, dtype, bits):
-    """Bytes that a device needs while a checkpoint is read and joined: more than its share of the
-    weights.
-
-    A layer is read as it is stored; then its arrays are converted one by one, and their stored
-    forms freed. join() holds gate and up of a layer beside the two as one.
-    """
-    held, peak, tree = 0, 0, family.param_shapes(model)
-    shapes, layout = flatten(tree), flatten(family.shardings(mesh, tree))
-    for _, names in itertools.groupby(shapes, lambda name: name.rpartition(".")[0]):
-        parts = {
-            name: jax.ShapeDtypeStruct(layout[name].shard_shape(shapes[name].shape), dtype)
-            for name in names
-        }
-        unread = jnp.dtype(stored).itemsize * sum(part.size for part in parts.values())
-        stored_parts = stored_shapes(family, parts, dtype, bits)
-        for name, part in parts.items():
-            size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stored_parts[name]))
-            held, peak = held + size, max(peak, held + size + unread)
-            unread -= jnp.dtype(stored).itemsize * part.size
-            if name.endswith("gate_proj"):
-                joined = 2 * size
-    return max(peak, held + joined) if mesh.size == 1 and hasattr(family, "join") else peak
-
-
-def mesh_context(mesh):
-    """A context in which programs are compiled for a mesh; None is a single device."""
-    return jax.set_mesh(mesh) if mesh else contextlib.nullcontext()
+    return model, step, None
