@@ -1,25 +1,28 @@
-"""Convert checkpoints: Hugging Face safetensors to Orbax and back; the bytes of every tensor stay
-the same.
+"""Convert checkpoints between Hugging Face safetensors and Orbax. Reads the disk.
 
-    python convert_weights.py --source=apple/DiffuCoder-7B-Instruct --out=out/diffucoder   # downloads it first
-    python convert_weights.py --source=out/diffucoder --out=out/diffucoder_hf              # and back again
-    python convert_weights.py --source=DiffuCoder-7B-Instruct --out=out/diffucoder --verify    # a folder; compares both
-    python convert_weights.py --source=out/train_tpu --out=out/my_model --push=me/my_model     # publishes a run
-    python convert_weights.py --source=out/train_tpu --out=out/export --dtype=bfloat16         # a run's weights alone
-    python convert_weights.py --source=Qwen/Qwen2.5-Coder-0.5B --to=dream --out=out/start      # to train as a Dream
+    # downloads it first
+    python convert_weights.py --source=apple/DiffuCoder-7B-Instruct --out=out/diffucoder
+    # and back again
+    python convert_weights.py --source=out/diffucoder --out=out/diffucoder_hf
+    # a folder; compares every byte
+    python convert_weights.py --source=DiffuCoder-7B-Instruct --out=out/diffucoder --verify
+    # publishes a run
+    python convert_weights.py --source=out/train_tpu --out=out/my_model --push=me/my_model
+    # a run's weights alone
+    python convert_weights.py --source=out/train_tpu --out=out/export --dtype=bfloat16
+    # to train as a Dream
+    python convert_weights.py --source=Qwen/Qwen2.5-Coder-0.5B --to=dream --out=out/start
 
 Reads a folder, or a repository of the Hub (token from HF_TOKEN, or from `hf auth login`), and
 writes the other form; of a run it takes the newest step. With --dtype the result is Orbax. --out
 gets its name when it is complete:
 
-    Orbax:       config.json, tokenizer files, meta.json, params/ (Zarr in chunks: a device reads
-    its part)
-    safetensors: config.json, tokenizer files, model-0000i-of-0000n.safetensors,
-    model.safetensors.index.json
+    Orbax:       config.json, tokenizer files, meta.json, params/ (Zarr in chunks)
+    safetensors: config.json, tokenizer files, model-0000i-of-0000n.safetensors and their index
 
-Both keep the name of their source in config.json, and the source's *.py files for transformers.
-Their checksums are compared on reading. The Hub's own safetensors hold none: a flipped bit in them
-is not noticed, a file cut short is.
+The bytes of every tensor stay the same. Both forms keep the name of their source in config.json,
+and the source's *.py files for transformers. Their checksums are compared on reading. The Hub's own
+safetensors hold none: a flipped bit in them is not noticed, a file cut short is.
 
 --to=dream turns a Qwen2, Fast-dLLM v2 or dllm's a2d-qwen2 into a Dream to train, in Orbax, and a
 Qwen3 into an SDAR, which SGLang serves (blocks of 4, MASK 151669). A tokenizer without a mask token
@@ -27,16 +30,13 @@ gets one after its last token, whose row of embedding and head is the mean of th
 The block length is --block_length, or that of config.json, or 1, an autoregressive model; an SDAR's
 is 4, an a2d-qwen2 has none. Go on with: python train_dream.py --init=out/start
 
-Conversion streams: Orbax reads from the mapped files, and no tensor is copied; the way back and
---verify hold two blocks of 32 MB, or of one chunk, in memory. --dtype needs a temporary file of the
-size of --out beside it.
+Conversion streams: no tensor is copied whole. --dtype needs a temporary file of the size of --out
+beside it. It merges no adapters: a run with LoRA leaves the whole model in merged/.
 """
 
-import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import struct
@@ -74,15 +74,15 @@ class Config:
     block_length: runs.Natural = 0
     # write Orbax in this dtype; "" keeps every byte
     dtype: typing.Literal["", "bfloat16", "float32"] = ""
-    shard_gb: runs.Positive = 5.0  # largest safetensors file of a Dream, in GB
     verify: bool = False  # compare every tensor of --source and --out
     push: str = ""  # verify, and upload --out to this repository of the Hub, OWNER/NAME
 
 
 CHUNK_BYTES = 32 << 20  # size of the chunks of Zarr arrays, and of the blocks read from them
+SHARD_BYTES = 5_000_000_000  # largest safetensors file of a Dream
 
 
-# ---- the Hub's form ------------------------------------------------------------------------------------------------
+# ---- the Hub's form ----------------------------------------------------------------------------
 
 DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -91,8 +91,9 @@ DTYPES = {
 }
 TABLES = {"embed_tokens", "lm_head"}  # have a row per token
 LLADA = {  # our names of parameters: LLaDA's, where they differ
-    "embed_tokens": "wte", "norm": "ln_f", "lm_head": "ff_out", "input_layernorm": "attn_norm", "o_proj": "attn_out",
-    "post_attention_layernorm": "ff_norm", "gate_proj": "ff_proj", "down_proj": "ff_out",
+    "embed_tokens": "wte", "norm": "ln_f", "lm_head": "ff_out", "input_layernorm": "attn_norm",
+    "o_proj": "attn_out", "post_attention_layernorm": "ff_norm", "gate_proj": "ff_proj",
+    "down_proj": "ff_out",
 }  # fmt: skip
 
 
@@ -100,58 +101,64 @@ def hf_name(name, family="dream"):
     """layers.3.q_bias -> model.layers.3.self_attn.q_proj.bias; shapes and layouts are the same."""
     layer, dot, part = name.rpartition(".")
     if family == "llada":
-        return f"model.transformer.{layer.replace('layers', 'blocks')}{dot}{LLADA.get(part, part)}.weight"
+        layer = layer.replace("layers", "blocks")
+        return f"model.transformer.{layer}{dot}{LLADA.get(part, part)}.weight"
+    if part == "lm_head":
+        return "diffusion_head.weight" if family == "nemotron" else "lm_head.weight"
+    top = "encoder." if family == "nemotron" else "model."
     # q_proj is the matrix, q_bias its bias, q_norm scales what it gives
     matrix, _, kind = part.partition("_")
-    block = "self_attn." if matrix in ("q", "k", "v", "o") else "mlp." if kind == "proj" else ""
+    block = ""
+    if matrix in ("q", "k", "v", "o"):
+        block = "self_attn."
+    elif kind == "proj":
+        block = "mlp."
     leaf = f"{matrix}_proj.bias" if kind == "bias" else f"{part}.weight"
-    top, head = ("encoder.", "diffusion_head") if family == "nemotron" else ("model.", "lm_head")
-    return f"{head}.weight" if part == "lm_head" else f"{top}{layer}{dot}{block}{leaf}"
+    return f"{top}{layer}{dot}{block}{leaf}"
 
 
 def map_files(folder):
-    """{name: read-only array in a mapped file} of a folder's safetensors files; ValueError if one
+    """{name: read-only array in a mapped file} of a folder's safetensors files. ValueError if one
     is damaged.
-
-    The library would copy tensors. It checks that they follow each other without a gap up to the
-    end of the file, so their offsets follow from their sizes.
     """
-    index, arrays = folder / "model.safetensors.index.json", {}
-    names = (
-        runs.read_json(index, "weight_map")["weight_map"].values()
-        if index.exists()
-        else ["model.safetensors"]
-    )
-    if outside := [name for name in names if name != Path(name).name]:
-        raise ValueError(f"{index} names {outside[0]}, which is no file in its folder")
-    for path in sorted({folder / name for name in names}):
-        try:
-            with safetensors.safe_open(path, "numpy") as file:
-                # in the order of the file
-                views = {name: file.get_slice(name) for name in file.offset_keys()}
-                layout = {
-                    name: (DTYPES[view.get_dtype()], tuple(view.get_shape()))
-                    for name, view in views.items()
-                }
-                sums = json.loads((file.metadata() or {}).get("sums", "{}"))
-        except (safetensors.SafetensorError, KeyError, ValueError) as error:
-            raise ValueError(
-                f"{path} cannot be read as safetensors of {', '.join(DTYPES)}: {error}"
-            ) from None
-        data = np.memmap(path, np.uint8, "r")
-        start = data.size - sum(
-            dtype.itemsize * math.prod(shape) for dtype, shape in layout.values()
-        )
-        for name, (dtype, shape) in layout.items():
-            end = start + dtype.itemsize * math.prod(shape)
-            arrays[name] = data[start:end].view(dtype).reshape(shape)
-            start = end
-            if name in sums and checkpoints.bit_sum(arrays[name]) != sums[name]:
-                raise ValueError(f"{path} is damaged: {name} is not what was saved")
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.exists():
+        names = runs.read_json(index, "weight_map")["weight_map"].values()
+    arrays = {}
+    for name in sorted(set(names)):
+        if name != Path(name).name:
+            raise ValueError(f"{index} names {name}, which is no file in its folder")
+        arrays |= map_file(folder / name)
     return arrays
 
 
-# ---- which checkpoint a folder holds -------------------------------------------------------------------------------
+def map_file(path):
+    """{name: read-only array in the mapped file}, where the library would copy."""
+    layout = {}  # in the order of the file
+    try:
+        with safetensors.safe_open(path, "numpy") as file:
+            sums = json.loads((file.metadata() or {}).get("sums", "{}"))
+            for name in file.offset_keys():
+                view = file.get_slice(name)
+                layout[name] = DTYPES[view.get_dtype()], view.get_shape()
+    except (safetensors.SafetensorError, KeyError, ValueError) as error:
+        known = ", ".join(DTYPES)
+        raise ValueError(f"{path} cannot be read as safetensors of {known}: {error}") from None
+    # The library checked that tensors follow each other without a gap up to the end of the file.
+    data = np.memmap(path, np.uint8, "r")
+    end = data.size
+    arrays = {}
+    for name, (dtype, shape) in reversed(layout.items()):
+        start = end - dtype.itemsize * math.prod(shape)
+        arrays[name] = data[start:end].view(dtype).reshape(shape)
+        end = start
+        if name in sums and checkpoints.bit_sum(arrays[name]) != sums[name]:
+            raise ValueError(f"{path} is damaged: {name} is not what was saved")
+    return arrays
+
+
+# ---- which checkpoint a folder holds -----------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,24 +169,20 @@ class Checkpoint:
     family: typing.Any  # module: model_dream or model_pythoncoder
     cfg: typing.Any  # architecture
     keys: dict  # of the config.json beside safetensors
-    params: Path | None = None  # folder of Orbax; None: safetensors
-    sums: dict | None = None  # {name of a parameter: checksum}, Orbax only
     step: int = 0  # of a run
     origin: str = ""  # name of the source, OWNER/NAME for one of the Hub
+    params: Path | None = None  # folder of Orbax; None: safetensors
+    sums: dict | None = None  # {name of a parameter: checksum}, Orbax only
     table_rows: int = 0  # rows of the stored tables, which still lack MASK's; 0: nothing is lacking
 
     def shapes(self):
         """{name of a parameter: shape}."""
-        shapes = {
-            name: x.shape
-            for name, x in checkpoints.flatten(self.family.param_shapes(self.cfg)).items()
-        }
-        tables = {
-            name: (self.table_rows, *shapes[name][1:])
-            for name in TABLES & shapes.keys()
-            if self.table_rows
-        }
-        return shapes | tables
+        tree = checkpoints.flatten(self.family.param_shapes(self.cfg))
+        shapes = {name: x.shape for name, x in tree.items()}
+        if self.table_rows:
+            for name in TABLES & shapes.keys():
+                shapes[name] = (self.table_rows, *shapes[name][1:])
+        return shapes
 
     def file_name(self, name):
         """The name of a parameter in safetensors."""
@@ -192,53 +195,52 @@ def find(folder, step=0, repository=""):
 
     repository is where it was downloaded from. Raises ValueError or FileNotFoundError.
     """
-    config, is_run = folder / "config.json", step or runs.saved_steps(folder)
-    origin = runs.read_json(config).get("source", repository) if config.is_file() else repository
-    where = runs.newest(folder, step)[1] if is_run else folder
-    if where.parent == folder / "checkpoints":
-        where, meta, step = checkpoints.find_weights(folder, step)
-        family = dream if "mask_id" in meta["model"] else pc
-        cfg = family.read_config(where, meta)
-        keys = (
-            dream.config_to_hf(cfg)
-            if family is dream
-            else {"model_type": "pythoncoder"} | vars(cfg)
-        )
-        # without the checksums of the optimizer's state
-        sums = {
-            name.removeprefix("params."): x
-            for name, x in meta["sums"].items()
-            if name.startswith("params.")
-        }
-        return Checkpoint(
-            folder, family, cfg, keys | {"step": step}, where / "params", sums, step, origin
-        )
-    keys = runs.read_json(where / "config.json")
+    keys = {}
+    if (folder / "config.json").is_file():
+        keys = runs.read_json(folder / "config.json")
     kind = keys.get("model_type")
-    if kind == "mdlm":
-        raise ValueError(
-            f"{where} is an MDLM, in safetensors as it is; publish it with: hf upload OWNER/NAME {where}"
-        )
-    if kind in QWEN2 and not dream.family_of(where, keys):
-        raise ValueError(f"{where} is a {kind}; --to=dream makes a Dream of it")
-    if kind == "pythoncoder":
-        family, cfg = pc, pc.read_config(where, checkpoints.find_weights(where)[1])
-    else:
-        family, cfg = dream, dream.config_from_hf(where)
-    params = sums = None
-    if (where / "meta.json").is_file():
-        params, sums = where / "params", runs.read_json(where / "meta.json", "sums")["sums"]
-    elif not origin:
-        origin = folder.resolve().name
-    return Checkpoint(folder, family, cfg, keys, params, sums, int(keys.get("step", 0)), origin)
+    if kind in QWEN2 and not dream.family_of(folder, keys):
+        raise ValueError(f"{folder} is a {kind}; --to=dream makes a Dream of it")
+    if kind == "mdlm" or any(folder.glob("step_*")):
+        advice = "publish a step with: hf upload OWNER/NAME FOLDER"
+        raise ValueError(f"{folder} is of train_gpu.py, in safetensors as it is; {advice}")
+    where = folder
+    meta = {}
+    is_run = step or runs.saved_steps(folder)
+    if is_run or (folder / "meta.json").is_file() or kind == "pythoncoder":
+        where, meta, step = checkpoints.find_weights(folder, step)
+    family = dream
+    if "model" in meta and "mask_id" not in meta["model"]:
+        family = pc
+    cfg = family.read_config(folder, meta)
+    origin = keys.get("source", repository)
+    if is_run:
+        keys = {"model_type": "pythoncoder"} | vars(cfg)
+        if family is dream:
+            keys = dream.config_to_hf(cfg)
+        keys["step"] = step
+    step = int(keys.get("step", 0))
+    if "sums" not in meta:
+        origin = origin or folder.resolve().name
+        return Checkpoint(folder, family, cfg, keys, step, origin)
+    sums = {name.removeprefix("params."): total for name, total in meta["sums"].items()}
+    return Checkpoint(folder, family, cfg, keys, step, origin, where / "params", sums)
 
 
 # of dllm and Dream, of Fast-dLLM v2, of SDAR, of others
 MASKS = "<|mask|>", "|<MASK>|", "<|MASK|>", "<mask>"
 # model_type of models with Qwen2's layers, and what their config.json leaves out; bd_size 1 is an
 # autoregressive model
-QWEN2 = {"qwen2": {"bd_size": 1}, "Fast_dLLM_Qwen": {}, "a2d-qwen2": {"shift": False}, "qwen3": {
-    "model_type": "sdar", "architectures": ["SDARForCausalLM"], "sliding_window": None}}  # fmt: skip
+QWEN2 = {
+    "qwen2": {"bd_size": 1},
+    "Fast_dLLM_Qwen": {},
+    "a2d-qwen2": {"shift": False},
+    "qwen3": {
+        "model_type": "sdar",
+        "architectures": ["SDARForCausalLM"],
+        "sliding_window": None,
+    },
+}
 
 
 def find_qwen2(folder, block_length=0, repository=""):
@@ -249,32 +251,40 @@ def find_qwen2(folder, block_length=0, repository=""):
     last row. PAD is the tokenizer's, or EOS; EOS is the first that config.json lists.
     """
     keys = runs.read_json(folder / "config.json", "vocab_size")
-    kind, rows = keys.get("model_type"), keys["vocab_size"]
+    kind = keys.get("model_type")
     if kind not in QWEN2:
-        raise ValueError(
-            f"{folder}: --to=dream takes a model_type of {', '.join(QWEN2)}, not {kind!r}"
-        )
-    ids = {}
-    if (folder / "tokenizer.json").is_file():
-        ids = runs.read_tokenizer(folder).get_vocab()
-    elif (folder / "vocab.json").is_file():
-        ids = from_merges(folder).get_vocab()
-    mask_id, table_rows = next((ids[name] for name in MASKS if name in ids), None), 0
-    if mask_id is None:
-        mask_id, table_rows = max(ids.values(), default=rows - 1) + 1, rows
-    eos_id, *_ = np.ravel(keys.get("eos_token_id")).tolist()
+        known = ", ".join(QWEN2)
+        raise ValueError(f"{folder}: --to=dream takes a model_type of {known}, not {kind!r}")
+    tokenizer, _ = open_tokenizer(folder)
+    ids = tokenizer.get_vocab() if tokenizer else {}
+    rows = keys["vocab_size"]
+    table_rows = 0
+    known = [ids[name] for name in MASKS if name in ids]
+    if known:
+        mask_id = known[0]
+    else:
+        mask_id = max(ids.values(), default=rows - 1) + 1
+        table_rows = rows
+    eos_id = int(np.ravel(keys.get("eos_token_id"))[0])
     pad = tokenizer_config(folder).get("pad_token")
-    pad_id = ids.get(pad["content"] if isinstance(pad, dict) else pad, eos_id)
-    changes = {"model_type": "Dream", "vocab_size": max(rows, mask_id + 1)} | QWEN2[kind]
-    changes |= {"mask_token_id": mask_id, "eos_token_id": eos_id, "pad_token_id": pad_id}
-    changes |= {"bd_size": block_length} if block_length else {}
-    cfg, origin = dream.config_from_hf(folder, changes), repository or folder.resolve().name
-    return Checkpoint(
-        folder, dream, cfg, dream.config_to_hf(cfg), table_rows=table_rows, origin=origin
-    )
+    if isinstance(pad, dict):
+        pad = pad["content"]
+    changes = {
+        "model_type": "Dream",
+        "vocab_size": max(rows, mask_id + 1),
+        "mask_token_id": mask_id,
+        "eos_token_id": eos_id,
+        "pad_token_id": ids.get(pad, eos_id),
+    } | QWEN2[kind]
+    if block_length:
+        changes["bd_size"] = block_length
+    cfg = dream.config_from_hf(folder, changes)
+    origin = repository or folder.resolve().name
+    keys = dream.config_to_hf(cfg)
+    return Checkpoint(folder, dream, cfg, keys, origin=origin, table_rows=table_rows)
 
 
-# ---- tensors -------------------------------------------------------------------------------------------------------
+# ---- tensors -----------------------------------------------------------------------------------
 
 
 def as_integers(array):
@@ -291,31 +301,28 @@ def open_safetensors(checkpoint, wanted=""):
     """{our name: mapped array} of a checkpoint in safetensors, and their dtype, or the wanted
     one.
     """
-    arrays, shapes = map_files(checkpoint.folder), checkpoint.shapes()
+    arrays = map_files(checkpoint.folder)
+    shapes = checkpoint.shapes()
     want = {checkpoint.file_name(name): shape for name, shape in shapes.items()}
-    runs.check_tensors(
-        {name: array.shape for name, array in arrays.items()}, want, checkpoint.folder
-    )
-    counts = collections.Counter(str(array.dtype) for array in arrays.values())
-    if len(counts) > 1 and not wanted:
-        listed = ", ".join(f"{name} ({count})" for name, count in counts.most_common())
-        advice = "--dtype=float32 keeps every value, --dtype=bfloat16 rounds them"
-        raise ValueError(
-            f"{checkpoint.folder} holds tensors of several dtypes: {listed}; make them one: {advice}"
-        )
-    return {name: arrays[checkpoint.file_name(name)] for name in shapes}, np.dtype(
-        wanted or next(iter(counts))
-    )
+    found = {name: array.shape for name, array in arrays.items()}
+    runs.check_tensors(found, want, checkpoint.folder)
+    dtypes = sorted({str(array.dtype) for array in arrays.values()})
+    if len(dtypes) > 1 and not wanted:
+        listed = ", ".join(dtypes)
+        advice = "make them one: --dtype=float32 keeps every value, --dtype=bfloat16 rounds them"
+        raise ValueError(f"{checkpoint.folder} holds tensors of several dtypes: {listed}; {advice}")
+    dtype = np.dtype(wanted or dtypes[0])
+    return {name: arrays[checkpoint.file_name(name)] for name in shapes}, dtype
 
 
 def with_mask_row(table_VD, mask_id):
     """The table with the mean of rows 0 .. mask_id - 1, in float64, as row mask_id: a spare row, or
     a new last one.
     """
-    new_VD = np.pad(table_VD, ((0, max(0, mask_id + 1 - len(table_VD))), (0, 0)))
-    new_VD[mask_id] = (
-        table_VD[:mask_id].mean(0, dtype=np.float64).astype(np.float32).astype(table_VD.dtype)
-    )
+    lacking = max(0, mask_id + 1 - len(table_VD))
+    new_VD = np.pad(table_VD, ((0, lacking), (0, 0)))
+    mean_D = table_VD[:mask_id].mean(0, dtype=np.float64)
+    new_VD[mask_id] = mean_D.astype(np.float32).astype(table_VD.dtype)
     return new_VD
 
 
@@ -326,7 +333,7 @@ def open_orbax(checkpoint):
     reads any part of one. _METADATA says how they are stored: in a folder each, or together in an
     OCDBT database.
     """
-    params, shapes = checkpoint.params, checkpoint.shapes()
+    params = checkpoint.params
     form = runs.read_json(params / "_METADATA", "tree_metadata")
     store = {"driver": "file", "path": f"{params.absolute()}/"}
     if form.get("use_ocdbt"):
@@ -340,37 +347,31 @@ def open_orbax(checkpoint):
         spec = {"driver": driver, "kvstore": store | {"path": f"{store['path']}{name}/"}}
         opening[name] = tensorstore.open(spec, context=context, open=True, read=True)
     arrays = {name: future.result() for name, future in opening.items()}
+    shapes = checkpoint.shapes()
     runs.check_tensors({name: array.shape for name, array in arrays.items()}, shapes, params)
     (dtype,) = {array.dtype.numpy_dtype for array in arrays.values()}
     return {name: arrays[name] for name in shapes}, dtype
 
 
-def read_blocks(arrays):
-    """(name, rows as a NumPy array) of tensorstore's arrays, block by block; the next one is read
-    meanwhile.
+def read_blocks(source, arrays):
+    """(name, first element, rows as a NumPy array) of an Orbax checkpoint's arrays, block by block;
+    the next one is read meanwhile. ValueError after an array with a wrong checksum.
     """
-
-    def reads():
-        for name, array in arrays.items():
-            chunk, length = array.chunk_layout.read_chunk.shape[0], array.shape[0]
-            rows = chunk * max(1, CHUNK_BYTES * length // (chunk * byte_count(array)))
-            for i in range(0, length, rows):
-                yield name, array[i : min(i + rows, length)].read(order="C")
-
-    # pairwise starts a read before it yields the block before
-    for (name, block), _ in itertools.pairwise(itertools.chain(reads(), [None])):
-        yield name, block.result()
-
-
-def checked_blocks(source, arrays):
-    """read_blocks of an Orbax checkpoint; ValueError after the last block of an array with a wrong
-    checksum.
-    """
-    for name, blocks in itertools.groupby(read_blocks(arrays), lambda block: block[0]):
+    for name, array in arrays.items():
+        length = array.shape[0]
+        chunk = array.chunk_layout.read_chunk.shape[0]
+        size = chunk * max(1, CHUNK_BYTES * length // (chunk * byte_count(array)))
+        blocks = [array[i : min(i + size, length)] for i in range(0, length, size)]
+        reading = blocks[0].read(order="C")
         total = 0
-        for _, rows in blocks:
+        done = 0
+        for following in [*blocks[1:], None]:
+            rows = reading.result()
+            if following is not None:
+                reading = following.read(order="C")
             total += int(checkpoints.bit_sum(rows))
-            yield name, rows
+            yield name, done, rows
+            done += rows.size
         if total % 2**32 != source.sums.get(name):
             raise ValueError(f"{source.folder} is corrupted: {name} is not what was saved")
 
@@ -380,18 +381,25 @@ def cast(source, arrays, dtype, folder):
     deleted with them.
     """
     with tempfile.TemporaryFile(dir=folder) as file:
-        for _, rows in checked_blocks(source, arrays) if source.params else arrays.items():
-            file.write(as_integers(rows.astype(dtype)))
+        if source.params:
+            for _, _, rows in read_blocks(source, arrays):
+                file.write(as_integers(rows.astype(dtype)))
+        else:
+            for array in arrays.values():
+                file.write(as_integers(array.astype(dtype)))
         file.flush()
         flat = np.memmap(file, dtype, "r")
-    views = np.split(flat, np.cumsum([math.prod(array.shape) for array in arrays.values()])[:-1])
-    return {
-        name: view.reshape(array.shape)
-        for (name, array), view in zip(arrays.items(), views, strict=True)
-    }
+    views = {}
+    start = 0
+    for name, array in arrays.items():
+        end = start + math.prod(array.shape)
+        views[name] = flat[start:end].reshape(array.shape)
+        start = end
+    return views
 
 
 def refuse_existing(out):
+    """FileExistsError if there is something at `out`."""
     if out.exists():
         raise FileExistsError(f"{out} exists; delete it or choose another --out")
 
@@ -410,27 +418,36 @@ def output_folder(out):
             lock.unlink()
 
 
-# ---- the files beside the weights ----------------------------------------------------------------------------------
+# ---- the files beside the weights --------------------------------------------------------------
 
-CODE = {  # model_type: the repository of the Hub with its code, X and Y of configurationXConfig and modelingXY
+# model_type: the repository of the Hub with its code, X and Y of configurationXConfig, modelingXY
+CODE = {
     "Dream": ("Dream-org/Dream-v0-Instruct-7B", "_dream.Dream", "Model"),
     "llada": ("GSAI-ML/LLaDA-8B-Instruct", "_llada.LLaDA", "ModelLM"),
     "sdar": ("JetLM/SDAR-4B-Chat", "_sdar.SDAR", "ForCausalLM"),
     "Fast_dLLM_Qwen": ("Efficient-Large-Model/Fast_dLLM_v2_7B", ".Fast_dLLM_Qwen", "ForCausalLM"),
     "nemotron_labs_diffusion": (
-        "nvidia/Nemotron-Labs-Diffusion-8B", "_nemotron_labs_diffusion.NemotronLabsDiffusion", "Model",
+        "nvidia/Nemotron-Labs-Diffusion-8B",
+        "_nemotron_labs_diffusion.NemotronLabsDiffusion",
+        "Model",
     ),
-    "llama": ("ByteDance-Seed/Stable-DiffCoder-8B-Instruct", "_stable_diffcoder.StableDiffcoder", "ForCausalLM"),
-}  # fmt: skip
+    "llama": (
+        "ByteDance-Seed/Stable-DiffCoder-8B-Instruct",
+        "_stable_diffcoder.StableDiffcoder",
+        "ForCausalLM",
+    ),
+}
 # after Qwen2.5's tokens
 DREAM_TOKENS = {"<|beginoftext|>": 151_665, "<|mask|>": 151_666, "<|dlm_pad|>": 151_667}
-QWEN_WORDS = (  # where Qwen2.5's tokenizer splits a text before byte-pair encoding
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# where Qwen2.5's tokenizer splits a text before byte-pair encoding
+QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
 def files_beside(checkpoint):
-    """{name: bytes} of the tokenizer's files and of the model's code; ValueError for a tokenizer
+    """{name: bytes} of the tokenizer's files and of the model's code. ValueError for a tokenizer
     that does not fit.
 
     The tokenizer.json of a Dream gets Dream's tokens if it lacks MASK; if there is none, merges.txt
@@ -438,18 +455,13 @@ def files_beside(checkpoint):
     """
     folder = checkpoint.folder
     files = checkpoints.companions(folder)
-    merges = "tokenizer.json" not in files and {"vocab.json", "merges.txt"} <= files.keys()
-    if checkpoint.family is dream and (merges or "tokenizer.json" in files):
-        tokenizer = from_merges(folder) if merges else runs.read_tokenizer(folder)
-        path = folder / ("vocab.json" if merges else "tokenizer.json")
-        added = add_dream_tokens(
-            tokenizer, checkpoint.cfg, path, mask_alone=checkpoint.table_rows > 0
-        )
-        if merges or added:
+    tokenizer, path = open_tokenizer(folder, checkpoint.cfg.vocab)
+    if checkpoint.family is dream and tokenizer:
+        added = add_dream_tokens(tokenizer, checkpoint.cfg, path, checkpoint.table_rows > 0)
+        if added or path.name != "tokenizer.json":
             files["tokenizer.json"] = tokenizer.to_str(pretty=True).encode()
-            print(
-                f"tokenizer.json: made of {path.name}, special tokens {'added' if added else 'kept'}"
-            )
+            tokens = "added" if added else "kept"
+            print(f"tokenizer.json: made of {path.name}, special tokens {tokens}")
     if "tokenizer.json" not in files:
         print(f"{folder} has no tokenizer; generate.py needs a tokenizer.json beside the weights")
     return files
@@ -462,55 +474,68 @@ def with_code(config, files, origin):
     """
     kind = config.get("model_type")
     repository, name, model = CODE.get(kind, CODE["Dream"])
-    if "auto_map" in config:
-        repository = origin if origin.count("/") == 1 else repository
+    auto_map = config.get("auto_map")
+    if auto_map:
+        if origin.count("/") == 1:
+            repository = origin
     elif kind in CODE:
         auto = "AutoModelForCausalLM" if model == "ForCausalLM" else "AutoModel"
-        # Stable-DiffCoder has Llama's
-        own = {} if kind == "llama" else {"AutoConfig": f"configuration{name}Config"}
-        config = config | {"auto_map": own | {auto: f"modeling{name}{model}"}}
+        auto_map = {auto: f"modeling{name}{model}"}
+        if kind != "llama":  # Stable-DiffCoder has Llama's config
+            auto_map["AutoConfig"] = f"configuration{name}Config"
+    else:
+        return config
 
     def locate(name):
         is_here = "--" in name or f"{name.split('.')[0]}.py" in files
         return name if is_here else f"{repository}--{name}"
 
-    return config | (
-        {"auto_map": jax.tree.map(locate, config["auto_map"])} if "auto_map" in config else {}
-    )
+    return config | {"auto_map": jax.tree.map(locate, auto_map)}
 
 
 def config_to_write(source, dtype):
     """The content of config.json: the keys of the source, with its name and the dtype."""
     name = "dtype" if "dtype" in source.keys else "torch_dtype"  # since transformers 5, and before
-    return source.keys | {name: str(dtype)} | ({"source": source.origin} if source.origin else {})
+    keys = source.keys | {name: str(dtype)}
+    if source.origin:
+        keys["source"] = source.origin
+    return keys
 
 
 def tokenizer_config(folder):
+    """The content of tokenizer_config.json, empty without it."""
     path = folder / "tokenizer_config.json"
     return runs.read_json(path) if path.is_file() else {}
+
+
+def open_tokenizer(folder, vocab=2**31):
+    """(tokenizer of a folder, the file that it was read from); (None, None) without one."""
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        return runs.read_tokenizer(folder, vocab), path
+    path = folder / "vocab.json"
+    if path.is_file():
+        return from_merges(folder), path
+    return None, None
 
 
 def from_merges(folder):
     """The tokenizer of a folder that has Qwen2.5's vocab.json, merges.txt and added tokens, as
     Dream's has.
     """
-    added, settings = (
-        {i: {"content": name} for name, i in dream.special_ids(folder).items()},
-        tokenizer_config(folder),
-    )
-    added |= {int(i): token for i, token in settings.get("added_tokens_decoder", {}).items()}
+    added = {i: {"content": name} for name, i in dream.special_ids(folder).items()}
+    for i, token in tokenizer_config(folder).get("added_tokens_decoder", {}).items():
+        added[int(i)] = token
+    vocab = folder / "vocab.json"
     try:
-        model = tokenizers.models.BPE.from_file(
-            str(folder / "vocab.json"), str(folder / "merges.txt")
-        )
+        model = tokenizers.models.BPE.from_file(str(vocab), str(folder / "merges.txt"))
     except Exception as error:  # tokenizers raises nothing narrower
-        raise ValueError(f"{folder}/vocab.json and merges.txt are no tokenizer: {error}") from None
+        raise ValueError(f"{vocab} and merges.txt are no tokenizer: {error}") from None
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.normalizer = tokenizers.normalizers.NFC()
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(QWEN_WORDS), "isolated")
     to_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, to_bytes])
-    tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     # in the order of their ids, as the library numbers them from the end of the vocabulary
     defaults = {"normalized": False, "special": True}
@@ -524,29 +549,25 @@ def add_dream_tokens(tokenizer, cfg, path, mask_alone=False):
 
     ValueError if it cannot be the model's.
     """
-    largest = max(tokenizer.get_vocab().values(), default=-1)
-    if largest >= cfg.vocab:
-        raise ValueError(f"{path} does not fit: its ids reach {largest}, the model has {cfg.vocab}")
-    known, mask = tokenizer.get_added_tokens_decoder(), dream.FAMILIES[cfg.family].mask
+    known = tokenizer.get_added_tokens_decoder()
+    mask = dream.FAMILIES[cfg.family].mask
     if cfg.mask_id in known and mask in ("", known[cfg.mask_id].content):
         return False
     if cfg.family != "dream" and not mask_alone:
-        raise ValueError(
-            f"{path} is of another model: {mask or 'a special token'} is not its id {cfg.mask_id}"
-        )
+        problem = f"{mask or 'a special token'} is not its id {cfg.mask_id}"
+        raise ValueError(f"{path} is of another model: {problem}")
     # The library numbers added tokens from the end of the vocabulary. Qwen2.5's ends where Dream's
     # tokens begin.
     wanted = {mask or MASKS[0]: cfg.mask_id} if mask_alone else DREAM_TOKENS
     tokenizer.add_special_tokens([*wanted])
     found = {name: tokenizer.token_to_id(name) for name in wanted}
     if found != wanted or tokenizer.id_to_token(cfg.mask_id) not in MASKS:
-        raise ValueError(
-            f"{path} does not fit: it has no special token at {cfg.mask_id}, the model's MASK"
-        )
+        problem = f"it has no special token at {cfg.mask_id}, the model's MASK"
+        raise ValueError(f"{path} does not fit: {problem}")
     return True
 
 
-# ---- the two ways --------------------------------------------------------------------------------------------------
+# ---- the two ways ------------------------------------------------------------------------------
 
 
 def save_params(folder, arrays):
@@ -562,16 +583,16 @@ def save_params(folder, arrays):
     # stays one chunk.
     chunks = {}
     for name, array in arrays.items():
-        wide = (
-            array.ndim > 1 and array.shape[-1] > array.shape[0] and array.nbytes <= 8 * CHUNK_BYTES
-        )
-        chunks[name] = ocp.SaveArgs(chunk_byte_size=None if wide else CHUNK_BYTES)
-    arguments = ocp.args.PyTreeSave(
-        checkpoints.unflatten(arrays), save_args=checkpoints.unflatten(chunks)
-    )
+        is_wide = array.ndim > 1 and array.shape[-1] > array.shape[0]
+        size = CHUNK_BYTES
+        if is_wide and array.nbytes <= 8 * CHUNK_BYTES:
+            size = None
+        chunks[name] = ocp.SaveArgs(chunk_byte_size=size)
+    tree = checkpoints.unflatten(arrays)
+    args = ocp.args.PyTreeSave(tree, save_args=checkpoints.unflatten(chunks))
     try:
         with ocp.Checkpointer(handler) as orbax:
-            orbax.save(folder, args=arguments)
+            orbax.save(folder, args=args)
     except (OSError, ValueError) as error:
         raise OSError(f"the checkpoint was not written: {runs.first_line(error)}") from None
 
@@ -581,28 +602,22 @@ def to_orbax(source, out, wanted=""):
     files = files_beside(source)
     arrays, dtype = open_orbax(source) if source.params else open_safetensors(source, wanted)
     if source.table_rows:
-        print(
-            f"MASK is {source.cfg.mask_id}; its row of embedding and head is the mean of the rows before it"
-        )
-        arrays |= {
-            name: with_mask_row(arrays[name], source.cfg.mask_id) for name in TABLES & arrays.keys()
-        }
+        mask_id = source.cfg.mask_id
+        print(f"MASK is {mask_id}; its row of embedding and head is the mean of the rows before it")
+        for name in TABLES & arrays.keys():
+            arrays[name] = with_mask_row(arrays[name], mask_id)
     dtype = np.dtype(wanted or dtype)
     count = sum(math.prod(array.shape) for array in arrays.values())
     print(f"writing {len(arrays)} tensors, {count:,} parameters in {dtype}", flush=True)
+    meta = {"dtype": str(dtype), "parameters": count, "source": source.origin, "step": source.step}
+    if source.family is pc:
+        meta["model"] = dataclasses.asdict(source.cfg)
     with output_folder(out) as partial, concurrent.futures.ThreadPoolExecutor(1) as thread:
         if source.params or any(array.dtype != dtype for array in arrays.values()):
             arrays = cast(source, arrays, dtype, out.parent)
         # checksums of the arrays that we read, while Orbax writes its own files
         summing = thread.submit(checkpoints.bit_sums, arrays)
         save_params(partial / "params", arrays)
-        meta = {
-            "dtype": str(dtype),
-            "parameters": count,
-            "source": source.origin,
-            "step": source.step,
-        }
-        meta |= {"model": dataclasses.asdict(source.cfg)} if source.family is pc else {}
         runs.write(partial / "meta.json", meta | {"sums": summing.result()})
         runs.write(partial / "config.json", config_to_write(source, dtype))
         for name, data in files.items():
@@ -610,40 +625,41 @@ def to_orbax(source, out, wanted=""):
 
 
 def write_safetensors(path, arrays, source):
-    """Write tensorstore's arrays as a safetensors file, a block at a time; ValueError for a wrong
+    """Write tensorstore's arrays as a safetensors file, a block at a time. ValueError for a wrong
     checksum.
 
     The file is 8 bytes of header length, the header as JSON, then the data, from which offsets
     count.
     """
     labels = {dtype: label for label, dtype in DTYPES.items()}
-    sums = json.dumps({source.file_name(name): source.sums.get(name) for name in arrays})
-    header, end = {"__metadata__": {"format": "pt", "sums": sums}}, 0
+    sums = {source.file_name(name): source.sums.get(name) for name in arrays}
+    header = {"__metadata__": {"format": "pt", "sums": json.dumps(sums)}}
+    start = 0
     for name, array in arrays.items():
-        start, end = end, end + byte_count(array)
-        entry = {
+        end = start + byte_count(array)
+        header[source.file_name(name)] = {
             "dtype": labels[array.dtype.numpy_dtype],
-            "shape": [*array.shape],
+            "shape": array.shape,
             "data_offsets": [start, end],
         }
-        header[source.file_name(name)] = entry
+        start = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the data
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for _, rows in checked_blocks(source, arrays):
+        for _, _, rows in read_blocks(source, arrays):
             file.write(as_integers(rows))
 
 
-def to_safetensors(source, out, shard_gb):
+def to_safetensors(source, out):
     """Write the safetensors form of a checkpoint in Orbax."""
-    files, (arrays, dtype) = files_beside(source), open_orbax(source)
-    files_of = {
-        "filename_pattern": "model{suffix}.safetensors",
-        "max_shard_size": int(shard_gb * 1e9),
-    }
+    files = files_beside(source)
+    arrays, dtype = open_orbax(source)
     split = huggingface_hub.split_state_dict_into_shards_factory(
-        arrays, get_storage_size=byte_count, **files_of
+        arrays,
+        get_storage_size=byte_count,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=SHARD_BYTES if source.family is dream else 10**15,  # a PythonCoder: one file
     )
     count = split.metadata["total_size"] // dtype.itemsize
     print(f"writing {len(arrays)} tensors, {count:,} parameters in {dtype}", flush=True)
@@ -651,170 +667,152 @@ def to_safetensors(source, out, shard_gb):
         for file_name, names in split.filename_to_tensors.items():
             write_safetensors(partial / file_name, {name: arrays[name] for name in names}, source)
         if split.is_sharded:
-            file_of = {
-                source.file_name(name): file for name, file in split.tensor_to_filename.items()
-            }
-            index = {"metadata": split.metadata, "weight_map": dict(sorted(file_of.items()))}
+            weight_map = {}
+            for name, file_name in split.tensor_to_filename.items():
+                weight_map[source.file_name(name)] = file_name
+            index = {"metadata": split.metadata, "weight_map": dict(sorted(weight_map.items()))}
             runs.write(partial / "model.safetensors.index.json", index)
-        runs.write(
-            partial / "config.json", with_code(config_to_write(source, dtype), files, source.origin)
-        )
-        settings = with_code(tokenizer_config(source.folder), files, source.origin)
+        config = config_to_write(source, dtype)
+        runs.write(partial / "config.json", with_code(config, files, source.origin))
+        if "tokenizer_config.json" in files:
+            settings = tokenizer_config(source.folder)
+            files["tokenizer_config.json"] = with_code(settings, files, source.origin)
         for name, data in files.items():
-            runs.write(partial / name, settings if name == "tokenizer_config.json" else data)
+            runs.write(partial / name, data)
 
 
 def verify(source, out):
-    """Compare names, shapes, dtypes and all bytes of a checkpoint in both forms; ValueError with
+    """Compare names, shapes, dtypes and all bytes of a checkpoint in both forms. ValueError with
     what differs.
     """
+    both = f"{source.folder} and {out.folder}"
     if (source.params is None) == (out.params is None):
-        form = "Orbax" if source.params else "safetensors"
-        raise ValueError(
-            f"{source.folder} and {out.folder} are both {form}; --verify compares one form with the other"
-        )
+        raise ValueError(f"{both} are of one form; --verify compares safetensors with Orbax")
     if source.cfg != out.cfg:
-        raise ValueError(
-            f"config.json of {source.folder} and {out.folder} describe different models; convert again"
-        )
+        raise ValueError(f"config.json of {both} describe different models; convert again")
     hub, orbax = (out, source) if source.params else (source, out)
-    (theirs, hub_dtype), (ours, dtype) = open_safetensors(hub), open_orbax(orbax)
+    theirs, hub_dtype = open_safetensors(hub)
+    ours, dtype = open_orbax(orbax)
     if hub_dtype != dtype:
-        raise ValueError(
-            f"{hub.folder} is in {hub_dtype}, {orbax.folder} in {dtype}; convert again, without --dtype"
-        )
-    wrong, done = set(), collections.Counter()
-    for name, rows in checked_blocks(orbax, ours):
-        want = as_integers(theirs[name])[done[name] : done[name] + rows.size]
-        wrong |= set() if np.array_equal(as_integers(rows), want) else {name}
-        done[name] += rows.size
+        problem = f"{hub.folder} is in {hub_dtype}, {orbax.folder} in {dtype}"
+        raise ValueError(f"{problem}; convert again, without --dtype")
+    wrong = set()
+    for name, first, rows in read_blocks(orbax, ours):
+        want = as_integers(theirs[name])[first : first + rows.size]
+        if not np.array_equal(as_integers(rows), want):
+            wrong.add(name)
     if wrong:
-        raise ValueError(f"{source.folder} and {out.folder} differ: {', '.join(sorted(wrong))}")
-    print(
-        f"verified: {len(theirs)} tensors, {done.total():,} parameters, every byte equal",
-        flush=True,
-    )
+        raise ValueError(f"{both} differ: {', '.join(sorted(wrong))}")
+    count = sum(array.size for array in theirs.values())
+    print(f"verified: {len(theirs)} tensors, {count:,} parameters, every byte equal", flush=True)
 
 
-# ---- the Hub -------------------------------------------------------------------------------------------------------
+# ---- the Hub -----------------------------------------------------------------------------------
 
 
 def write_card(checkpoint, name):
     """README.md of a folder that has none. It names no licence: that is for the publisher to
     choose.
     """
-    path, origin, keys = checkpoint.folder / "README.md", checkpoint.origin, checkpoint.keys
+    path = checkpoint.folder / "README.md"
     if path.exists():
         return
-    kind = "dream" if checkpoint.family is dream else "pythoncoder"
-    base = f"base_model: {origin}\n" if origin.count("/") == 1 else ""
-    count, dtype = (
-        sum(map(math.prod, checkpoint.shapes().values())),
-        keys.get("dtype") or keys["torch_dtype"],
+    count = sum(map(math.prod, checkpoint.shapes().values()))
+    dtype = checkpoint.keys.get("dtype") or checkpoint.keys["torch_dtype"]
+    source = checkpoint.origin or "a training run"
+    path.write_text(
+        f"---\ntags: [unmask]\n---\n\n# {Path(name).name}\n\n{count:,} parameters in {dtype}, "
+        f"converted by `convert_weights.py` of Unmask from {source}.\n"
     )
-    head = f"---\ntags: [unmask, {kind}]\n{base}---\n\n# {Path(name).name}\n\n"
-    made = f"converted by `convert_weights.py` of Unmask from {origin or 'a training run'}"
-    path.write_text(f"{head}{count:,} parameters in {dtype}, {made}.\n")
 
 
-def push(checkpoint, repository):
+def push(folder, repository):
     """Upload a folder to the Hub; what an earlier upload sent is not sent again."""
-    out, api = checkpoint.folder, huggingface_hub.HfApi()
     try:
-        api.create_repo(repository, exist_ok=True)
-        api.upload_folder(repo_id=repository, folder_path=out, commit_message="weights")
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # RuntimeError: the upload of a file, with the cause
+        huggingface_hub.create_repo(repository, exist_ok=True)
+        huggingface_hub.upload_folder(
+            repo_id=repository, folder_path=folder, commit_message="weights"
+        )
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: of a file, with the cause
         problem = " ".join(f"{error} {error.__cause__ or ''}".split())
-        raise OSError(
-            f"{out} was not uploaded to {repository}: {problem}; run again to go on"
-        ) from None
-    print(f"uploaded {out} to {repository}")
+        advice = "run again to go on"
+        raise OSError(f"{folder} was not uploaded to {repository}: {problem}; {advice}") from None
+    print(f"uploaded {folder} to {repository}")
 
 
 def fetch(repository, revision, out):
     """Download a repository of the Hub into its cache; its folder there. OSError."""
-    patterns = [
-        "*.safetensors",
-        "*.json",
-        "merges.txt",
-        "*.jinja",
-        "*.py",
-        "params/*",
-        "checkpoints/*",
-    ]
-    # without the optimizer's state
-    wanted = {"allow_patterns": patterns, "ignore_patterns": "*/opt/*"}
+    cache = huggingface_hub.constants.HF_HUB_CACHE
     print(
-        f"downloading into {huggingface_hub.constants.HF_HUB_CACHE} (HF_HOME moves it), a second copy beside {out}"
-    )
-    print(
-        f"check it with: hf cache verify {repository}; delete it with: hf cache rm model/{repository}",
+        f"downloading into {cache} (HF_HOME moves it), a second copy beside {out}; "
+        f"delete it with: hf cache rm model/{repository}",
         flush=True,
     )
+    patterns = "*.safetensors *.json merges.txt *.jinja *.py params/* checkpoints/*"
     try:
-        return Path(huggingface_hub.snapshot_download(repository, revision=revision, **wanted))
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # RuntimeError: of hf_xet, when the disk is full
-        raise OSError(
-            f"{repository} is no folder and cannot be downloaded: {' '.join(str(error).split())}"
-        ) from None
+        folder = huggingface_hub.snapshot_download(
+            repository,
+            revision=revision,
+            allow_patterns=patterns.split(),
+            ignore_patterns="*/opt/*",  # the optimizer's state
+        )
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: of hf_xet, on a full disk
+        problem = " ".join(str(error).split())
+        raise OSError(f"{repository} is no folder and cannot be downloaded: {problem}") from None
+    return Path(folder)
 
 
-def main(cfg):
+def check_flags(cfg):
+    """ValueError for flags that do not go together."""
     if not cfg.source or not cfg.out:
         raise ValueError("name both: --source=FOLDER_OR_REPOSITORY --out=FOLDER")
     if cfg.push and cfg.push.count("/") != 1:
         raise ValueError(f"--push={cfg.push} is no repository of the Hub (OWNER/NAME)")
-    compare = bool(cfg.verify or cfg.push)
-    if compare and (cfg.dtype or cfg.to):
-        raise ValueError(
-            "--verify and --push compare bytes, which --dtype and --to change; convert --out with them"
-        )
+    if (cfg.verify or cfg.push) and (cfg.dtype or cfg.to):
+        problem = "--verify and --push compare bytes, which --dtype and --to change"
+        raise ValueError(f"{problem}; convert --out with them")
     if cfg.block_length and not cfg.to:
         raise ValueError("--block_length goes with --to=dream")
+    is_repository = cfg.source.count("/") == 1 and not cfg.source.startswith((".", "/"))
+    if not Path(cfg.source).exists() and not is_repository:
+        problem = "does not exist, and is no repository of the Hub (OWNER/NAME)"
+        raise FileNotFoundError(f"{cfg.source} {problem}")
+
+
+def main(cfg):
+    check_flags(cfg)
     checkpoints.orbax()  # it logs no errors from here on
-    started, folder, out, repository = time.time(), Path(cfg.source), Path(cfg.out), ""
+    started = time.time()
+    out = Path(cfg.out)
+    compare = cfg.verify or cfg.push
     if not compare:
         refuse_existing(out)
+    folder = Path(cfg.source)
+    repository = ""
     if not folder.exists():
-        if cfg.source.count("/") != 1 or cfg.source.startswith((".", "/")):
-            raise FileNotFoundError(
-                f"{folder} does not exist, and is no repository of the Hub (OWNER/NAME)"
-            )
-        folder, repository = fetch(cfg.source, cfg.revision, out), cfg.source
-    elif cfg.revision != Config.revision:
-        raise ValueError(
-            f"--revision is for a repository of the Hub, and {folder} is a folder here"
-        )
-    source = (
-        find_qwen2(folder, cfg.block_length, repository)
-        if cfg.to
-        else find(folder, cfg.step, repository)
-    )
-    if exists := out.exists():  # with --verify or --push
+        repository = cfg.source
+        folder = fetch(repository, cfg.revision, out)
+    if cfg.to:
+        source = find_qwen2(folder, cfg.block_length, repository)
+    else:
+        source = find(folder, cfg.step, repository)
+    existed = out.exists()
+    if existed:  # with --verify or --push
         print(f"{out} exists and is not written again")
     else:
         if source.params and not cfg.dtype:
-            # a PythonCoder is one file
-            to_safetensors(source, out, cfg.shard_gb if source.family is dream else 1e6)
+            to_safetensors(source, out)
         else:
             to_orbax(source, out, cfg.dtype)
         print(f"wrote {out} in {time.time() - started:.0f} s")
     written = find(out)
     if compare:
         verify(source, written)
-    if cfg.push or not exists:
+    if cfg.push or not existed:
         write_card(written, cfg.push or cfg.out)
     if cfg.push:
-        push(written, cfg.push)
+        push(out, cfg.push)
 
 
 if __name__ == "__main__":
-    runs.command(main, Config, __doc__)
+    runs.command(main, Config, __doc__, moved={"shard_gb": "a file holds at most 5 GB"})

@@ -106,8 +106,14 @@ def wrap(doc, columns):
     lines = []
     for line in text.strip().splitlines():
         hang = 8 * " " if line.startswith(" ") else ""
-        whole = textwrap.wrap(line, columns, subsequent_indent=hang, break_on_hyphens=False)
-        lines += whole or [""]
+        wrapped = textwrap.wrap(
+            line,
+            columns,
+            subsequent_indent=hang,
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+        lines += wrapped or [""]
     return "\n".join(lines) + "\n"
 
 

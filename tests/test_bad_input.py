@@ -116,7 +116,7 @@ NUMBERS = {
         "shots": "-1 4",
         "workers": "-1 100000",
     },
-    "convert_weights.py": {"shard_gb": "0 -1 nan inf", "step block_length": "-1"},
+    "convert_weights.py": {"step block_length": "-1"},
     "export_jetson.py": {"step": "-1", "length": "0 -1"},
     "inference_jetson.py": {
         "temperature": "-1 nan inf",

@@ -22,7 +22,10 @@ import checkpoints
 import runs
 
 SCRIPT = """
-    \"\"\"A script of ours.\"\"\"
+    \"\"\"A script of ours. It reads nothing.
+
+        python script.py  # a command that stands on a line of its own
+    \"\"\"
     import dataclasses, os, sys, time
     sys.path.insert(0, {root!r})
     import runs
@@ -35,7 +38,6 @@ SCRIPT = """
     class Config:
         out: str = "out"  # run folder
         resume: str = ""  # run folder to go on from
-        wandb: str = ""  # project
         steps: runs.Count = 5  # updates
         lr: runs.NonNegative | None = None  # learning rate
         rates: tuple[runs.Share, ...] = (0.5,)  # mask rates
@@ -48,21 +50,18 @@ SCRIPT = """
         {body}
 
     if __name__ == "__main__":
-        runs.command(main, Config, __doc__, machine=("hosts",))
+        runs.command(main, Config, __doc__, ("hosts",), {{"mend": "python extra/mend.py"}})
 """
 
 
 @pytest.fixture
 def script(tmp_path):
-    """script(body, *flags): runs a script whose main is `body`, from a folder beside runs.py as it
-    were.
-    """
+    """script(body, *flags): runs a script whose main is `body`, in a folder with runs.py."""
 
     def execute(body, *flags, python=(), **options):
         shutil.copy(ROOT / "runs.py", tmp_path)
-        source = textwrap.dedent(SCRIPT).format(
-            root=str(tmp_path), body=textwrap.indent(body, 4 * " ").strip()
-        )
+        body = textwrap.indent(body, 4 * " ").strip()
+        source = textwrap.dedent(SCRIPT).format(root=str(tmp_path), body=body)
         (tmp_path / "script.py").write_text(source)
         pipes = {"capture_output": True, "text": True, "timeout": 60, "cwd": tmp_path}
         return subprocess.run([sys.executable, *python, "script.py", *flags], **pipes, **options)
@@ -77,36 +76,39 @@ class Config:
     wandb: str = ""
 
 
-# ---- the command line ----------------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Group:
+    rank: runs.Natural = 0
 
 
-def test_scripts_take_nine_tenths_of_a_gpu_unless_told_otherwise(script):
-    body = "import os; print(os.environ['XLA_PYTHON_CLIENT_MEM_FRACTION'])"
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name != "XLA_PYTHON_CLIENT_MEM_FRACTION"
-    }
-    assert script(body, env=env).stdout == "0.9\n"
-    assert script(body, env=env | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}).stdout == "0.5\n"
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    out: str = "out"
+    resume: str = ""
+    steps: runs.Count = 5
+    lr: runs.NonNegative | None = None
+    rates: tuple[runs.Share, ...] = (0.5,)
+    group: Group = Group()
+
+
+# ---- the command line --------------------------------------------------------------------------
 
 
 def test_an_error_of_ours_is_one_line_and_status_1(script, tmp_path):
-    result = script("raise ValueError('--steps=0: at least 1')")
-    assert (result.returncode, result.stderr) == (1, "--steps=0: at least 1\n")
+    raising = "raise ValueError('no ' + os.environ['XLA_PYTHON_CLIENT_MEM_FRACTION'])"
+    env = {k: v for k, v in os.environ.items() if k != "XLA_PYTHON_CLIENT_MEM_FRACTION"}
+    result = script(raising, env=env)  # nine tenths of a GPU, unless told otherwise
+    assert (result.returncode, result.stderr) == (1, "no 0.9\n")
     (tmp_path / "below").mkdir()
     (tmp_path / "link").symlink_to(tmp_path)
-    for path in ("../script.py", "../link/script.py"):
-        result = subprocess.run(
-            [sys.executable, path], capture_output=True, text=True, cwd=tmp_path / "below"
-        )
-        assert (result.returncode, result.stderr) == (1, "--steps=0: at least 1\n")
+    line = [sys.executable, "../link/script.py"]
+    env |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}
+    result = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path / "below", env=env)
+    assert (result.returncode, result.stderr) == (1, "no 0.5\n")
     says(script("open('nowhere/file')"), "nowhere/file")
-    says(
-        script("sys.modules['torch'] = None\nimport torch"),
-        "torch",
-        "pip install -r requirements-gpu.txt",
-    )
+    says(script("sys.modules['torch'] = None\nimport torch"), "pip install -r requirements-gpu.txt")
+    says(script("pass", "--mend=2"), "--mend is gone: python extra/mend.py")
+    says(script("print(1)", "--steps=0"), "--steps=0 is not in 1 .. 2,147,483,647")
 
 
 def test_a_bug_keeps_its_traceback(script):
@@ -124,50 +126,55 @@ def test_ctrl_c_is_130_and_says_nothing(script):
 
 
 def test_help_is_the_docstring_and_the_comments_of_the_fields(script):
-    result = script("pass", "--help")
+    result = script("pass", "--help", env=os.environ | {"COLUMNS": "40"})
     assert result.returncode == 0
-    for text in ("A script of ours.", "rows of A", "--fast, --no-fast", "--rank INT"):
+    for text in ("A script of ours. It reads nothing.", "rows of A", "--no-fast", "--rank INT"):
         assert text in result.stdout
+    assert (
+        "    python script.py  # a command that\n        stands on a line of its own"
+        in result.stdout
+    )
+    assert max(map(len, result.stdout.splitlines())) <= 40
     assert script("pass", "--step=1").returncode == 2  # a misspelt flag
 
 
-def test_a_tilde_that_the_shell_left_is_the_home_folder(script):
-    found = script(
-        "print(cfg.out)", "--out=~/a~/b", env=os.environ | {"HOME": "/home/somebody"}
-    ).stdout
-    assert found == "/home/somebody/a~/b\n"
-
-
-def test_a_number_outside_its_limits_is_one_line_before_any_work(script, tmp_path):
-    for flags, said in (
-        (["--steps=0"], "--steps=0 is not in 1 .. 2,147,483,647"),
-        (["--steps=3000000000"], "--steps=3000000000 is not in 1 .. 2,147,483,647"),
-        (["--rank=-1"], "--rank=-1 is not in 0 .. 2,147,483,647"),  # of a group
-        (["--lr=nan"], "--lr=nan is not in 0 .. 1e+12"),
-        (["--lr=inf"], "--lr=inf is not in 0 .. 1e+12"),
-        (["--rates", "0.5", "1.5"], "--rates=1.5 is not in 0 .. 1"),
-    ):
-        result = script("print('working')", *flags)
-        assert (result.returncode, result.stdout, result.stderr) == (1, "", said + "\n")
-    assert (
-        script("print(cfg.lr, cfg.rates)", "--lr=0", "--rates", "0", "1").stdout
-        == "0.0 (0.0, 1.0)\n"
+def test_a_paragraph_wraps_at_words():
+    doc = "First words\nof a text.\n\n    a command\n    another\n\nLast words.\n"
+    assert runs.wrap(doc, 12) == (
+        "First words\nof a text.\n\n    a\n        command\n    another\n\nLast words.\n"
     )
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text('{"train": {"steps": -3}}')  # edited by hand
-    says(script("pass", "--resume=run"), "--steps=-3 is not in 1 ..")
+
+
+def parse(monkeypatch, *flags):
+    monkeypatch.setattr(sys, "argv", ["script.py", *flags])
+    return runs.parse(Numbers, "", ("steps",), {})
+
+
+def test_a_number_outside_its_limits_is_one_line(monkeypatch, tmp_path):
+    for flags, said in (
+        (["--steps=0"], r"--steps=0 is not in 1 \.\. 2,147,483,647"),
+        (["--steps=3000000000"], r"--steps=3000000000 is not in 1 \.\. 2,147,483,647"),
+        (["--rank=-1"], r"--rank=-1 is not in 0 \.\. 2,147,483,647"),  # of a group
+        (["--lr=nan"], r"--lr=nan is not in 0 \.\. 1e\+12"),
+        (["--lr=inf"], r"--lr=inf is not in 0 \.\. 1e\+12"),
+        (["--rates", "0.5", "1.5"], r"--rates=1.5 is not in 0 \.\. 1"),
+    ):
+        with pytest.raises(ValueError, match=f"^{said}$"):
+            parse(monkeypatch, *flags)
+    cfg = parse(monkeypatch, "--lr=0", "--rates", "0", "1")
+    assert (cfg.lr, cfg.rates) == (0.0, (0.0, 1.0))
+    runs.write(tmp_path / "config.json", {"train": {"lr": -3}})  # edited by hand
+    with pytest.raises(ValueError, match="--lr=-3 is not in 0"):
+        parse(monkeypatch, f"--resume={tmp_path}")
+    # a tilde that the shell left
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert parse(monkeypatch, "--out=~/a~/b").out == "/home/somebody/a~/b"
 
 
 def test_resume_takes_the_settings_of_the_run_but_not_those_of_its_machine(script, tmp_path):
-    saved = {
-        "steps": 7,
-        "hosts": 4,
-        "sizes": [1, 2],
-        "gone": 1,
-        "out": "elsewhere",
-    }
+    saved = {"steps": 7, "hosts": 4, "sizes": [1, 2], "gone": 1, "out": "elsewhere"}
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text(json.dumps({"train": saved}))
+    runs.write(tmp_path / "run" / "config.json", {"train": saved})
     body = "print(cfg.out, cfg.resume, cfg.steps, cfg.hosts, cfg.sizes, cfg.fast)"
     for flags in (("--resume=run", "--fast"), ("--resume", "run", "--fast")):
         assert script(body, *flags).stdout == "run run 7 1 (1, 2) True\n"
@@ -176,7 +183,32 @@ def test_resume_takes_the_settings_of_the_run_but_not_those_of_its_machine(scrip
     says(script(body, "--resume=run"), "damaged")
 
 
-# ---- files ---------------------------------------------------------------------------------------------------------
+def test_output_that_nobody_reads_ends_the_program_silently(script, tmp_path):
+    assert script("for _ in range(100_000): print('x')").returncode == 0
+    shell = f"{sys.executable} script.py | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("x\n141\n", "")
+
+
+def test_another_stage_that_fails_is_named_and_gets_our_sigterm(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "__file__", str(tmp_path / "runs.py"))
+    waiting = "import os, signal, time\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(60)\n"
+    (tmp_path / "stage.py").write_text(waiting)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RuntimeError, match=r"python stage.py --a=b ended with exit status -15"):
+        runs.script("stage.py", "--a=b")
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_it_needs_neither_jax_nor_torch():
+    code = (
+        "import sys; sys.modules.update(jax=None, torch=None, orbax=None, tyro=None); import runs"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+# ---- files -------------------------------------------------------------------------------------
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path):
@@ -187,9 +219,10 @@ def test_a_file_is_whole_or_as_it_was(tmp_path):
     assert os.listdir(tmp_path) == ["a.json"]
     with pytest.raises(ValueError, match="no c"):
         runs.read_json(tmp_path / "a.json", "b", "c")
-    (tmp_path / "a.json").write_text("[1]")
-    with pytest.raises(ValueError, match="damaged"):
-        runs.read_json(tmp_path / "a.json", "b")
+    for text in ("[1]", "[" * 100_000):
+        (tmp_path / "a.json").write_text(text)
+        with pytest.raises(ValueError, match=r"a\.json is damaged"):
+            runs.read_json(tmp_path / "a.json", "b")
 
 
 def test_a_pipe_or_a_device_is_no_file_to_read(tmp_path):
@@ -198,9 +231,6 @@ def test_a_pipe_or_a_device_is_no_file_to_read(tmp_path):
         with pytest.raises(ValueError, match=f"{path} is no regular file"):
             runs.as_path(path)
     assert runs.as_path(tmp_path) == tmp_path
-    (tmp_path / "deep.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"deep\.json is damaged"):
-        runs.read_json(tmp_path / "deep.json")
 
 
 def test_a_folder_is_complete_or_not_there(tmp_path):
@@ -242,60 +272,52 @@ def test_checkpoints_are_found_in_order_and_unfinished_ones_are_not(tmp_path):
         runs.newest(tmp_path / "nowhere")
 
 
-# ---- a run ---------------------------------------------------------------------------------------------------------
+# ---- a run -------------------------------------------------------------------------------------
+
+
+def enter(*args):
+    with runs.Folder(Config(*map(str, args))):
+        pass
 
 
 def test_two_runs_do_not_write_to_one_folder(tmp_path):
     cfg = Config(str(tmp_path / "run"))
     with runs.Folder(cfg):
-        with pytest.raises(BlockingIOError, match="another process is writing"), runs.Folder(cfg):
-            pass
+        with pytest.raises(BlockingIOError, match="another process is writing"):
+            enter(cfg.out)
         with runs.Folder(cfg, rank=1):  # another process of the same run
             pass
-    with runs.Folder(cfg):
-        pass
+    enter(cfg.out)
     (tmp_path / "run" / "checkpoints" / "1").mkdir(parents=True)
-    # a run that goes on in a folder of its own, started twice
-    for resume in "", str(tmp_path / "other"):
-        with (
-            pytest.raises(FileExistsError, match="--resume"),
-            runs.Folder(dataclasses.replace(cfg, resume=resume)),
-        ):
-            pass
-    with runs.Folder(dataclasses.replace(cfg, resume=str(tmp_path / "other" / ".." / "run"))):
-        pass
+    # the second is a run that goes on in a folder of its own, started twice
+    for resume in "", tmp_path / "other":
+        with pytest.raises(FileExistsError, match="--resume"):
+            enter(cfg.out, resume)
+    enter(cfg.out, tmp_path / "other" / ".." / "run")
     for name in ("meta.json", "bundle.json", "model.safetensors", "model.safetensors.index.json"):
         folder = tmp_path / f"of {name}"
         folder.mkdir()
         (folder / name).touch()
         with pytest.raises(FileExistsError, match=f"is no folder of a run, it holds {name}"):
-            with runs.Folder(Config(str(folder))):
-                pass
+            enter(folder)
 
 
-def test_a_resumed_log_goes_on_after_the_checkpoint(tmp_path, capsys):
-    cfg = Config(str(tmp_path), resume=str(tmp_path))
+def test_a_resumed_run_goes_on_after_its_checkpoint(tmp_path, capsys):
     rows = "".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3))
     # what a kill in the middle of a line leaves
     (tmp_path / "log.jsonl").write_text(rows + '{"step": 4, "lo')
+    samples = [f"---- step {step}\ndef f(x):\r\n---- step by step \udcff\n" for step in (1, 2, 4)]
+    samples = [text.encode(errors="surrogateescape") for text in samples]
+    (tmp_path / "samples.txt").write_bytes(b"".join(samples))
     (tmp_path / "checkpoints" / "2").mkdir(parents=True)
-    with runs.Folder(cfg) as run:
+    with runs.Folder(Config(str(tmp_path), resume=str(tmp_path))) as run:
         run.begin(2, {"train": {}}, {"tokenizer.json": b"{}"})
         run.log({"step": 3, "loss": 1.23456, "tokens": 12345})
     assert capsys.readouterr().out == "step 3 | loss 1.235 | tokens 12,345\n"
     steps = [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3]
     assert (tmp_path / "tokenizer.json").read_bytes() == b"{}"
-
-
-def test_a_resumed_run_goes_on_with_the_samples_of_its_checkpoint(tmp_path):
-    samples = [f"---- step {step}\ndef f(x):\r\n---- step by step \udcff\n" for step in (2, 4, 6)]
-    (tmp_path / "samples.txt").write_bytes("".join(samples).encode(errors="surrogateescape"))
-    (tmp_path / "checkpoints" / "4").mkdir(parents=True)
-    with runs.Folder(Config(str(tmp_path), resume=str(tmp_path))) as run:
-        run.begin(4, {})
-    kept = (tmp_path / "samples.txt").read_bytes()
-    assert kept == "".join(samples[:2]).encode(errors="surrogateescape")
+    assert (tmp_path / "samples.txt").read_bytes() == b"".join(samples[:2])
 
 
 def test_a_folder_without_a_checkpoint_begins_its_log_anew(tmp_path):
@@ -309,16 +331,14 @@ def test_a_folder_without_a_checkpoint_begins_its_log_anew(tmp_path):
     assert (tmp_path / "a" / "log.jsonl").read_text() == '{"step": 1010}\n'
 
 
-@pytest.mark.parametrize(
-    "line", [b'{"step": 2, "lo', b"", b"\xff", b"[2]", b'{"loss": 1.0}', b'{"step": "2"}']
-)
-def test_a_damaged_line_within_a_log_is_named_and_nothing_is_cut(tmp_path, line):
-    log = b'{"step": 1}\n' + line + b'\n{"step": 3}\n'
-    (tmp_path / "log.jsonl").write_bytes(log)
-    with pytest.raises(ValueError, match=r"log.jsonl, line 2 is damaged: it is no row of a step"):
+def test_a_damaged_line_within_a_log_is_named_and_nothing_is_cut(tmp_path):
+    for line in (b'{"step": 2, "lo', b"", b"\xff", b"[2]", b'{"loss": 1.0}', b'{"step": "2"}'):
+        log = b'{"step": 1}\n' + line + b'\n{"step": 3}\n'
+        (tmp_path / "log.jsonl").write_bytes(log)
         with runs.Folder(Config(str(tmp_path), resume=str(tmp_path))) as run:
-            run.begin(2, {})
-    assert (tmp_path / "log.jsonl").read_bytes() == log
+            with pytest.raises(ValueError, match=r"log.jsonl, line 2 is damaged: it is no row of"):
+                run.begin(2, {})
+        assert (tmp_path / "log.jsonl").read_bytes() == log
 
 
 def test_a_signal_asks_the_run_to_stop_and_a_second_one_ends_it(tmp_path):
@@ -351,18 +371,16 @@ def test_a_closed_terminal_asks_a_run_to_stop_but_not_under_nohup(tmp_path):
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_closed_output_ends_no_run(tmp_path):
+def test_a_closed_output_ends_no_run_and_a_full_disk_is_named(tmp_path):
     # it raises again when it is left
     with contextlib.suppress(OSError), open("/dev/full", "w") as closed:
         with runs.Folder(Config(str(tmp_path))) as run, contextlib.redirect_stdout(closed):
             run.begin(0, {})
             run.log({"step": 1})
     assert json.loads((tmp_path / "log.jsonl").read_text()) == {"step": 1}
-
-
-def test_a_log_on_a_full_disk_is_named(tmp_path):
     with runs.Folder(Config(str(tmp_path))) as run:
         run.begin(0, {})
+        (tmp_path / "log.jsonl").unlink()
         (tmp_path / "log.jsonl").symlink_to("/dev/full")
         with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/log\.jsonl'"):
             run.log({"step": 1})
@@ -375,29 +393,71 @@ def test_a_signal_that_ends_a_compiler_too_is_one_line(tmp_path):
             signal.raise_signal(signal.SIGINT)  # a Ctrl-C goes to both
             subprocess.run(["sh", "-c", "kill -INT $$"], check=True)
 
-    with pytest.raises(
-        InterruptedError, match=r"stopped in the middle of a step .*; nothing was saved yet"
-    ):
+    said = r"stopped in the middle of a step .*; nothing was saved yet"
+    with pytest.raises(InterruptedError, match=said):
         train()
 
 
-def test_output_that_nobody_reads_ends_the_program_silently(script, tmp_path):
-    assert script("for _ in range(100_000): print('x')").returncode == 0
-    shell = f"{sys.executable} script.py | head -1; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, cwd=tmp_path)
-    assert (done.stdout, done.stderr) == ("x\n141\n", "")
+def test_a_resumed_run_goes_on_in_its_curve_of_wandb_and_a_new_one_begins_another(
+    tmp_path, monkeypatch
+):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    ids = []
+    for name, resume in (("a", ""), ("a", str(tmp_path / "a")), ("b", "")):
+        with runs.Folder(Config(str(tmp_path / name), resume, wandb="project")) as run:
+            run.begin(0, {"train": {}})
+            ids.append(run.tracker.id)
+            assert (tmp_path / name / "wandb_id").read_text() == ids[-1]
+            run.log({"step": 1, "loss": 2.5})
+        assert wandb.run is None  # finished
+        files = [*(tmp_path / name / "wandb").glob(f"offline-run-*-{ids[-1]}/run-{ids[-1]}.wandb")]
+        assert files
+        assert all(b"loss" in path.read_bytes() for path in files)
+    assert ids[0] == ids[1] != ids[2]
 
 
-# ---- Orbax ---------------------------------------------------------------------------------------------------------
+# ---- what has to agree -------------------------------------------------------------------------
+
+
+def test_names_and_shapes_that_do_not_fit_are_listed():
+    said = r"x do not fit the model: b has shape \(2,\), not \(3,\); missing a; unexpected c"
+    with pytest.raises(ValueError, match=said):
+        runs.check_tensors({"b": (2,), "c": (1,)}, {"a": (1,), "b": (3,)}, "x")
+
+
+def test_what_changed_since_a_checkpoint_is_said_or_refused(capsys):
+    train = {"seed": 0, "batch_size": 8, "rates": (0.1, 1.0), "optimizer": "muon", "out": "a"}
+    train |= {"gone": 1, "unset": ""}
+    saved = {"model": {"width": 2}, "data": "d", "step": 12, "train": train}
+
+    def compare(where="out/checkpoints/12", model=None, **changes):
+        now = saved | {"train": {k: v for k, v in (train | changes).items() if k != "gone"}}
+        now["model"] = model or saved["model"]
+        runs.check_resumed(json.loads(json.dumps(saved)), now, where, ("optimizer",))
+        return capsys.readouterr().out
+
+    assert compare() == compare(out="b", resume="a", lr=0.1, unset="x") == ""
+    assert compare(Path("run/step_12")) == compare(Path("step_12")) == ""  # --resume=.
+    said = "changed since out/checkpoints/12: seed 0 -> 1, batch_size 8 -> 16, rates [0.1, 1.0] -> "
+    assert compare(seed=1, batch_size=16, rates=(0.2, 1.0)).startswith(said)
+    with pytest.raises(ValueError, match="width 2 there, 3 here; depth None there, 1 here"):
+        compare(model={"width": 3, "depth": 1})
+    with pytest.raises(ValueError, match="--optimizer muon there, adamw here"):
+        compare(optimizer="adamw")
+    with pytest.raises(ValueError, match="step_14 holds step 12"):
+        compare(Path("run/step_14"))
+
+
+# ---- Orbax, devices, memory --------------------------------------------------------------------
 
 
 @pytest.fixture
 def saved(tmp_path):
     jax = pytest.importorskip("jax")
-    state = {
-        "params": {"a": jax.numpy.arange(60_000.0), "b": {"c": jax.numpy.ones((3, 4))}},
-        "opt": {},
-    }
+    params = {"a": jax.numpy.arange(60_000.0), "b": {"c": jax.numpy.ones((3, 4))}}
+    state = {"params": params, "opt": {}}
     store = checkpoints.Checkpoints(tmp_path, keep=2, best="loss")
     for step, loss in enumerate((3.0, 1.0, 2.0, 4.0, 5.0), 1):
         store.save(step, state, {"model": {"width": 2}, "step": step}, {"loss": loss})
@@ -419,52 +479,25 @@ def test_what_is_saved_comes_back_and_the_newest_and_the_best_are_kept(saved, tm
     resumed.save(7, state, {"model": {}, "step": 7})  # one that is due to its time, not evaluated
     resumed.manager.close()
     assert list(runs.saved_steps(tmp_path)) == [2, 6, 7]
-
-
-def test_a_run_that_lost_its_checkpoints_does_not_begin_anew(tmp_path):
-    jax, cfg = pytest.importorskip("jax"), Config(str(tmp_path), resume=str(tmp_path))
-    store = checkpoints.Checkpoints(tmp_path)
-    store.save(1, {"params": {"a": jax.numpy.ones(3)}}, {"model": {}, "step": 1})
-    # killed right after its first checkpoint: nothing of ours ran behind it
-    store.manager.wait_until_finished()
-    assert checkpoints.Checkpoints(tmp_path).newest() == 1
-    with runs.Folder(cfg):
-        pass
+    # a run that lost its checkpoints does not begin anew
     shutil.rmtree(tmp_path / "checkpoints")
-    for again in cfg, Config(str(tmp_path)):
-        with (
-            pytest.raises(FileNotFoundError, match=r"checkpoints of .* are gone; choose another"),
-            runs.Folder(again),
-        ):
-            pass
-    # stopped before its first one
-    with runs.Folder(Config(str(tmp_path / "other"), resume=str(tmp_path / "other"))):
-        pass
-
-
-def test_a_run_of_pytorch_is_not_resumed_by_jax(tmp_path):
-    pytest.importorskip("jax")
-    (tmp_path / "step_5").mkdir()
-    with pytest.raises(ValueError, match=r"holds a run of train_gpu.py; choose another folder"):
-        checkpoints.Checkpoints(tmp_path)
+    for resume in "", tmp_path:
+        with pytest.raises(FileNotFoundError, match=r"checkpoints of .* are gone; choose another"):
+            enter(tmp_path, resume)
+    enter(tmp_path / "other", tmp_path / "other")  # stopped before its first one
 
 
 def test_a_damaged_checkpoint_is_one_line_that_names_it(saved, tmp_path):
     store, state = saved
     meta = tmp_path / "checkpoints" / "5" / "meta" / "metadata"
     record = json.loads(meta.read_text())
-    changed = record | {"sums": record["sums"] | {"params.b.c": 7}}
-    meta.write_text(json.dumps(changed))
-    with pytest.raises(
-        ValueError, match=r"checkpoints/5 cannot be read \(params.b.c\); if it is damaged, delete"
-    ):
+    meta.write_text(json.dumps(record | {"sums": record["sums"] | {"params.b.c": 7}}))
+    said = r"checkpoints/5 cannot be read \(params.b.c\); if it is damaged, delete"
+    with pytest.raises(ValueError, match=said):
         store.restore(state)
     meta.write_text(json.dumps(record))
-    largest = max(
-        (p for p in (meta.parents[1] / "params").rglob("*") if p.is_file()),
-        key=lambda p: p.stat().st_size,
-    )
-    os.truncate(largest, 100)
+    files = [path for path in (meta.parents[1] / "params").rglob("*") if path.is_file()]
+    os.truncate(max(files, key=lambda path: path.stat().st_size), 100)
     with pytest.raises(ValueError, match="checkpoints/5 cannot be read"):
         store.restore(state)
     meta.write_text("{")
@@ -472,58 +505,19 @@ def test_a_damaged_checkpoint_is_one_line_that_names_it(saved, tmp_path):
         store.restore(state)
 
 
-def test_a_folder_from_the_hub_is_to_be_converted_first(tmp_path):
+def test_a_folder_of_another_form_says_what_to_do(tmp_path):
     pytest.importorskip("jax")
-    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "model.safetensors").touch()
     with pytest.raises(ValueError, match="is in the Hub's form: python convert_weights"):
-        checkpoints.load(None, tmp_path)
-
-
-def test_names_and_shapes_that_do_not_fit_are_listed():
-    with pytest.raises(
-        ValueError,
-        match=r"x do not fit the model: b has shape \(2,\), not \(3,\); missing a; unexp",
-    ) as e:
-        runs.check_tensors({"b": (2,), "c": (1,)}, {"a": (1,), "b": (3,)}, "x")
-    assert "unexpected c" in str(e.value)
-
-
-def test_what_changed_since_a_checkpoint_is_said_or_refused(capsys):
-    train = {
-        "seed": 0,
-        "batch_size": 8,
-        "rates": (0.1, 1.0),
-        "optimizer": "muon",
-        "out": "a",
-        "gone": 1,
-        "unset": "",
-    }
-    saved = {"model": {"width": 2}, "data": "d", "step": 12, "train": train}
-
-    def compare(where="out/checkpoints/12", **changes):
-        now = {name: value for name, value in (train | changes).items() if name != "gone"}
-        runs.check_resumed(
-            json.loads(json.dumps(saved)), saved | {"train": now}, where, ("optimizer",)
-        )
-        return capsys.readouterr().out
-
-    assert (
-        compare()
-        == compare(out="b", resume="a", lr=0.1, unset="x")
-        == compare(Path("run/step_12"))
-        == ""
-    )
-    assert compare(Path("step_12")) == ""  # --resume=.
-    changed = compare(seed=1, batch_size=16, rates=(0.2, 1.0))
-    assert changed.startswith(
-        "changed since out/checkpoints/12: seed 0 -> 1, batch_size 8 -> 16, rates [0.1, 1.0] -> "
-    )
-    with pytest.raises(ValueError, match="width 2 there, 3 here; depth None there, 1 here"):
-        runs.check_resumed(saved, saved | {"model": {"width": 3, "depth": 1}}, "out/checkpoints/12")
-    with pytest.raises(ValueError, match="--optimizer muon there, adamw here"):
-        compare(optimizer="adamw")
-    with pytest.raises(ValueError, match="step_14 holds step 12"):
-        compare(Path("run/step_14"))
+        checkpoints.load(None, tmp_path / "hub")
+    (tmp_path / "torch" / "step_5").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"holds a run of train_gpu.py; choose another folder"):
+        checkpoints.Checkpoints(tmp_path / "torch")
+    runs.write(tmp_path / "meta.json", {"sums": {}, "step": 20})
+    assert checkpoints.find_weights(tmp_path)[2] == 20  # an export has the step of its run
+    runs.write(tmp_path / "meta.json", {"sums": {}})
+    assert checkpoints.find_weights(tmp_path)[2] == 0
 
 
 def test_a_tree_is_flattened_and_back():
@@ -532,10 +526,8 @@ def test_a_tree_is_flattened_and_back():
     flat = checkpoints.flatten(tree)
     assert list(flat) == ["a", "layers.0.w"]
     assert checkpoints.unflatten(flat)["layers"]["0"]["w"] is tree["layers"]["0"]["w"]
-    assert checkpoints.bit_sums(tree) == {
-        "a": 2 * 0x3F800000,
-        "layers.0.w": 0x3C00 + 0x4000 + 0x4200,
-    }
+    sums = {"a": 2 * 0x3F800000, "layers.0.w": 0x3C00 + 0x4000 + 0x4200}
+    assert checkpoints.bit_sums(tree) == sums
 
 
 @pytest.mark.parametrize(
@@ -589,37 +581,3 @@ def test_an_accelerator_that_jax_leaves_idle_is_found(
     said = checkpoints.idle_accelerator()
     assert want in said
     assert bool(want) == bool(said)
-
-
-def test_an_export_has_the_step_of_its_run(tmp_path):
-    runs.write(tmp_path / "meta.json", {"sums": {}, "step": 20})
-    assert checkpoints.find_weights(tmp_path)[2] == 20
-    runs.write(tmp_path / "meta.json", {"sums": {}})  # as before exports said it
-    assert checkpoints.find_weights(tmp_path)[2] == 0
-
-
-def test_a_resumed_run_goes_on_in_its_curve_of_wandb_and_a_new_one_begins_another(
-    tmp_path, monkeypatch
-):
-    wandb = pytest.importorskip("wandb")
-    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
-        monkeypatch.setenv(name, value)
-    ids = []
-    for name, resume in (("a", ""), ("a", str(tmp_path / "a")), ("b", "")):
-        with runs.Folder(Config(str(tmp_path / name), resume, wandb="project")) as run:
-            run.begin(0, {"train": {}})
-            ids.append(run.tracker.id)
-            assert (tmp_path / name / "wandb_id").read_text() == ids[-1]
-            run.log({"step": 1, "loss": 2.5})
-        assert wandb.run is None  # finished
-        files = [*(tmp_path / name / "wandb").glob(f"offline-run-*-{ids[-1]}/run-{ids[-1]}.wandb")]
-        assert files
-        assert all(b"loss" in path.read_bytes() for path in files)
-    assert ids[0] == ids[1] != ids[2]
-
-
-def test_it_needs_neither_jax_nor_torch():
-    code = "import sys; sys.modules.update(jax=None, torch=None, orbax=None, tyro=None); import runs; print(runs.command)"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert Path(runs.__file__).parent == ROOT
