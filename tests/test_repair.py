@@ -3,17 +3,15 @@ With weights/dream.
 """
 
 import dataclasses
-import json
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, refused_by, run
+from conftest import ROOT
 from flax import nnx
 
-import benchmarks
 import checkpoints
 import generate_dream
 import infill
@@ -229,37 +227,6 @@ def test_a_hole_in_a_text_that_fills_all_positions_is_filled(read):
         [("def f(n):\n" + "    n += 1\n" * 40 + "    return", " n", "\n", " n + 2")]
     )
     assert passes >= 1
-
-
-def test_benchmarks_repair_what_fails_the_examples_and_count_the_rounds(tmp_path):
-    rows = []
-    for number, result in enumerate(("99", "4")):
-        prompt = f'def double(n):\n    """Return n times 2.\n\n    >>> double(2)\n    {result}\n    """\n'
-        test = "def check(candidate):\n    assert candidate(3) == 6\n"
-        rows.append(
-            {"task_id": f"x/{number}", "prompt": prompt, "test": test, "entry_point": "double"}
-        )
-        rows[-1]["canonical_solution"] = "    return n * 2\n"
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = (
-        f"--tasks_file={tmp_path / 'tasks.jsonl'}",
-        f"--out={tmp_path / 'out'}",
-        "--max_new=64",
-        "--batch_size=2",
-    )
-    models = "--model=dream", f"--ckpt={DREAM}", "--threshold=0.9"
-    done = run("benchmarks.py", "--task=humaneval", "--repair=3", *models, *flags)
-    assert done.returncode == 0, done.stderr
-    samples = [
-        json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
-    ]
-    assert {row["task_id"]: row.get("rounds") for row in samples} == {"x/0": 3, "x/1": None}
-    assert all(row["completion"] in row["solution"] for row in samples)
-    for flags, part in (
-        (["--task=mbpp", "--repair=3", *models], "--repair runs the examples of a prompt"),
-        (["--task=humaneval", "--repair=3"], "are for --model=dream"),
-    ):
-        assert part in refused_by(benchmarks, *flags)
 
 
 def test_the_examples_are_those_of_canvas():

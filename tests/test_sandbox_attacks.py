@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import problems
-import protocols
 import sandbox
 from jail import inside
 
@@ -1695,11 +1694,10 @@ def test_number_of_threads():
 # ---- the checks of problems.py: EvalPlus' rules for values -----------------------------------------------------------
 def plus(want):
     """Calls of f that are right if they return what is wanted, as EvalPlus compares."""
-    inputs, asked = [[len(want)]], protocols.Question("f", "")
-    problem = problems.Problem(
-        "HumanEval/0", "f", asked, "", [], [], "", problems.Plus(inputs, inputs, 0.0)
-    )
-    return problems.plus_tests(problem, [[2.0], [2.0]], wanted=([want], [want]))[0]
+    inputs = [[len(want)]]
+    problem = problems.Problem("HumanEval/0", "f", cases=problems.Plus(inputs, inputs, 0.0))
+    known = problems.Expected(([want], [want]), ([2.0], [2.0]), (1 << 26, 1 << 26))
+    return problems.plus_tests(problem, known)[0]
 
 
 CHECKS = {  # name: program, what is wanted

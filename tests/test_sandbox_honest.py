@@ -2951,7 +2951,7 @@ def truth(case, i):
     """The verdicts of plain Python: {"program", "tests", "values"}, and "wanted" of the right
     program; or None.
     """
-    import problems
+    import protocols
 
     row = {
         "kind": case.kind,
@@ -2959,7 +2959,7 @@ def truth(case, i):
         "function": case.function,
         "wanted": None,
     }
-    head = problems.LIVE_HEAD if case.kind == "calls" else ""
+    head = protocols.LIVE_HEAD if case.kind == "calls" else ""
 
     def values(program):
         if case.kind == "stdin":

@@ -1,0 +1,1033 @@
+"""Ask, cut and score as public harnesses do, and LiveCodeBench. Asks a model.
+
+    python extra/protocols.py --protocol=dream_instruct --model=dream --ckpt=out/dream
+    python extra/protocols.py --protocol=lm_eval --task=mbpp --samples=mine.jsonl
+    python extra/protocols.py --protocol=ours_chat --model=dream    # the model's own chat template
+    python extra/protocols.py --task=livecodebench --tasks_file=test6.jsonl --since=2025-01-01
+
+All else is as in benchmarks.py, which generates and scores. Most scores that do not reproduce
+differ in the protocol, not in the model. Prompts, candidates and tests equal those of a harness
+byte for byte: tests/extra/test_protocols.py. It does not run the harnesses themselves.
+
+    prompt(protocol, problem)           text for the tokenizer
+    candidate(protocol, text, problem)  the code in a model's text
+    program(protocol, code, problem)    the code that runs before target(protocol, problem), the tests
+
+Sources: lm_eval 4e7e0d4; Dream fac0a7f; Fast-dLLM 24cc59e; Dream-Coder 87409da with d3LLM e5bfcac;
+evalplus 26d6d00; Qwen2.5-Coder d5ead97; human-eval 6d43fb9; bigcode-evaluation-harness 8fc5bae;
+simple-evals ee3b031; DARE's OpenCompass 83ae8a3; LiveCodeBench 28fef95.
+"""
+
+import ast
+import base64
+import contextlib
+import dataclasses
+import functools
+import gzip
+import inspect
+import json
+import math
+import pickletools
+import re
+import sys
+import typing
+import warnings
+import zlib
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import benchmarks
+import problems as tasks
+import prompts
+import runs
+import sandbox
+from problems import first_of, without_future
+from runs import Natural, TopP
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(benchmarks.Config):
+    protocol: str = "ours"  # harness, or its record: dream_instruct, lm_eval/humaneval_instruct
+    task: typing.Literal[(*tasks.MAKERS, "livecodebench")] = "humaneval"  # which benchmark
+    shots: typing.Annotated[int, (0, 3)] | None = None  # MBPP: solved problems; default: protocol's
+    top_p: TopP | None = None  # nucleus sampling; default: the protocol's
+    max_new: Natural = 0  # new tokens at most; default: the protocol's
+    # chat: strip the end of the prompt, as transformers 4.46; 4.49 does not
+    trim_prefix: bool = True
+    since: str = ""  # LiveCodeBench: only contests from this day on, such as 2024-10-01
+    until: str = ""  # LiveCodeBench: only contests up to the first minute of this day
+
+
+class Protocol(typing.NamedTuple):
+    ask: typing.Callable  # (question, solved problems) -> the user's text
+    data: tuple = ("humaneval",)  # keys of DATA: the problems of the harness
+    system: str | None = None  # system text of the chat; None is no chat
+    # beginning of the answer, which the model continues; {prompt} is the question's
+    prefix: str = ""
+    trims: bool = False  # transformers' continue_final_message handles the prefix, see prompt()
+    shots: int = 0  # solved problems in the prompt
+    bos: bool = False  # the prompt begins with the beginning-of-text token
+    prompt_tokens: int = 0  # keep only this many tokens at the end of the prompt; 0 keeps all
+    max_new: int = 512  # new tokens at most
+    temperature: float = 0.0
+    top_p: float = 1.0
+    # 50 where the harness names none: transformers' default (4.46 to 4.52) without a
+    # generation_config
+    top_k: int = 0
+    ends: tuple = ("<|endoftext|>",)  # special tokens that end a text
+    drops: bool = False  # other special tokens are removed; the text after them stays
+    stops: tuple = ()  # stop strings
+    cuts: bool = True  # the text is cut at the first stop string
+    rules: tuple = ()  # functions (text, question) -> text, applied in order
+    prompt_first: bool = False  # the prompt runs in front of the candidate
+    frame: tuple = ("", "")  # text in front of the tests, and after them
+    limit_s: float = 3.0  # processor seconds for all tests of a candidate
+    # the limit is at least this times the time of the reference solution; 0: no such rule
+    factor: float = 0.0
+
+
+FULL_MBPP = (
+    "https://raw.githubusercontent.com/google-research/google-research/master/mbpp/mbpp.jsonl"
+)
+BROKEN = EOFError, zlib.error, gzip.BadGzipFile  # what a damaged .gz raises
+DATA = {  # file of the problems, and how many it holds
+    "humaneval": ("HumanEval.jsonl.gz", (164,)),
+    "mbpp": ("mbpp.jsonl, the full MBPP, ids 11-510", (500,)),
+    "mbppplus": ("MbppPlus-v0.2.0.jsonl or v0.1.0", (378, 399)),
+    "sanitized": ("sanitized-mbpp.json", (257, 427)),
+}
+
+# ---- prompts -------------------------------------------------------------------------------------------------------
+
+EXPERT = "You are an expert Python programmer, and here is your task:"
+
+
+def filled(template, q):
+    return template.format(
+        prompt=q.prompt, stripped=q.prompt.strip(), text=q.text, tests="\n".join(q.tests[:3])
+    )
+
+
+def asks(question, answer=""):
+    """A function (question, solved problems) -> prompt of two templates: one for a question, one
+    for its solution.
+
+    {prompt}, {stripped}, {text} and {tests}, the first three asserts, are the question's; {code} is
+    the solution.
+    """
+
+    def ask(q, solved=()):
+        shown = "".join(
+            filled(question, shot) + answer.format(code=shot.reference) for shot in solved
+        )
+        return shown + filled(question, q)
+
+    return ask
+
+
+# Ref: Austin et al., arXiv:2108.07732
+ask_austin = asks(
+    EXPERT + " {text} Your code should pass these tests:\n\n{tests}\n[BEGIN]\n",
+    "{code}\n[DONE]\n\n",
+)
+
+
+def prompt(protocol, q, trim_prefix=True):
+    """The text for the tokenizer, before BOS. The chat template is ChatML, as in Dream, DiffuCoder
+    and Qwen.
+
+    trim_prefix: transformers 4.46, which Dream's harness pins, strips whitespace at the end of the
+    answer's prefix; 4.49, which Fast-dLLM's pins, keeps it.
+    """
+    asked = protocol.ask(q, q.shots[: protocol.shots])
+    prefix = protocol.prefix.replace("{prompt}", q.prompt)
+    if protocol.system is None:
+        return asked + prefix
+    system = f"<|im_start|>system\n{protocol.system}<|im_end|>\n"
+    text = f"{system}<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n{prefix}"
+    return text.rstrip() if trim_prefix and protocol.trims else text
+
+
+# ---- rules: from a text to a candidate -----------------------------------------------------------------------------
+
+# tokens that Qwen2.5's and Dream's tokenizer remove with skip_special_tokens=True
+SPECIAL = re.compile(
+    r"<\|(endoftext|im_start|im_end|mask|beginoftext|object_ref_start|object_ref_end|box_start|box_end|quad_start|"
+    r"quad_end|vision_start|vision_end|vision_pad|image_pad|video_pad)\|>"
+)
+
+
+def cut_at(stops, text, q):
+    return text[: first_of(text, stops)]
+
+
+cut_at_fence = functools.partial(cut_at, ("```",))
+
+
+def without_special(text, q):
+    return SPECIAL.sub("", text)
+
+
+def prepend(template):
+    """A rule that puts the prompt in front of a text."""
+    return lambda text, q: filled(template, q) + text
+
+
+prepend_prompt = prepend("{prompt}")
+prepend_prompt_line = prepend("{prompt}\n")
+prepend_stripped_prompt = prepend("{stripped}\n")
+
+
+def tabs_to_spaces(text, q):
+    return text.replace("\t", "    ")
+
+
+def first_10000(text, q):
+    return text[:10_000]
+
+
+def without_colours(text, q):
+    return re.sub(r"\x1B(?:[@-Z\\-_]|\[[0-?]*[ -/]*[@-~])", "", text)
+
+
+def dream_fence(text, q):
+    return text.split("```python\n", 1)[-1].split("```")[0]
+
+
+def last_block(text, q):
+    """LiveCodeBench's rule: the lines between the last two fences; the whole text if it has
+    none.
+    """
+    lines = text.split("\n")
+    fences = [i for i, line in enumerate(lines) if "```" in line]
+    if not fences:
+        return text
+    return "\n".join(lines[fences[-2] + 1 : fences[-1]]) if len(fences) > 1 else ""
+
+
+# ---- the sanitisers of Dream and EvalPlus --------------------------------------------------------------------------
+
+
+def parsed(code):
+    """The syntax tree of a program; None if it is not Python."""
+    with contextlib.suppress(SyntaxError, MemoryError), warnings.catch_warnings(action="ignore"):
+        return ast.parse(code)
+    return None
+
+
+def first_error(lines):
+    """The number of the line at which a program is no longer Python; 0 if all of it is."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            ast.parse("\n".join(lines))
+    except (SyntaxError, MemoryError) as error:
+        return min(getattr(error, "lineno", None) or len(lines), len(lines))
+    return 0
+
+
+def longest_program(lines, least):
+    """The longest run of at least `least` lines that is a program; "" if there is none.
+
+    Blank lines do not count, and only those in front stay. Of equal runs the first and shortest is
+    taken.
+    """
+    best, most, tried = [], 0, 0
+    for first in range(len(lines)):
+        run = lines[first:]
+        while error := first_error(run):
+            run, tried = run[: error - 1], tried + len(run)
+            if tried > 1_000_000:
+                raise ValueError("a text in which it takes too long to find a program")
+        # after a last \ they are needed
+        while len(run) > least and not run[-1].strip() and not first_error(run[:-1]):
+            run = run[:-1]
+        length = sum(bool(line.strip()) for line in run)
+        if len(run) >= least and length > most:
+            best, most = run, length
+    return "\n".join(best)
+
+
+def needed(entry, definitions, names_in):
+    """The definitions that the entry point needs, directly or not. definitions: {name: node}."""
+    found, waiting = {entry}, [entry]
+    while waiting:
+        name = waiting.pop()
+        new = names_in(definitions[name]) - found if name in definitions else set()
+        found |= new
+        waiting += new
+    return [node for name, node in definitions.items() if name in found]
+
+
+def has_return(node):
+    return any(isinstance(child, ast.Return) for child in ast.walk(node))
+
+
+def dream_sanitize(text, q):
+    """The imports, and the functions with a return, classes and assignments that the entry point
+    needs, unparsed.
+
+    The last definition of a name counts, `a.b` uses only b, and only the first 100 lines are read.
+    """
+    text = text.replace("\t", "    ").replace("\r\n", "\n").replace("\r", "\n").strip() + "\n"
+    tree = parsed(longest_program(text.splitlines()[:100], 1))
+    imports, definitions = [], {}
+    for node in tree.body if tree else []:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imports.append(node)
+        elif isinstance(node, ast.ClassDef) or (
+            isinstance(node, ast.FunctionDef) and has_return(node)
+        ):
+            definitions[node.name] = node
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            definitions[node.targets[0].id] = node
+    return "\n".join(map(ast.unparse, [*imports, *needed(q.entry, definitions, dream_names)]))
+
+
+def dream_names(node):
+    """Names and attributes in a definition; of `a.b` only b."""
+    names, waiting = set(), [node]
+    while waiting:
+        for child in ast.iter_child_nodes(waiting.pop()):
+            if isinstance(child, ast.Name | ast.Attribute):
+                names.add(child.id if isinstance(child, ast.Name) else child.attr)
+            else:
+                waiting.append(child)
+    return names
+
+
+def evalplus_sanitize(text, q):
+    """As Dream's, but the first definition of a name counts, and the source stays as it is.
+
+    EvalPlus walks the tree of tree-sitter, to which indentation in front is no error; this finds
+    the same nodes by `ast` and its offsets, which count bytes. If nothing is left, the longest
+    program in the text is returned.
+    """
+    lines = text.split("\n")
+    code = longest_program(lines, 2) or lines[0]
+    tree = parsed(code.lstrip())
+    imports, definitions = [], {}
+    for node in tree.body if tree else []:
+        name = evalplus_name(node)
+        if isinstance(node, ast.Import) or (
+            isinstance(node, ast.ImportFrom) and node.module != "__future__"
+        ):
+            imports.append(node)
+        elif name and name not in definitions:
+            definitions[name] = node
+    nodes = [*imports, *needed(q.entry, definitions, evalplus_names)]
+    kept = b"\n".join(evalplus_source(code.lstrip().encode(), node) for node in nodes).decode()
+    return kept.strip() or code
+
+
+def evalplus_source(data, node):
+    """The bytes of a statement in the bytes of a program. In tree-sitter comments after a block
+    belong to it.
+    """
+    starts = [0, *(match.end() for match in re.finditer(rb"\r\n|\r|\n", data))]  # of the lines
+    first, end = (
+        starts[node.lineno - 1] + node.col_offset,
+        starts[node.end_lineno - 1] + node.end_col_offset,
+    )
+    if hasattr(node, "body"):
+        end += len(re.compile(rb"([ \t]*;)?([ \t]*#[^\n]*)?").match(data, end)[0])
+        comment = re.compile(rb"(?:[ \t\r\f]*\n)+([ \t]*)#[^\n]*")
+        while (match := comment.match(data, end)) and len(match[1].expandtabs(8)) >= node.body[
+            0
+        ].col_offset:
+            end = match.end()
+    return data[first:end]
+
+
+def evalplus_name(node):
+    """The name that a statement defines according to EvalPlus, or None, as for decorated
+    definitions.
+    """
+    if isinstance(node, ast.ClassDef):
+        return None if node.decorator_list else node.name
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return node.name if has_return(node) and not node.decorator_list else None
+    # the first plain name of both sides: `a.b = c` defines c
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        left, *more = node.targets if isinstance(node, ast.Assign) else [node.target]
+        sides = [left] if more else [left, node.value]
+        return next((side.id for side in sides if isinstance(side, ast.Name)), None)
+    return None
+
+
+def evalplus_names(node):
+    """All identifiers in a definition: names, both parts of a.b, arguments, keywords, imports."""
+    names = set()
+    for child in ast.walk(node):
+        for field in ("id", "attr", "arg", "name", "asname", "rest", "module"):
+            value = getattr(child, field, None)
+            names.update(value.split(".") if isinstance(value, str) else ())
+        for field in ("names", "kwd_attrs"):  # of global and nonlocal, of patterns
+            names.update(name for name in getattr(child, field, ()) if isinstance(name, str))
+    return names
+
+
+# ---- the table -----------------------------------------------------------------------------------------------------
+
+IM_END = ("<|im_end|>", "<|endoftext|>")
+# Chen et al., arXiv:2107.03374, as in lm_eval
+CHEN = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
+EVALPLUS = ("<|endoftext|>", "<|endofmask|>", "</s>", "\nif __name__", "\ndef main(", "\nprint(")
+EVALPLUS_HUMANEVAL = (*EVALPLUS, "\ndef ", "\nclass ", "\nimport ", "\nfrom ", "\nassert ")
+EVALPLUS_MBPP = (*EVALPLUS, '\n"""', "\nassert")
+ASSISTANT = "You are a helpful assistant."
+QWEN = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+QWEN_CODER = "You are an intelligent programming assistant to produce Python algorithmic solutions"
+WRITE = "Write a solution to the following problem and make sure that it passes the tests:\n"
+COMPLETED = "Here is the completed function:\n```python\n"
+BELOW = (
+    "Below is a Python script with a self-contained function that solves the problem and passes corresponding tests:\n"
+    "```python\n"
+)
+ask_prompt = asks("{prompt}")
+ask_evalplus = asks(
+    "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
+    "```\n{stripped}\n```\n"
+)
+ask_evalplus_base = asks("{stripped}\n")
+ask_qwen = asks("Can you complete the following Python function?\n```python\n{stripped}\n```\n")
+DREAM_RULES = (dream_fence, prepend_prompt_line, dream_sanitize)
+EVALPLUS_BASE_RULES = (
+    first_10000,
+    tabs_to_spaces,
+    prepend_stripped_prompt,
+    without_colours,
+    evalplus_sanitize,
+)
+PLUS = ("mbppplus", "sanitized")
+
+
+PROTOCOLS = {  # "harness/task"; the comments say who quotes its scores
+    # the paper of HumanEval
+    "openai/humaneval": Protocol(ask_prompt, temperature=0.2, top_p=0.95, prompt_first=True),
+    # LLaDA, and most papers on base models; equal in 0.4.8, which has no instruct tasks, and
+    # 0.4.9.2
+    "lm_eval/humaneval": Protocol(ask_prompt, max_new=1024, drops=True, stops=CHEN, rules=(prepend_prompt,)),
+    "lm_eval/mbpp": Protocol(ask_austin, ("mbpp",), shots=3, max_new=256, drops=True, stops=("[DONE]",)),
+    "lm_eval/humaneval_instruct": Protocol(
+        asks(WRITE + "```python\n{prompt}\n```\n"), system=ASSISTANT, prefix=COMPLETED + "{prompt}\n", trims=True,
+        max_new=1024, drops=True, stops=CHEN, rules=(cut_at_fence, prepend_prompt),
+    ),
+    # Dream; its postprocess_code.py scores HumanEval from the log of lm_eval
+    "dream_base/humaneval": Protocol(ask_prompt, bos=True, temperature=0.2, top_p=0.95, rules=DREAM_RULES),
+    "dream_base/mbpp": Protocol(
+        ask_austin, ("mbpp",), shots=3, bos=True, temperature=0.2, top_p=0.95, stops=("[DONE]",)
+    ),
+    "dream_instruct/humaneval_instruct": Protocol(
+        asks(WRITE + "```{prompt}"), system=ASSISTANT, prefix=COMPLETED + "{prompt}\n", trims=True, prompt_tokens=1024,
+        max_new=768, temperature=0.1, top_p=0.9, stops=CHEN, rules=DREAM_RULES,
+    ),
+    "dream_instruct/mbpp_instruct": Protocol(
+        asks(EXPERT + " {text} Your code should pass these tests:\n\n{tests}"), ("mbpp",), system=ASSISTANT,
+        prefix=COMPLETED, trims=True, prompt_tokens=1024, max_new=1024, temperature=0.1, top_p=0.9, stops=("```",),
+    ),
+    # Fast-dLLM
+    "fast_dllm/humaneval": Protocol(ask_prompt, bos=True, max_new=256, rules=DREAM_RULES),
+    # Dream-Coder; its MBPP is mbppplus of the Hub, 378 of the sanitized problems. d3LLM scores
+    # instruct models alike
+    "dreamcoder_base/humaneval": Protocol(
+        ask_prompt, bos=True, temperature=0.2, top_p=0.9, stops=("```python\n", "```"),
+        rules=(prepend_prompt_line, dream_sanitize),
+    ),
+    "dreamcoder_base/mbpp": Protocol(
+        asks("{text}\nThe code should pass these tests:\n\n{tests}\n\n"), ("sanitized",), prefix=COMPLETED, bos=True,
+        temperature=0.1, top_p=0.9, stops=("```",), frame=("", "\n\n"),
+    ),
+    "dreamcoder_instruct/humaneval": Protocol(
+        ask_evalplus, system=ASSISTANT, prefix=BELOW, max_new=768, temperature=0.1, top_p=0.9, top_k=50, ends=(),
+        drops=True, stops=(*EVALPLUS, "\n```\n"), rules=(first_10000, tabs_to_spaces, evalplus_sanitize), limit_s=1,
+        factor=4,
+    ),
+    # EvalPlus, and d3LLM's table of Qwen2.5-Coder-Instruct
+    "evalplus_base/humaneval": Protocol(
+        ask_evalplus_base, max_new=768, ends=(), drops=True, stops=EVALPLUS_HUMANEVAL, rules=EVALPLUS_BASE_RULES,
+        limit_s=4, factor=4,
+    ),
+    "evalplus_base/mbpp": Protocol(
+        ask_evalplus_base, PLUS, max_new=768, ends=(), drops=True, stops=EVALPLUS_MBPP, rules=EVALPLUS_BASE_RULES,
+        limit_s=4, factor=4,
+    ),
+    "evalplus_instruct/humaneval": Protocol(
+        ask_evalplus, system=QWEN, prefix=BELOW, max_new=768, ends=(), drops=True, stops=(*EVALPLUS, "\n```\n"),
+        rules=(first_10000, tabs_to_spaces, without_colours, evalplus_sanitize), limit_s=4, factor=4,
+    ),
+    # Qwen2.5-Coder; DiffuCoder has its harness. It runs the prompt twice; here once, so that a
+    # future import can follow
+    "qwen_base/humaneval": Protocol(
+        ask_evalplus_base, max_new=768, ends=IM_END, drops=True, stops=(*EVALPLUS_HUMANEVAL, "\n```\n", "```"),
+        rules=(tabs_to_spaces, prepend_stripped_prompt), limit_s=1, factor=4,
+    ),
+    "qwen_instruct/humaneval": Protocol(
+        ask_qwen, system=QWEN_CODER, prefix="```python\n", max_new=2048, ends=IM_END, drops=True,
+        stops=(*EVALPLUS, "\n#", "\n```"), rules=(tabs_to_spaces, cut_at_fence), limit_s=1, factor=4,
+    ),
+}  # fmt: skip
+base, qwen = PROTOCOLS["qwen_base/humaneval"], PROTOCOLS["qwen_instruct/humaneval"]
+PROTOCOLS["qwen_base/mbpp"] = base._replace(data=PLUS, stops=(*EVALPLUS_MBPP, "\n```\n", "```"))
+# Qwen2.5-Coder scores the answers of instruct models as they are, and sanitised.
+PROTOCOLS["qwen_instruct/humaneval_sanitized"] = qwen._replace(
+    rules=(*qwen.rules, evalplus_sanitize)
+)
+# EvalPlus asks for MBPP as for HumanEval, and so do those that use it.
+for name in (
+    "dreamcoder_instruct/{}",
+    "evalplus_instruct/{}",
+    "qwen_instruct/{}",
+    "qwen_instruct/{}_sanitized",
+):
+    PROTOCOLS[name.format("mbpp")] = PROTOCOLS[name.format("humaneval")]._replace(data=PLUS)
+
+
+# ---- more harnesses, and older versions
+
+
+def prepend_bare_prompt(text, q):
+    return q.prompt.strip() + text
+
+
+def simple_evals_fence(text, q):
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    return blocks[0] if blocks else text
+
+
+def without_signature(text, q):
+    return text[text.find(":\n    ") + 2 :]  # where there is none, all but the first character
+
+
+def ask_docstring(q, solved):
+    return f'"""\n{q.text}\n{q.tests[0]}\n"""\n'
+
+
+def lm_eval_fence(text, q):
+    """The first block of a text that began inside one. A leading word counts as the block's language."""
+    blocks = re.findall(r"```(?:\w+)?\n?(.*?)\n?```", "```" + text, re.DOTALL)
+    return blocks[0] if blocks else ""
+
+
+def opencompass_fence(text, q):
+    blocks = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
+    return blocks[0] if blocks else text
+
+
+def strip_left(text, q):
+    return text.lstrip()
+
+
+BEGINS = r"\[BEGIN\]\s*'", r"BEGIN\s*'", r"\[BEGIN\]\s*", r"BEGIN\s*"
+ENDINGS = r"'\s*\[DONE\]", r"'\s*DONE", r"\s*\[DONE\]", r"\s*DONE"
+PATTERNS = [  # tried in this order: quoted answers, those without the second quote, without any, then fences
+    *(begin + "(.*)" + end for begin, end in (
+        (BEGINS[0], ENDINGS[0]), (BEGINS[1], ENDINGS[0]), (BEGINS[0], ENDINGS[1]), (BEGINS[1], ENDINGS[1]),
+        (BEGINS[0], ENDINGS[2]), (BEGINS[1], ENDINGS[2]), (BEGINS[0], ENDINGS[3]), (BEGINS[1], ENDINGS[3]),
+        (BEGINS[2], ENDINGS[2]), (BEGINS[3], ENDINGS[2]), (BEGINS[2], ENDINGS[3]), (BEGINS[3], ENDINGS[3]),
+    )),
+    r"```python\s*(.*)\s*```", r"```\s*(.*)\s*```", r"```python\s*(.*)\s*$", r"```\s*(.*)\s*$", r"(.*)\s*```.*",
+    r"\[BEGIN\]\s*'(.*)", r"\[BEGIN\](.*)", r"'(.*)'\s*\[DONE\]",
+]  # fmt: skip
+
+
+def opencompass_answer(text, q):
+    """The match of the first pattern that fits, without fences, [DONE] and quotes."""
+    match = next(
+        (m for m in (re.search(pattern, text, re.DOTALL) for pattern in PATTERNS) if m), None
+    )
+    text = match[1] if match else text
+    text = re.split(r"'?\s*\[?DONE\]?", text.split("```")[0])[0].replace("\\_", "_").strip()
+    return text.removeprefix("'").removesuffix("'")
+
+
+def ask_opencompass(q, solved):
+    """Each solved problem is a turn of the chat; answers are quoted; asserts end in a space, but the very first."""
+    chat = ""
+    for shot in solved:
+        asserts = "".join(f"{test.strip()} \n" for test in shot.tests)
+        asserts = asserts if chat else asserts.replace(" \n", "\n", 1)
+        chat += f"{EXPERT} {shot.text} Your code should pass these tests:\n\n {asserts}<|im_end|>\n"
+        chat += f"<|im_start|>assistant\n[BEGIN]\n '{shot.reference.strip()}' \n[DONE] \n\n <|im_end|>\n<|im_start|>user\n"
+    asserts = "\n".join(q.tests)
+    return f"{chat}{EXPERT} {q.text} Your code should pass these tests:\n\n {asserts}  \n"
+
+
+EXPERT_BLOCK = EXPERT + "\n{text}\nYour code should pass these tests:\n{tests}"
+READ = "Read the following function signature and docstring, and fully implement the function described."
+BIGCODE_STOPS = (
+    "\nclass",
+    "\ndef",
+    "\n#",
+    "\n@",
+    "\nprint",
+    "\nif",
+    "\n```",
+    "<file_sep>",
+    "<|endoftext|>",
+)
+BIGCODE_MBPP_STOPS = (
+    "\nclass",
+    "\nassert",
+    '\n"""',
+    "\nprint",
+    "\nif",
+    "\n<|/",
+    "\n```",
+    "<|endoftext|>",
+)
+
+
+def evalplus_031(name):
+    """Version 0.3.1: colours stay, and the least limit is 1 s. It never passes HumanEval/32, whatever is written."""
+    record = PROTOCOLS[name]
+    rules = tuple(rule for rule in record.rules if rule is not without_colours)
+    return record._replace(rules=rules, limit_s=1)
+
+
+# Of prompt and answer together BigCode allows 512 tokens.
+BIGCODE = Protocol(
+    asks("{stripped}"), temperature=0.2, top_p=0.95, ends=(), stops=BIGCODE_STOPS,
+    rules=(prepend_bare_prompt,), frame=("\n", ""),
+)  # fmt: skip
+LM_EVAL_BLOCK = Protocol(
+    asks(EXPERT_BLOCK, answer="\n```python\n{code}\n```\n\n"), ("mbpp",), system=ASSISTANT,
+    prefix="\n```python\n", trims=True, shots=3, max_new=256, drops=True, rules=(lm_eval_fence,),
+)  # fmt: skip
+PROTOCOLS |= {
+    "bigcode/humaneval": BIGCODE,
+    "bigcode/humaneval-unstripped": BIGCODE._replace(ask=ask_prompt, rules=(prepend_prompt,)),
+    "bigcode/mbpp": Protocol(
+        ask_docstring, ("mbpp",), temperature=0.2, top_p=0.95, ends=(), stops=BIGCODE_MBPP_STOPS,
+        rules=(prepend_prompt,),
+    ),
+    "simple_evals/humaneval": Protocol(
+        asks(READ + " Your response should only contain the code for this function.\n{prompt}"), ends=(),
+        drops=True, rules=(simple_evals_fence, without_signature), prompt_first=True,
+    ),
+    # the score that lm_eval itself prints of Dream's base model, which Dream does not use
+    "dream_base_lm_eval/humaneval": PROTOCOLS["dream_base/humaneval"]._replace(
+        stops=CHEN, cuts=False, rules=(prepend_prompt,)
+    ),
+    "lm_eval_head/mbpp_instruct": LM_EVAL_BLOCK,
+    "lm_eval_0.4.9.2/mbpp_instruct": LM_EVAL_BLOCK._replace(
+        ask=asks(EXPERT_BLOCK, answer="\n```python\n {code}\n```\n\n")
+    ),
+    # DARE's OpenCompass: it quotes 78.05 % on HumanEval and 56.40 % on MBPP for Dream-Instruct.
+    "opencompass_dare/humaneval": Protocol(
+        asks("Complete the following python code:\n{prompt}"), system=ASSISTANT, temperature=0.2,
+        top_p=0.95, ends=(), drops=True, rules=(opencompass_fence, strip_left), prompt_first=True,
+    ),
+    "opencompass_dare/mbpp": Protocol(
+        ask_opencompass, ("mbpp",), system=ASSISTANT, shots=3, temperature=0.2, top_p=0.95, ends=(),
+        drops=True, rules=(opencompass_answer,), limit_s=9,
+    ),
+    "evalplus_0.3.1_base/humaneval": evalplus_031("evalplus_base/humaneval"),
+    "evalplus_0.3.1_base/mbpp": evalplus_031("evalplus_base/mbpp"),
+    "evalplus_0.3.1_instruct/humaneval": evalplus_031("evalplus_instruct/humaneval"),
+    "evalplus_0.3.1_instruct/mbpp": evalplus_031("evalplus_instruct/mbpp"),
+}  # fmt: skip
+
+# ---- from a text to a program ---------------------------------------------------------------------
+
+
+def named(name, task):
+    """("harness/task", record) for the name of a record or of a harness."""
+    task = task.rstrip("+")
+    for key in (name, f"{name}/{task}", f"{name}/{task}_instruct"):
+        if key in PROTOCOLS and key.split("/")[1].startswith(task):
+            return key, PROTOCOLS[key]
+    known = ", ".join(key for key in PROTOCOLS if key.split("/")[1].startswith(task))
+    raise ValueError(f"{name!r} is no protocol of {task}; there are ours, ours_chat, {known}")
+
+
+def steps(protocol):
+    """The functions (text, problem) -> text that make a candidate of a text, in order."""
+    found = [functools.partial(cut_at, protocol.ends)]
+    if protocol.drops:
+        found.append(without_special)
+    if protocol.cuts:
+        found.append(functools.partial(cut_at, protocol.stops))
+    return [*found, *protocol.rules]
+
+
+def candidate(protocol, text, q):
+    """The code in a model's text. SyntaxError, ValueError where the harness raises."""
+    for step in steps(protocol):
+        text = step(text, q)
+    return text
+
+
+def program(protocol, code, q):
+    """The code that runs before the tests."""
+    return q.prompt + code + q.suffix if protocol.prompt_first else code
+
+
+def target(protocol, q):
+    """The tests, as the harness appends them to a program and a newline."""
+    before, after = protocol.frame
+    return before + "\n".join(q.tests[:3]) + after
+
+
+class Harness:
+    """A record in the form of benchmarks.Ours."""
+
+    skips = False
+
+    def __init__(self, cfg, name, record):
+        self.cfg, self.name, self.record = cfg, name, record
+        self.settings = {"shots": record.shots, "trim_prefix": cfg.trim_prefix}
+        self.files = [tasks.tasks_path(cfg)]
+        self.ends, self.top_k, self.factor = record.ends, record.top_k, record.factor
+        self.whole = not record.prompt_first
+
+    def ids(self, problem, model):
+        chat = self.record.system is not None
+        if chat and model.tokenizer.token_to_id("<|im_start|>") is None:
+            needs = "needs a chat template, and the tokenizer has no <|im_start|>"
+            raise ValueError(f"--protocol={self.cfg.protocol} {needs}")
+        model.tokenizer.encode_special_tokens = not chat
+        text = prompt(self.record, problem, self.cfg.trim_prefix)
+        ids = model.tokenizer.encode(text, add_special_tokens=False).ids
+        ids = ids[-self.record.prompt_tokens :]
+        bos = self.bos(model)
+        return ids if bos is None else [bos, *ids]
+
+    def bos(self, model):
+        """The token that begins a prompt of a Dream, None if there is none."""
+        if not self.record.bos or self.cfg.model != "dream":
+            return None
+        token, own = model.tokenizer.token_to_id("<|beginoftext|>"), model.model.cfg.bos_id
+        return own if token is None and own != model.model.cfg.eos_id else token
+
+    def candidate(self, text, problem, cut=True):
+        """The code in an answer; "" where the harness itself would raise."""
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+            return candidate(self.record, text, problem)
+        return ""
+
+    def ended(self, text, problem):
+        return self.record.cuts and first_of(text, self.record.stops) < len(text)
+
+    def program(self, code, problem):
+        return program(self.record, code, problem)
+
+
+class HarnessScorer(benchmarks.Scorer):
+    """Runs what a harness appends: three asserts of MBPP, HumanEval's test without helpers."""
+
+    def tests(self, problem, key, code, timeout_s):
+        # EvalPlus calls the function itself.
+        evalplus = self.protocol.factor and not problem.text
+        if problem.cases or evalplus:
+            return super().tests(problem, key, code, timeout_s)
+        return [target(self.protocol.record, problem)]
+
+
+class OursInChat(benchmarks.Ours):
+    """Our own way, through the model's chat template."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.name = f"ours_chat/{self.task}"
+        self.wrap = None if cfg.samples else chat_template(cfg)
+
+    def ids(self, problem, model):
+        return prompts.encode_chat(model.tokenizer, self.wrap, self.ask(problem))
+
+    def ask(self, problem):
+        answer = "Answer with all of it in one block of code."
+        if not problem.text:
+            code = problem.prompt.rstrip()
+            return f"Complete this Python function. {answer}\n\n```python\n{code}\n```"
+        asked = f"Write a Python function. {answer}\n\n{problem.text.strip()}"
+        asserts = "\n".join(problem.tests[:3])
+        return f"{asked}\nIt must pass these tests:\n\n```python\n{asserts}\n```"
+
+
+def chat_template(cfg):
+    """A function that puts a question into the chat template of a model."""
+    run, _, _ = benchmarks.find_model(cfg)
+    wrap = prompts.chat_template(run)
+    if not wrap:
+        raise ValueError("the model's folder holds no chat template (tokenizer_config.json)")
+    return wrap
+
+
+# ---- LiveCodeBench -------------------------------------------------------------------------------
+#
+# Rules of lcb_runner/evaluation/testing_util.py, MIT. Ref: Jain et al., arXiv:2403.07974. Here a
+# program runs as a script. There it is the body of a function with a copy of sys.stdin, so that
+# these fail: looping over sys.stdin, more than one line of sys.stdin.buffer, EOFError at the end of
+# input, `global`, quit(), os._exit(), sys.stdout.buffer, imports from the future. Its limits are
+# wall-clock seconds, ours processor seconds.
+
+LIVE_KEYS = """question_content question_id contest_date starter_code public_test_cases private_test_cases
+metadata""".split()
+LIVE_MODULES = """string re datetime collections heapq bisect copy math random statistics itertools functools operator
+io sys json""".split()
+LIVE_HEAD = "\n".join([f"from {name} import *" for name in [*LIVE_MODULES, "builtins", "typing"]])
+LIVE_HEAD += "".join(f"\nimport {name}" for name in LIVE_MODULES)
+LIVE_HEAD += "\nsys.setrecursionlimit(50000)\nsys.set_int_max_str_digits(50000)\n\n"
+LIVE_STARTER = """You will use the following starter code to write the solution to the problem and enclose your code \
+within delimiters.
+```python
+{}
+```"""
+LIVE_STDIN = """Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on \
+the sample inputs). Enclose your code within delimiters as follows. Ensure that when the python program runs, it reads \
+the inputs, runs the algorithm and writes output to STDOUT.
+```python
+# YOUR CODE HERE
+```"""
+LIVE_PROMPT = "### Question:\n{}\n\n### Format: {}\n\n### Answer: (use the provided format with backticks)\n\n"
+TEXT_PICKLE = {
+    "PROTO",
+    "FRAME",
+    "MEMOIZE",
+    "PUT",
+    "BINPUT",
+    "LONG_BINPUT",
+    "STOP",
+}  # opcodes around that of a text
+
+
+class Live(typing.NamedTuple):
+    """The tests of a problem, packed as in the file: unpacked they would fill the memory."""
+
+    public: str  # JSON
+    private: str  # JSON, or base64(zlib(pickle(JSON)))
+
+
+class LiveCodeBench(OursInChat):
+    """Asks as LiveCodeBench does; --protocol=ours_chat through the model's chat template."""
+
+    ends = IM_END
+
+    def __init__(self, cfg):
+        benchmarks.Ours.__init__(self, cfg)
+        self.wrap = None
+        if cfg.protocol == "ours_chat":
+            self.name = "ours_chat/livecodebench"
+            self.wrap = None if cfg.samples else chat_template(cfg)
+        self.settings = {"since": cfg.since, "until": cfg.until}
+        self.skips = bool(cfg.since or cfg.until)
+        self.files = live_files(cfg)
+
+    def ask(self, problem):
+        return problem.prompt
+
+    def ids(self, problem, model):
+        if self.wrap:
+            return super().ids(problem, model)
+        model.tokenizer.encode_special_tokens = True
+        return model.tokenizer.encode(problem.prompt, add_special_tokens=False).ids
+
+    def candidate(self, text, problem, cut=True):
+        return last_block(without_special(cut_at(IM_END, text, problem), problem), problem)
+
+    def ended(self, text, problem):
+        return False
+
+    def program(self, code, problem):
+        return code
+
+
+class LiveScorer(benchmarks.Scorer):
+    def __init__(self, cfg, problems, protocol, samples):
+        super().__init__(cfg, problems, protocol, samples)
+        self.flags |= {"memory_mb": 4096, "threads": True}
+
+    def expect(self, keys):
+        self.expected = {key: live_cases(self.problems[key]) for key in keys}
+
+    def program(self, code, problem):
+        return LIVE_HEAD + without_future(code)
+
+    def tests(self, problem, key, code, timeout_s):
+        return live_tests(problem, self.expected[key], code, timeout_s)
+
+    def verdict(self, problem, result):
+        """The first failed test decides."""
+        if not result.verdicts:
+            return super().verdict(problem, result)
+        for i, (outcome, value) in enumerate(zip(result.verdicts, result.values, strict=True)):
+            if outcome != "pass":
+                wrong = ["test", value if problem.entry else i]
+                return {"passed": False, "result": outcome, "wrong": wrong}
+        return {"passed": True, "result": "passed"}
+
+
+def live_files(cfg):
+    """The file --tasks_file, or all files of that folder."""
+    if not cfg.tasks_file:
+        source = "https://huggingface.co/datasets/livecodebench/code_generation_lite"
+        where = f"download test*.jsonl from {source}, and pass it as --tasks_file"
+        raise ValueError(f"LiveCodeBench is large: {where}")
+    path = runs.as_path(cfg.tasks_file)
+    return sorted([*path.glob("*.jsonl"), *path.glob("*.jsonl.gz")]) if path.is_dir() else [path]
+
+
+def live_problems(cfg):
+    """{id: Problem} of contests from the first minute of --since to that of --until."""
+    for day in filter(None, (cfg.since, cfg.until)):
+        if not re.fullmatch(r"\d{4}-\d\d-\d\d", day):
+            raise ValueError("--since and --until are days, such as 2024-10-01")
+    last = f"{cfg.until}T00:00:00" if cfg.until else "9999"
+    problems = {}
+    for file in live_files(cfg):
+        opened = gzip.open if file.suffix == ".gz" else open
+        with opened(file, "rt", encoding="utf-8") as lines:
+            try:
+                for row in tasks.parse_lines(lines, LIVE_KEYS):
+                    wanted = cfg.since <= row["contest_date"] <= last
+                    if wanted and len(problems) < (cfg.problems or math.inf):
+                        problems[tasks.key_of(row["question_id"])] = live_problem(row)
+            except (ValueError, LookupError, TypeError, AttributeError, *BROKEN) as error:
+                raise ValueError(f"{file} is not a file of LiveCodeBench: {error}") from None
+    if not problems:
+        days = f"from {cfg.since or 'the first day'} to {cfg.until or 'the last'}"
+        raise ValueError(f"{cfg.tasks_file} holds no problem of LiveCodeBench {days}")
+    return problems
+
+
+def live_problem(row):
+    starter = row["starter_code"]
+    asked = LIVE_STARTER.format(starter) if starter else LIVE_STDIN
+    return tasks.Problem(
+        row["question_id"],
+        json.loads(row["metadata"] or "{}").get("func_name") or "",
+        LIVE_PROMPT.format(row["question_content"], asked),
+        cases=Live(row["public_test_cases"], row["private_test_cases"]),
+    )
+
+
+def live_cases(problem):
+    """[(input, output)] of all tests: two texts, or arguments and result. If they are damaged, the reason, as text."""
+    private = problem.cases.private
+    try:
+        try:
+            tests = json.loads(private)
+        except ValueError:
+            tests = json.loads(text_of_pickle(zlib.decompress(base64.b64decode(private))))
+        tests = [*json.loads(problem.cases.public), *tests]
+        if any(test["testtype"] == "functional" for test in tests):
+            return [
+                ([*map(json.loads, t["input"].split("\n"))], json.loads(t["output"])) for t in tests
+            ]
+        return [(test["input"], test["output"]) for test in tests]
+    except (ValueError, LookupError, TypeError, zlib.error) as error:
+        return f"its tests cannot be read: {error}"
+
+
+def text_of_pickle(data):
+    """The text in a pickle, without loading it, as that can run code. ValueError if it holds anything else."""
+    texts = []
+    for opcode, value, _ in pickletools.genops(data):
+        if "UNICODE" in opcode.name:
+            texts.append(value)
+        elif opcode.name not in TEXT_PICKLE:
+            raise ValueError(f"its tests are a pickle with {opcode.name}, which no text needs")
+    (text,) = texts
+    return text
+
+
+def live_tests(problem, cases, code, timeout_s):
+    """The tests of a sample: one for each input of a program; a single one for all calls of a function."""
+    if not problem.entry:
+        check = (
+            "import contextlib\nfrom decimal import Decimal, InvalidOperation\n"
+            + inspect.getsource(same_lines)
+        )
+        right = "def right(printed):\n    return same_lines(printed, {!r})\n"
+        return [
+            sandbox.Stdin(text, 65_536 + 2 * len(out.encode()), check + right.format(out))
+            for text, out in cases
+        ]
+    function = f"Solution().{problem.entry}" if "class Solution" in (code or "") else problem.entry
+    most = 65_536 + 8 * sum(len(json.dumps(output)) for _, output in cases) + 100 * len(cases)
+    limits, inputs = [timeout_s] * len(cases), [args for args, _ in cases]
+    right = "def right(i, inputs, value):\n    return (list(value) if type(value) is tuple else value) == data[i]\n"
+    wanted = [output for _, output in cases]
+    return [
+        sandbox.Calls(
+            function, inputs, limits, (timeout_s + 1) * len(cases) + 5, most, right, wanted
+        )
+    ]
+
+
+def same_lines(printed, wanted):
+    """Whether a program printed the right output: equal lines without surrounding spaces, or equal numbers."""
+    ours, theirs = (
+        [line.strip() for line in text.strip().split("\n")] for text in (printed, wanted)
+    )
+    if len(ours) != len(theirs):
+        return False
+    pairs = zip(ours, theirs, strict=True)
+    with contextlib.suppress(InvalidOperation):
+        return all(
+            a == b or [*map(Decimal, a.split())] == [*map(Decimal, b.split())] for a, b in pairs
+        )
+    return False
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def main(cfg):
+    """The report of a protocol; see benchmarks.evaluate."""
+    if cfg.task == "livecodebench":
+        limits = {"top_p": 0.95, "max_new": 512, "limit_s": 6.0}
+        cfg = benchmarks.settle(filled_in(cfg, **limits))
+        return benchmarks.evaluate(cfg, live_problems(cfg), LiveCodeBench(cfg), LiveScorer)
+    if cfg.since or cfg.until:
+        raise ValueError("--since and --until are days of LiveCodeBench")
+    if cfg.protocol in ("ours", "ours_chat"):
+        cfg = benchmarks.settle(filled_in(cfg, top_p=0.95, max_new=0, limit_s=None))
+        protocol = benchmarks.Ours(cfg) if cfg.protocol == "ours" else OursInChat(cfg)
+        return benchmarks.evaluate(cfg, tasks.read_problems(cfg), protocol)
+    name, record = named(cfg.protocol, cfg.task)
+    record = record._replace(shots=record.shots if cfg.shots is None else cfg.shots)
+    if cfg.temperature is None:
+        cfg = dataclasses.replace(cfg, temperature=record.temperature)
+    cfg = filled_in(cfg, top_p=record.top_p, max_new=record.max_new, limit_s=record.limit_s)
+    cfg = benchmarks.settle(with_full_mbpp(cfg, record))
+    problems = tasks.read_problems(cfg)
+    check_data(cfg, name, record, problems)
+    return benchmarks.evaluate(cfg, problems, Harness(cfg, name, record), HarnessScorer)
+
+
+def filled_in(cfg, top_p, max_new, limit_s):
+    """The config with the settings of a protocol where no flag is given."""
+    limits = dataclasses.replace(cfg.sandbox, timeout_s=cfg.sandbox.timeout_s or limit_s)
+    top_p, max_new = cfg.top_p or top_p, cfg.max_new or max_new
+    return dataclasses.replace(cfg, top_p=top_p, max_new=max_new, sandbox=limits)
+
+
+def with_full_mbpp(cfg, record):
+    """The config with the file of the full MBPP, which is downloaded, if a harness asks for it."""
+    if cfg.task != "mbpp" or record.data != ("mbpp",) or cfg.tasks_file:
+        return cfg
+    path = Path("data/tasks/mbpp.jsonl")
+    if not path.is_file():
+        tasks.download("mbpp", FULL_MBPP, path)
+    return dataclasses.replace(cfg, tasks_file=str(path))
+
+
+def check_data(cfg, name, record, problems):
+    """ValueError for other problems than those of a harness."""
+    kind = {"mbpp": "mbpp", "mbpp+": "mbppplus"}.get(cfg.task, "humaneval")
+    if cfg.task == "mbpp" and tasks.tasks_path(cfg).read_bytes().lstrip().startswith(b"["):
+        kind = "sanitized"
+    (wanted, _), (given, counts) = DATA[record.data[0]], DATA[kind]
+    if kind not in record.data:
+        raise ValueError(f"--protocol={name} asks for {wanted}, and this is {given}")
+    if len(problems) not in counts and not cfg.problems:
+        is_of = f"--protocol={name} is of {' or '.join(map(str, counts))}"
+        raise ValueError(f"{tasks.tasks_path(cfg)} has {len(problems)} problems; {is_of}")
+    if kind != record.data[0]:
+        print(f"published scores of {name} are of {wanted}, and this is {given}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    runs.command(main, Config, __doc__)
