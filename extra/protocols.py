@@ -50,7 +50,9 @@ from runs import Natural, TopP
 class Config(benchmarks.Config):
     protocol: str = "ours"  # harness, or its record: dream_instruct, lm_eval/humaneval_instruct
     task: typing.Literal[(*tasks.MAKERS, "livecodebench")] = "humaneval"  # which benchmark
-    shots: typing.Annotated[int, (0, 3)] | None = None  # MBPP: solved problems; default: protocol's
+    shots: typing.Annotated[int, (0, 3, "0 .. 3")] | None = (
+        None  # MBPP: solved problems; default: protocol's
+    )
     top_p: TopP | None = None  # nucleus sampling; default: the protocol's
     max_new: Natural = 0  # new tokens at most; default: the protocol's
     # chat: strip the end of the prompt, as transformers 4.46; 4.49 does not
