@@ -7,7 +7,7 @@ on any machine.
     python bench/compile_for.py --largest train --device=rtx4090    # the largest micro-batch that fits, by bisection
     python bench/compile_for.py generate --device=rtx4090 --int8    # Dream's denoising steps; --only=cached is one
     python bench/compile_for.py generate --only=blocks              # those of a Dream of blocks, with its exact cache
-    python bench/compile_for.py drafts --device=rtx4090             # a step of sample_draft.py
+    python bench/compile_for.py drafts --device=rtx4090             # a step of extra/draft.py
     python bench/compile_for.py generate --model=sdar_4b --int4 --device=rtx3060    # a kin of Dream's: see KIN
     python bench/compile_for.py dream --model=7b --lora_rank=16 --base_bits=4 --batch_size=1 --device=t4    # LoRA
     python bench/compile_for.py grpo --device=a100-80 --lora_rank=16    # the gradient of coupled_grpo.py on Dream 7B
@@ -65,7 +65,9 @@ import tyro
 from flax import nnx
 from jax.sharding import PartitionSpec as PS
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "extra")]
+import draft
+
 import checkpoints
 import coupled_grpo
 import generate_dream
@@ -74,7 +76,6 @@ import model_dream as md
 import model_pythoncoder as pc
 import runs
 import sample_block
-import sample_draft
 import sample_dream
 import train_dream
 import train_tpu
@@ -1037,7 +1038,7 @@ class Generate:
 
 @dataclasses.dataclass(frozen=True)
 class Drafts:
-    """A step of sample_draft.py on one chip: passes that draft and the pass that verifies, or token
+    """A step of extra/draft.py on one chip: passes that draft and the pass that verifies, or token
     by token.
     """
 
@@ -1061,10 +1062,8 @@ class Drafts:
         )
         settings = {name: getattr(generate_dream.Config, name) for name in ("temperature", "top_p")}
         graph, params = like.weights(mesh)
-        rule = sample_draft.Sampling(
-            self.draft, self.draft_steps, **settings, eos_ids=(model.eos_id,)
-        )
-        sampler = sample_draft.Sampler(graph, rule)
+        rule = draft.Sampling(self.draft, self.draft_steps, **settings, eos_ids=(model.eos_id,))
+        sampler = draft.Sampler(graph, rule)
         most = 1 if self.draft_steps else self.draft + 2  # slots of a pass for each token of a step
         L = sample_dream.canvas_width(self.length + (self.draft + 1) * most, 1 << 30)
 
@@ -1081,7 +1080,7 @@ class Drafts:
             array(jnp.int32, B, L),
             array(jnp.float32, B, L),
         )
-        state = sample_draft.State(*texts, array(jnp.int32, B, self.draft), array(jnp.int32), cache)
+        state = draft.State(*texts, array(jnp.int32, B, self.draft), array(jnp.int32), cache)
         counts = (
             array(jnp.int32, B),
             array(jnp.int32, B),
@@ -1094,7 +1093,7 @@ class Drafts:
 
         at = jax.NamedSharding(mesh, PS())
         put = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at)  # noqa: E731
-        inputs = jax.tree.map(put, (params, state, sample_draft.Given(*counts)))
+        inputs = jax.tree.map(put, (params, state, draft.Given(*counts)))
         return jax.jit(step, donate_argnums=1).lower(*inputs)
 
     def rows(self):

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from test_sample_draft import model_of
+from test_draft import model_of
 
 import diffusion
 import model_dream as md

@@ -1,10 +1,11 @@
-"""sample_draft.py: the text that is drafted is the text token by token, in every batch and at every
+"""extra/draft.py: the text that is drafted is the text token by token, in every batch and at every
 temperature.
 """
 
 import dataclasses
 import json
 
+import draft as drafts
 import jax
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from flax import nnx
 
 import diffusion
 import model_dream as md
-import sample_draft
 
 PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15, 16, 17], [8, 8]]
 
@@ -40,18 +40,18 @@ def model_of(shift):
 )
 def test_a_drafted_text_is_the_text_token_by_token(shift, temperature, top_p):
     model = model_of(shift)
-    rule = sample_draft.Sampling(temperature=temperature, top_p=top_p, eos_ids=(2, 3))
+    rule = drafts.Sampling(temperature=temperature, top_p=top_p, eos_ids=(2, 3))
     key = jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(jax.random.key(7), i)))(
         np.arange(len(PROMPTS))
     )
-    want, stats = sample_draft.generate(model, PROMPTS, 40, rule, key)
+    want, stats = drafts.generate(model, PROMPTS, 40, rule, key)
     assert stats["forwards"] == stats["steps"] <= 40
     for draft, steps in ((3, 0), (2, 1), (16, 1)):
         drafted = dataclasses.replace(rule, draft=draft, draft_steps=steps)
-        got, stats = sample_draft.generate(model, PROMPTS, 40, drafted, key)
+        got, stats = drafts.generate(model, PROMPTS, 40, drafted, key)
         assert got == want, (draft, steps)
         assert stats["forwards"] == 1 + (stats["steps"] - 1) * (1 + steps)
-    (alone,), stats = sample_draft.generate(model, PROMPTS[2:3], 40, drafted, key[2:3])
+    (alone,), stats = drafts.generate(model, PROMPTS[2:3], 40, drafted, key[2:3])
     assert alone == want[2]
     if shift:  # the first draft is then the model's own next token
         assert stats["steps"] <= 1 + 20  # two tokens a step at least
@@ -61,10 +61,8 @@ def test_a_drafted_text_is_the_text_token_by_token(shift, temperature, top_p):
 @pytest.mark.parametrize("shift", [True, False])
 def test_a_single_pass_drafts_behind_each_number_of_drafts_that_may_stay(shift):
     model, N, agreed = model_of(shift), 3, 0
-    rows, _ = sample_draft.generate(model, PROMPTS, 40)
-    got, stats = sample_draft.generate(
-        model, PROMPTS, 40, sample_draft.Sampling(draft=N, draft_steps=0)
-    )
+    rows, _ = drafts.generate(model, PROMPTS, 40)
+    got, stats = drafts.generate(model, PROMPTS, 40, drafts.Sampling(draft=N, draft_steps=0))
     assert got == rows
     for prompt, row, when_L in zip(PROMPTS, rows, stats["when"], strict=True):
         # The drafts behind each slot, by a pass of its own over the text before: MASKs that see
@@ -84,8 +82,10 @@ def test_a_single_pass_drafts_behind_each_number_of_drafts_that_may_stay(shift):
         # the first pass writes a token, the second has no drafts yet
         want, last = [1, 2], len(prompt) + 1
         while last < len(row) - 1:
-            drafts, following = token_RL[last, last + 1 - shift :][:N], row[last + 1 :]
-            agree = [*(a == b for a, b in zip(drafts, following, strict=False)), False].index(False)
+            guesses, following = token_RL[last, last + 1 - shift :][:N], row[last + 1 :]
+            agree = [*(a == b for a, b in zip(guesses, following, strict=False)), False].index(
+                False
+            )
             want += [want[-1] + 1] * min(agree + 1, len(following))
             last, agreed = last + agree + 1, agreed + agree
         assert when_L[len(prompt) : len(row)].tolist() == want
@@ -95,7 +95,7 @@ def test_a_single_pass_drafts_behind_each_number_of_drafts_that_may_stay(shift):
 @pytest.mark.usefixtures("exact_matmuls")
 def test_token_by_token_is_what_a_pass_over_the_whole_text_says():
     model = model_of(True)
-    (row,), stats = sample_draft.generate(model, PROMPTS[:1], 20, sample_draft.Sampling(draft=4))
+    (row,), stats = drafts.generate(model, PROMPTS[:1], 20, drafts.Sampling(draft=4))
     token_BL, n = np.array([row]), len(PROMPTS[0])
     place = diffusion.Place(np.ones_like(token_BL), np.arange(len(row))[None])
     logits_BLV = np.array(model.logits(model.hidden(token_BL, place=place)[0]))
@@ -107,20 +107,13 @@ def test_token_by_token_is_what_a_pass_over_the_whole_text_says():
     assert (np.diff(stats["when"][0, n : len(row)]) >= 0).all()
 
 
-def test_an_end_token_ends_a_text_and_callers_see_it_grow():
-    model, seen = model_of(True), []
-    rule = sample_draft.Sampling(draft=3, temperature=1.5)
-    (long,), _ = sample_draft.generate(
-        model, PROMPTS[:1], 60, rule, on_block=lambda rows: seen.append(rows[0])
-    )
-    assert seen[-1] == long
-    assert all(long[: len(part)] == part for part in seen)
-    assert len(seen) > 1
+def test_an_end_token_ends_a_text():
+    model = model_of(True)
+    rule = drafts.Sampling(draft=3, temperature=1.5)
+    (long,), _ = drafts.generate(model, PROMPTS[:1], 60, rule)
     end = long[12]
     first = long.index(end, 3)
-    (short,), _ = sample_draft.generate(
-        model, PROMPTS[:1], 60, dataclasses.replace(rule, eos_ids=(end,))
-    )
+    (short,), _ = drafts.generate(model, PROMPTS[:1], 60, dataclasses.replace(rule, eos_ids=(end,)))
     assert short == long[:first] + [end] * (63 - first)
 
 
@@ -138,7 +131,7 @@ def test_what_cannot_be_written_is_refused(change, prompts, rule, message):
         md.graph_of(dataclasses.replace(model.cfg, **change), md.Compute()), nnx.state(model)
     )
     with pytest.raises(ValueError, match=message):
-        sample_draft.generate(model, prompts, 40, sample_draft.Sampling(**rule))
+        drafts.generate(model, prompts, 40, drafts.Sampling(**rule))
 
 
 @pytest.mark.slow
@@ -158,8 +151,8 @@ def test_nemotron_s_autoregressive_and_self_speculated_texts_and_their_passes(go
         if case["mode"] == "diffusion" or "max_thinking" in settings:
             continue
         eos_ids = () if settings["eos_id"] is None else (settings["eos_id"],)
-        rule = sample_draft.Sampling(draft=settings.get("block_length", 1) - 1, eos_ids=eos_ids)
-        rows, stats = sample_draft.generate(
+        rule = drafts.Sampling(draft=settings.get("block_length", 1) - 1, eos_ids=eos_ids)
+        rows, stats = drafts.generate(
             model, case["prompts"], settings["max_new"], rule, widths=(64, 128, 256)
         )
         for row, prompt, text in zip(rows, case["prompts"], case["text"], strict=True):

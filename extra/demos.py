@@ -1,0 +1,477 @@
+"""Other families, sampled as their authors' own demos do: one short loop each. Asks a model.
+
+    python extra/demos.py --like=llada --ckpt=out/llada --prompt="Sort a list in Python." --chat
+    python extra/demos.py --like=llada --ckpt=out/llada --prompt="1 + 1 =" --late_eos=confidence
+    python extra/demos.py --like=fast_dllm --ckpt=out/diffucoder --prompt="def area(r):"
+    python extra/demos.py --like=open_dcoder --ckpt=out/open_dcoder --prompt="def area(r):"
+    python extra/demos.py --like=dreamon --ckpt=out/dreamon --prompt="def f(r):
+        return [MASK] * r"
+
+LIKE has the settings of each demo; a flag beside --like wins. A demo fills one text, in NumPy
+around the model's forward pass: to be read, and to compare with. It has no batches, and no compiled
+loop: generate_dream.py has both. Where a published loop is wrong, ours differs:
+bench/results/families.md. MASK is in the softmax, as with the authors, but it is never drawn.
+
+Letters: C slots, V vocabulary.
+Refs: LLaDA, arXiv:2502.09992; Fast-dLLM, 2505.22618; Fast-dLLM v2, 2509.26328; P2, 2502.03540;
+DreamOn, 2602.01326; Dream-Coder, 2509.01142.
+"""
+
+import dataclasses
+import functools
+import sys
+import typing
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import checkpoints
+import diffusion
+import model_dream
+import prompts
+import runs
+import sample_block
+import sample_dream
+from runs import Natural, NonNegative, Share, TopP
+
+# What the demos set; the source of each is in bench/results/families.md.
+LIKE = {
+    "llada": {"max_new": 128, "steps": 128, "block_length": 32},
+    "fast_dllm": {"max_new": 256, "block_length": 32, "cache": "dual", "threshold": 0.9},
+    "fast_dllm_v2": {"max_new": 2048, "sub_block": 8, "threshold": 0.9},
+    "open_dcoder": {"max_new": 128, "steps": 128, "temperature": 0.5, "top_k": 200},
+    "dreamon": {"max_new": 64, "temperature": 0.2, "top_p": 0.9, "top_k": 50, "hole": 4,
+                "budget": 128},
+    "dream_coder": {"max_new": 768, "temperature": 0.1, "top_p": 0.95, "eos_penalty": 3.0},
+    # These are the house's own samplers, with the settings of the demo.
+    "dream": {"max_new": 512, "steps": 512, "temperature": 0.2, "top_p": 0.95, "top_k": 50},
+    "sdar": {"max_new": 2048, "temperature": 1.0, "threshold": 0.85},
+    "nemotron": {"max_new": 512, "threshold": 0.9},
+    "stable_diffcoder": {"max_new": 512},
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """None stands for the demo's own setting."""
+
+    like: typing.Literal[tuple(LIKE)] = "llada"  # whose demo
+    ckpt: str = "out/llada"  # folder of convert_weights.py, or of a run
+    prompt: str = "def area(r):"  # text to continue; dreamon: with [MASK] for the hole
+    chat: bool = False  # ask by the folder's chat template
+    max_new: Natural | None = None  # tokens to fill; dreamon: the longest hole
+    steps: Natural | None = None  # denoising steps, all blocks together; 0: one for each token
+    block_length: Natural | None = None  # 0: the model's own blocks, or the whole canvas
+    temperature: NonNegative | None = None  # 0 takes the argmax
+    top_k: Natural | None = None  # draw from the k likeliest tokens; 0 draws from all
+    top_p: TopP | None = None  # draw from the smallest set of this probability
+    # order of positions of dreamon, dream_coder and fast_dllm without a threshold
+    alg: typing.Literal["entropy", "maskgit_plus", "topk_margin"] = "entropy"
+    # fill all positions of at least this probability, one a step at least; 0: by steps
+    threshold: Share | None = None
+    cache: typing.Literal["prefix", "dual"] | None = None  # fast_dllm: the slots of a window
+    sub_block: Natural | None = None  # fast_dllm_v2: fill a block in parts of this length
+    guidance: NonNegative = 0.0  # llada: cfg_scale w, logits u + (w + 1) (c - u); twice the passes
+    # llada: EOS is filled last (confidence_eos_eot_inf) | never drawn (logits_eos_inf)
+    late_eos: typing.Literal["", "confidence", "logits", "both"] = ""
+    hole: Natural | None = None  # dreamon: masks that the hole starts with
+    budget: Natural | None = None  # dreamon: how often a mask may become two
+    delete_to_right: bool = False  # dreamon: EOS deletes the masks after it, too, as its evaluation
+    keep_eos: bool = False  # dreamon: EOS is a token of the hole, as in its evaluation
+    at_once: Natural = 1  # dreamon: masks filled in a step
+    eos_penalty: NonNegative | None = None  # dream_coder: makes an early end less likely
+    int8: bool = False  # matrices in 8 bits, half the memory of bfloat16
+    int4: bool = False  # matrices of the layers in 4 bits
+    # folder of compiled programs, for later runs; "" keeps none
+    compile_cache: str = "~/.cache/unmask"
+    seed: Natural = 0  # of every random draw
+
+
+def settle(cfg):
+    """The config with the demo's own settings, and 0 for what it has not."""
+    demo = LIKE[cfg.like]
+    settings = {}
+    for name, value in vars(cfg).items():
+        if value is None:
+            settings[name] = demo.get(name, {"top_p": 1.0, "cache": "dual"}.get(name, 0))
+    return dataclasses.replace(cfg, **settings)
+
+
+def main(cfg):
+    cfg = settle(cfg)
+    folder = runs.as_path(cfg.ckpt)
+    model, _, _ = checkpoints.load_for_inference(
+        model_dream,
+        folder,
+        devices=1,
+        bits=checkpoints.bits_of(cfg),
+        compile_cache=cfg.compile_cache,
+    )
+    family = "dreamon" if model.cfg.expand_id >= 0 else model.cfg.family
+    likes = {family, {"dream": "dream_coder"}.get(family, family)}
+    if family in ("dream", "llada"):
+        likes.add("fast_dllm")
+    if cfg.like not in likes:
+        raise ValueError(f"{folder} is a {family}; say --like={' or '.join(sorted(likes))}")
+    tokenizer = sample_dream.load_tokenizer(folder, model.cfg)
+    ends = [tokenizer.token_to_id(name) for name in ("<|endoftext|>", *prompts.TURN_ENDS)]
+    ends = [model.cfg.eos_id, *(i for i in ends if i is not None and i != model.cfg.eos_id)]
+
+    row = row_of(cfg, model.cfg, tokenizer, folder)
+    read = Reader(model, tokenizer.get_vocab_size(), ends)
+    demo = DEMOS.get(cfg.like, house)
+    filled = demo(read, row, cfg, np.random.default_rng(cfg.seed))
+    # The text ends at its first end token; a hole's behind it stays.
+    first = len(row) - cfg.max_new
+    if cfg.like != "dreamon":
+        new = np.isin(filled[first:], ends)
+        filled = filled[: first + int(np.argmax([*new, True]))]
+    kept = [i for i in filled.tolist() if i not in (model.cfg.mask_id, *ends)]
+    print(tokenizer.decode(kept))
+    print(f"{read.passes} forward passes", file=sys.stderr)
+
+
+def row_of(cfg, model, tokenizer, folder):
+    """The ids of the prompt and its masks: at its end, or dreamon's where [MASK] stands."""
+    if cfg.like == "dreamon":
+        before, _, behind = cfg.prompt.partition("[MASK]")
+        first, last = (tokenizer.encode(x, add_special_tokens=False).ids for x in (before, behind))
+        masks = [model.mask_id] * cfg.hole
+        return np.array([model.bos_id, *first, *masks, *last, model.eos_id])
+    ids = prompts.encode(tokenizer, cfg.prompt, "")
+    if cfg.chat:
+        ids = prompts.encode_chat(tokenizer, prompts.chat_template(folder), cfg.prompt)
+    return np.array([*ids, *[model.mask_id] * cfg.max_new])
+
+
+# ---- what the loops share ----------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "size"))
+def predict(params, token_1W, see_1L, cache, start, slot_C, *, graph, size):
+    """(logits [C, V] at the slots, keys and values) of a pass over a window from slot `start` on.
+
+    With a size tokens attend to their own and earlier blocks of this size.
+    """
+    model = nnx.merge(graph, params)
+    place = None
+    if size:
+        block_1L = jnp.arange(token_1W.shape[1])[None] // size
+        place = diffusion.Place(see_1L.astype(jnp.int32), block_1L)
+        see_1L = None
+    hidden_1WD, cache = model.hidden(token_1W, None, see_1L, cache, start, place)
+    # With cfg.shift the state at p - 1 predicts the token at p.
+    source_C = jnp.maximum(slot_C - model.cfg.shift - start, 0)
+    return model.logits(hidden_1WD[:, source_C])[0], cache
+
+
+class Reader:
+    """A model that reads one row, and what the loops need to know of it. `passes` are counted."""
+
+    def __init__(self, model, vocab, ends=()):
+        self.graph, self.params = nnx.split(model)
+        self.model = model
+        self.cfg = model.cfg
+        self.vocab = vocab  # ids from here on have no token
+        self.ends = list(ends)
+        self.passes = 0
+        self.cache = None
+
+    def __call__(self, row, slots, window=None, size=0):
+        """Float32 logits [C, V] at these slots of a row; few shapes are ever compiled.
+
+        With a window (start, end) only these slots are fed, and attend to the keys and values that
+        the last pass over the whole row left.
+        """
+        start, end = window or (0, len(row))
+        token_L = np.full(len(row) + -len(row) % 32, self.cfg.pad_id)
+        token_L[: len(row)] = row
+        see_1L = np.arange(len(token_L))[None] < len(row)
+        if window is None:
+            end = len(token_L)
+            self.cache = None
+        slot_C = np.pad(slots, (0, -len(slots) % 16), "edge")
+        logits_CV, self.cache = predict(
+            self.params,
+            token_L[None, start:end],
+            see_1L,
+            self.cache,
+            start,
+            slot_C,
+            graph=self.graph,
+            size=size,
+        )
+        self.passes += 1
+        logits_CV = np.array(logits_CV)[: len(slots)]
+        logits_CV[:, self.vocab :] = -np.inf
+        return logits_CV
+
+    def masks(self, row, begin, end):
+        """The slots of a part of the row that hold MASK."""
+        return begin + np.flatnonzero(row[begin:end] == self.cfg.mask_id)
+
+    def draw(self, logits_CV, temperature, rng, banned=()):
+        """A token for each slot, never MASK: the argmax at temperature 0."""
+        logits_CV = logits_CV.copy()
+        logits_CV[:, [self.cfg.mask_id, *banned]] = -np.inf
+        u_CV = rng.uniform(1e-12, 1, logits_CV.shape)
+        return diffusion.sample_tokens(logits_CV, u_CV, temperature)
+
+
+def filtered(logits_CV, cfg):
+    """The logits that temperature, top-k and top-p leave, as in Dream's code."""
+    return diffusion.filter_logits(
+        logits_CV, cfg.temperature or 1.0, cfg.top_k, cfg.top_p, rule="dream"
+    )
+
+
+def confidence(logits_CV, alg):
+    """Dream's confidence of the distribution at each slot; its orders have names of their own."""
+    kind = {"maskgit_plus": "max_prob", "topk_margin": "margin"}.get(alg, alg)
+    return diffusion.confidence(diffusion.softmax(logits_CV), kind)
+
+
+def probability(logits_CV, token_C):
+    """The probability of a token at each slot."""
+    return diffusion.softmax(logits_CV)[np.arange(len(token_C)), token_C]
+
+
+def surest(score_C, count):
+    """Where the `count` highest scores are; of equal ones the first."""
+    return np.argsort(-score_C, kind="stable")[:count]
+
+
+# ---- the demos ---------------------------------------------------------------------------------
+
+
+def llada(read, row, cfg, rng):
+    """LLaDA's generate.py: blocks from left to right, equally many tokens in each step.
+
+    The confidence is the probability of the drawn token, without the temperature.
+    """
+    row = row.copy()
+    given = row != read.cfg.mask_id
+    first = len(row) - cfg.max_new
+    size = cfg.block_length or cfg.max_new
+    steps = (cfg.steps or cfg.max_new) * size // cfg.max_new
+    for begin in range(first, len(row), size):
+        for i in range(size if cfg.threshold else steps):
+            slots = read.masks(row, begin, begin + size)
+            if len(slots) == 0:
+                break
+            logits_CV = read(row, slots)
+            if cfg.guidance:  # away from what the model says without the prompt
+                without_CV = read(np.where(given, read.cfg.mask_id, row), slots)
+                logits_CV = without_CV + (cfg.guidance + 1) * (logits_CV - without_CV)
+            if cfg.late_eos in ("logits", "both"):
+                logits_CV[:, read.cfg.eos_id] = -np.inf
+            token_C = read.draw(logits_CV, cfg.temperature, rng)
+
+            # EOS last: it is left out of the softmax, and has no confidence of its own.
+            late = cfg.late_eos in ("confidence", "both")
+            if late:
+                logits_CV[:, read.ends] = -np.inf
+            score_C = probability(logits_CV, token_C)
+            if late:
+                score_C[np.isin(token_C, read.ends)] = -1
+
+            count = -(-len(slots) // max(1, steps - i))
+            if cfg.threshold:  # Fast-dLLM's parallel decoding without a cache
+                count = max(1, (score_C >= cfg.threshold).sum())
+            best = surest(score_C, count)
+            row[slots[best]] = token_C[best]
+    return row
+
+
+def fast_dllm(read, row, cfg, rng):
+    """Fast-dLLM of a Dream or a LLaDA: its windows attend to keys of the block's first pass.
+
+    The first pass of a block is over the whole row; the next feed the block alone (dual), or all
+    from the block on (prefix). Of a Dream that first pass fills the block's first token, which the
+    window cannot predict: the state that does stands before it.
+    """
+    row = row.copy()
+    first = len(row) - cfg.max_new
+    size = cfg.block_length
+    steps = (cfg.steps or cfg.max_new) * size // cfg.max_new
+    if cfg.max_new % size:
+        raise ValueError(f"--block_length={size} does not divide --max_new={cfg.max_new}")
+    shift = read.cfg.shift
+    share_S = diffusion.dream_shares(steps)
+    if shift and steps == 1:  # one step more, as the first one fills a single token
+        share_S = [0.0, 1.0]
+    passes = size if cfg.threshold else max(steps, len(share_S))
+    for begin in range(first, len(row), size):
+        end = begin + size
+        for i in range(passes):
+            slots = read.masks(row, begin, end)
+            if len(slots) == 0:
+                break
+            window = None
+            if i > 0:
+                window = (begin, len(row) if cfg.cache == "prefix" else end)
+            logits_CV = read(row, slots, window)
+            token_C = read.draw(filtered(logits_CV, cfg), float(cfg.temperature > 0), rng)
+            if cfg.threshold or not shift:
+                score_C = probability(filtered(logits_CV, cfg), token_C)
+            else:
+                score_C = confidence(filtered(logits_CV, cfg), cfg.alg)
+
+            if shift and i == 0:
+                score_C[0] = np.inf
+                count = 1
+            elif cfg.threshold:
+                count = max(1, (score_C >= cfg.threshold).sum())
+            elif shift:  # Dream's schedule
+                count = int(np.float32(len(slots)) * share_S[i])
+            else:  # LLaDA's: equally many in each step
+                count = -(-len(slots) // (steps - i))
+            best = surest(score_C, count)
+            row[slots[best]] = token_C[best]
+    return row
+
+
+def fast_dllm_v2(read, row, cfg, rng):
+    """Fast-dLLM v2: blocks of a model that was trained in blocks, each in sub-blocks.
+
+    The first token of a block is the next token of the text before it. A sub-block is filled from
+    the threshold on. Its authors' cache changes nothing but the time: a finished block attends to
+    itself and what is before it.
+    """
+    row = row.copy()
+    size = cfg.block_length or read.cfg.block_length
+    sub = cfg.sub_block or size
+    begin = np.argmax(row == read.cfg.mask_id) // size * size
+    while begin < len(row) and not np.isin(row[len(row) - cfg.max_new : begin], read.ends).any():
+        block = row[: begin + size]  # a view: what is behind the block is not fed
+        if block[begin] == read.cfg.mask_id:
+            logits_1V = read(block, np.array([begin]), size=size)
+            block[begin] = read.draw(logits_1V, 0, rng)[0]
+        for left in range(begin, len(block), sub):
+            while len(slots := read.masks(block, left, left + sub)) > 0:
+                logits_CV = read(block, slots, size=size)
+                token_C = read.draw(filtered(logits_CV, cfg), float(cfg.temperature > 0), rng)
+                score_C = probability(logits_CV, token_C)
+                best = surest(score_C, max(1, (score_C > cfg.threshold).sum()))
+                block[slots[best]] = token_C[best]
+        begin += size
+    return row
+
+
+def open_dcoder(read, row, cfg, rng, shown=None):
+    """P2 of Open-dCoder: each step chooses anew among all slots that were masked at first.
+
+    One of low confidence becomes MASK again, whatever it held.
+    """
+    row = row.copy()
+    slots = read.masks(row, 0, len(row))
+    steps = cfg.steps or len(slots)
+    for i in range(steps):
+        if not (row == read.cfg.mask_id).any():
+            break
+        logits_CV = filtered(read(row, slots), cfg)
+        token_C = read.draw(logits_CV, float(cfg.temperature > 0), rng)
+        score_C = probability(logits_CV, token_C)
+        share = np.float32(1 - (i + 1) / steps)
+        masked = int(np.float32(len(slots)) * share)  # how many are MASK after this step
+        best = surest(score_C, len(slots) - masked)
+        # A slot that is chosen again keeps its token.
+        old_C = row[slots]
+        new_C = np.full(len(slots), read.cfg.mask_id)
+        new_C[best] = np.where(old_C == read.cfg.mask_id, token_C, old_C)[best]
+        row[slots] = new_C
+        if shown is not None:
+            shown.append(row.tolist())
+    return row
+
+
+def dream_coder(read, row, cfg, rng):
+    """Dream-Coder: Dream's sampler with a penalty of EOS while little of the text is filled."""
+    row = row.copy()
+    masks = (row == read.cfg.mask_id).sum()
+    for share in diffusion.dream_shares(cfg.steps or masks):
+        slots = read.masks(row, 0, len(row))
+        count = int(np.float32(len(slots)) * share)
+        if count == 0:  # the schedule fills nothing in this step
+            continue
+        logits_CV = read(row, slots)
+        share_filled = 1 - len(slots) / masks
+        logits_CV[:, read.ends] += cfg.eos_penalty * np.log(share_filled + 1e-3)
+        logits_CV = filtered(logits_CV, cfg)
+        token_C = read.draw(logits_CV, float(cfg.temperature > 0), rng)
+        best = surest(confidence(logits_CV, cfg.alg), count)
+        row[slots[best]] = token_C[best]
+    return row
+
+
+def dreamon(read, row, cfg, rng, shown=None):
+    """DreamOn: a mask becomes a token, or two masks (the expand id), or is deleted (EOS).
+
+    A step fills the masks of highest confidence. The expand id is out of the softmax while the row
+    has its full length, or no budget is left. Then EOS and the expand id are carried out, from left
+    to right. What was given stays, also an EOS or an expand id of its own.
+    """
+    row = row.tolist()
+    mask, expand, eos = read.cfg.mask_id, read.cfg.expand_id, read.cfg.eos_id
+    longest = len(row) - row.count(mask) + cfg.max_new
+    budget = cfg.budget
+    limit = 2 * (longest - row.index(mask)) + 2 * budget
+    for _ in range(cfg.steps or limit):
+        if mask not in row:
+            break
+        slots = read.masks(np.array(row), 0, len(row))
+        logits_CV = read(np.array(row), slots)
+        if len(row) >= longest or budget <= 0:
+            logits_CV[:, expand] = -np.inf
+        logits_CV = filtered(logits_CV, cfg)
+        token_C = read.draw(logits_CV, float(cfg.temperature > 0), rng)
+        best = surest(confidence(logits_CV, cfg.alg), cfg.at_once)
+        written = {int(slots[c]): int(token_C[c]) for c in best}
+        end = min((p for p, token in written.items() if token == eos), default=len(row))
+
+        new = []
+        for p, token in enumerate(row):
+            token = written.get(p, token)
+            generated = p in slots
+            if generated and (token == eos or (cfg.delete_to_right and p > end)):
+                new += [eos] if cfg.keep_eos else []
+            elif generated and token == expand:
+                new += [mask, mask]
+                budget -= 1
+            else:
+                new.append(token)
+        row = new
+        if shown is not None:
+            shown.append(row)
+    return np.array(row)
+
+
+def house(read, row, cfg, rng):
+    """The house's own sampler with the settings of the demo."""
+    shared = {name: getattr(cfg, name) for name in ("temperature", "top_p", "top_k", "threshold")}
+    shared |= {"vocab": read.vocab, "eos_ids": tuple(read.ends), "steps": cfg.steps}
+    shared |= {"block_length": cfg.block_length}
+    sampler, rule = sample_dream, sample_dream.Sampling(**shared)
+    if read.cfg.block_length:
+        sampler, rule = sample_block, sample_block.Sampling(**shared)
+    key = jax.random.key(cfg.seed)
+    (filled,), stats = sampler.generate(read.model, [row.tolist()], 0, rule, key)
+    read.passes += stats["forwards"]
+    return np.array(filled)
+
+
+DEMOS = {
+    "llada": llada,
+    "fast_dllm": fast_dllm,
+    "fast_dllm_v2": fast_dllm_v2,
+    "open_dcoder": open_dcoder,
+    "dreamon": dreamon,
+    "dream_coder": dream_coder,
+}
+
+if __name__ == "__main__":
+    runs.command(main, Config, __doc__)
