@@ -20,7 +20,6 @@ import convert_weights
 import diffusion
 import model_dream as md
 import sample_block
-import sample_draft
 
 pytestmark = [pytest.mark.golden, pytest.mark.usefixtures("exact_matmuls")]
 
@@ -432,14 +431,3 @@ def test_a_converted_qwen2_writes_its_greedy_text_in_blocks_of_one(block, conver
     rows, _ = sample_block.generate(model, [case["prompt"] for case in cases], new)
     for row, case in zip(rows, cases, strict=True):
         assert row[len(case["prompt"]) :][: len(case["text"])] == case["text"]
-
-
-@pytest.mark.slow
-def test_a_converted_qwen2_drafts_its_greedy_text(block, converted):
-    model, cases = checkpoints.load(md, converted[1])[0], block["conversion"]["greedy"]
-    new = max(len(case["text"]) for case in cases)
-    for draft in (0, 4):
-        rule = sample_draft.Sampling(draft=draft)
-        rows, _ = sample_draft.generate(model, [case["prompt"] for case in cases], new, rule)
-        for row, case in zip(rows, cases, strict=True):
-            assert row[len(case["prompt"]) :][: len(case["text"])] == case["text"], draft

@@ -2,7 +2,7 @@
 (tests/golden/nemotron/README.md).
 
 Not covered, as no sampler of ours does it: the thinking budget. The passes of self-speculation:
-test_sample_draft.py.
+tests/extra/test_draft.py.
 """
 
 import json

@@ -82,8 +82,6 @@ OVER = {
     "rl_tasks, marks": 5.7,
     "runs, marks": 6.1,
     "sample_block, marks": 9.1,
-    "sample_draft, tokens a line": 12.2,
-    "sample_draft, marks": 9.9,
     "sample_dream, lines": 859,
     "sample_dream, marks": 10.2,
     "sandbox, lines": 816,

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from test_draft import model_of
 
 import diffusion
 import model_dream as md
@@ -28,6 +27,15 @@ CFG = md.DreamConfig(
     theta=100.0,
     block_length=4,
 )
+
+
+def model_of(shift):
+    shape = {"layers": 2, "heads": 4, "kv_heads": 2, "head_size": 8, "ffn": 48, "positions": 128}
+    cfg = md.DreamConfig(64, 32, **shape, mask_id=4, pad_id=0, bos_id=1, eos_id=2)
+    cfg = dataclasses.replace(cfg, shift=shift, causal=True, block_length=8)
+    # sharper than at the start of training
+    params = jax.tree.map(lambda x: 3 * x, md.new_params(cfg, 0))
+    return nnx.merge(md.graph_of(cfg, md.Compute()), params)
 
 
 @pytest.fixture(scope="module")

@@ -11,20 +11,14 @@ import numpy as np
 import pytest
 from conftest import from_hf
 from flax import nnx
+from test_sample_block import model_of
 
+import checkpoints
+import convert_weights
 import diffusion
 import model_dream as md
 
 PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15, 16, 17], [8, 8]]
-
-
-def model_of(shift):
-    shape = {"layers": 2, "heads": 4, "kv_heads": 2, "head_size": 8, "ffn": 48, "positions": 128}
-    cfg = md.DreamConfig(64, 32, **shape, mask_id=4, pad_id=0, bos_id=1, eos_id=2)
-    cfg = dataclasses.replace(cfg, shift=shift, causal=True, block_length=8)
-    # sharper than at the start of training
-    params = jax.tree.map(lambda x: 3 * x, md.new_params(cfg, 0))
-    return nnx.merge(md.graph_of(cfg, md.Compute()), params)
 
 
 @pytest.mark.usefixtures("exact_matmuls")
@@ -163,3 +157,21 @@ def test_nemotron_s_autoregressive_and_self_speculated_texts_and_their_passes(go
             assert stats["forwards"] == case["nfe"], case["name"]
         checked.add(case["mode"])
     assert checked == {"ar", "self_speculation"}
+
+
+@pytest.mark.slow
+@pytest.mark.golden
+@pytest.mark.usefixtures("exact_matmuls")
+def test_a_converted_qwen2_drafts_its_greedy_text(golden_dir, tmp_path):
+    folder = golden_dir("block")
+    cases = json.loads((folder / "block.json").read_text())["conversion"]["greedy"]
+    convert_weights.main(
+        convert_weights.Config(source=str(folder / "ar"), to="dream", out=str(tmp_path / "dream"))
+    )
+    model = checkpoints.load(md, tmp_path / "dream")[0]
+    new = max(len(case["text"]) for case in cases)
+    for draft in (0, 4):
+        rule = drafts.Sampling(draft=draft)
+        rows, _ = drafts.generate(model, [case["prompt"] for case in cases], new, rule)
+        for row, case in zip(rows, cases, strict=True):
+            assert row[len(case["prompt"]) :][: len(case["text"])] == case["text"], draft
