@@ -103,7 +103,7 @@ class Result(typing.NamedTuple):
     cpu_s: list = []  # processor seconds of every test, 0 where it did not begin  # noqa: RUF012
 
 
-class SandboxError(Exception):
+class SandboxError(OSError):
     """The machinery failed, not the program."""
 
 
@@ -219,7 +219,7 @@ def verdict(test, row, given):
     return outcome, None
 
 
-# ---- the two runners: called with the tests of a program, they return [(row, what the test gave back)]
+# ---- the two runners: called with the tests of a program, they return [(row, what came back)] ----
 class Template:
     """An interpreter that runs tests, each in processes of its own, see jail/inside.py.
     SandboxError if it fails.
@@ -232,8 +232,8 @@ class Template:
         if not settings["namespaces"]:
             self.folder = f"{tempfile.gettempdir()}/sandbox-{secrets.token_hex(8)}"
         modules = [(f"jail.{name}", compiled(name, JAIL[name])) for name in ("wire", "inside")]
-        settings = settings | {"folder": self.folder}
-        self.messages = [marshal.dumps(modules), json.dumps(settings).encode()]
+        settings = json.dumps(settings | {"folder": self.folder})
+        self.messages = [marshal.dumps(modules), settings.encode()]
         # nothing of our environment, which may hold keys; -I and -S keep our settings and packages
         # out as well
         self.process = subprocess.Popen(
@@ -305,7 +305,7 @@ class Template:
                 if left_s <= 0 or hangs:
                     rows.append(({"outcome": "timeout", "cpu_s": 0.0}, b""))
                     continue
-                head = head | {"left_s": left_s, "first": i == 0, "tests": len(tests) - i}
+                head |= {"left_s": left_s, "first": i == 0, "tests": len(tests) - i}
                 self.send(*(json.dumps(message).encode() for message in (head, judge, program)))
                 row, given = self.report()
                 rows.append((row, given))
@@ -350,13 +350,12 @@ def layers():
     return found
 
 
-def packages():
-    return [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+PACKAGES = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
 
 
 class Local:
-    """Runs tests on this machine, in a Template for each that calls. RuntimeError if the machine cannot
-    confine them.
+    """Runs tests on this machine, in a Template for each that calls at a time. RuntimeError if the
+    machine cannot confine them.
     """
 
     def __init__(self, options):
@@ -370,7 +369,7 @@ class Local:
                 "Landlock 3; use --runner=e2b, or --allow_unsafe if nothing can be lost"
             )
         self.settings = dataclasses.asdict(options)
-        self.settings |= {"namespaces": found["namespaces"], "packages": packages()}
+        self.settings |= {"namespaces": found["namespaces"], "packages": PACKAGES}
         self.all = []
         self.free = []  # those that run nothing
         self.closed = False
@@ -390,19 +389,16 @@ class Local:
 
     def close(self):
         self.closed = True
-        for template in [*self.all]:
+        for template in self.all:
             template.close()
 
 
 def answer(settings, tests):
-    """[rows, complaint] of the tests of a program, in E2B's cloud: see jail/remote.py."""
-    try:
-        template, *_ = started(settings | {"allow_unsafe": True, "packages": packages()})
-        with contextlib.closing(template):
-            rows = template.run(tests, settings["program_s"])
-        return [[(row, given.decode("latin-1")) for row, given in rows], ""]
-    except SandboxError as error:
-        return [[], str(error)]
+    """What a template reports of the tests of a program, in E2B's cloud: see jail/remote.py."""
+    template, *_ = started(settings | {"packages": PACKAGES})
+    rows = template.run(tests, settings["program_s"])
+    template.close()
+    return [(row, given.decode("latin-1")) for row, given in rows]
 
 
 class E2B:
@@ -413,7 +409,8 @@ class E2B:
     def __init__(self, options):
         self.url = options.e2b_router_url
         self.seconds = int(options.program_s) + 30
-        self.settings = dataclasses.asdict(options)
+        # no layer is required on a machine of one's own
+        self.settings = dataclasses.asdict(options) | {"allow_unsafe": True}
         # the sandbox of each thread; those of all threads
         self.mine = threading.local()
         self.all = []
@@ -423,18 +420,16 @@ class E2B:
             import httpx
 
             self.sdk = sdk
-            self.lost = (sdk.SandboxException, httpx.HTTPError)
+            self.lost = sdk.SandboxException, httpx.HTTPError
 
     def __call__(self, tests):
         job = json.dumps([text_of("sandbox.py"), JAIL, self.settings, tests])
         script = JAIL["remote"].replace('"JOB"', repr(job))
         output = self.routed(script) if self.url else self.direct(script)
         try:
-            rows, complaint = json.loads(output.strip().splitlines()[-1])
+            rows = json.loads(output.strip().splitlines()[-1])
         except (ValueError, IndexError):
             raise SandboxError(f"E2B: no report but {output[-200:]!r}") from None
-        if complaint:
-            raise SandboxError(complaint)
         return [(row, given.encode("latin-1")) for row, given in rows]
 
     def direct(self, script):
@@ -458,8 +453,7 @@ class E2B:
                 raise RuntimeError(f"E2B: {error}".splitlines()[0]) from None
             except self.lost as error:
                 complaint = f"E2B: {type(error).__name__}: {error}".splitlines()[0]
-                limited = isinstance(error, self.sdk.RateLimitException)
-                limited = limited or str(error).startswith("429")
+                limited = isinstance(error, self.sdk.RateLimitException) or "429" in str(error)[:3]
             if not limited:  # it may be gone: the next try makes another
                 self.mine.__dict__.pop("sandbox", None)
             if self.closed.wait(wait_s * random.uniform(0.5, 1)) or time.monotonic() > end:
@@ -476,8 +470,7 @@ class E2B:
             "timeout": self.seconds,
             "request_timeout": self.seconds,
         }
-        url = self.url if "://" in self.url else f"http://{self.url}"
-        url = url.rstrip("/") + "/execute_batch"
+        url = f"http://{self.url}/execute_batch"
         request = urllib.request.Request(
             url, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
@@ -485,7 +478,7 @@ class E2B:
             with urllib.request.urlopen(request, timeout=self.seconds + 30) as response:
                 (answer,) = json.load(response)
             if answer["execution"] is None:
-                raise SandboxError(f"{url}: {answer['exception_str']}")
+                raise SandboxError(answer["exception_str"])
             return "".join(answer["execution"]["logs"]["stdout"])
         except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
             raise SandboxError(f"{url}: {error}") from None
@@ -518,7 +511,7 @@ def run_program(runner, program, tests, options):
     plans = [plan(test, program, options) for test in tests]
     try:
         rows = runner(plans)
-    except (OSError, SandboxError) as error:
+    except OSError as error:
         return Result(None, [], [], str(error))
     verdicts = []
     found = []
@@ -548,14 +541,9 @@ def run_tests(programs, tests, on_result=None, **options):
     minimum.
     """
     options = Options(**options)
-    least = min(options.timeout_s, options.program_s, options.memory_mb, options.disk_mb)
-    if least <= 0:
-        raise ValueError("timeout_s, program_s, memory_mb and disk_mb must be above 0")
-    if any(isinstance(cases, str) for cases in tests):
-        raise ValueError("tests is a list of tests for each program: [[test, ...], ...]")
     try:
         runner = E2B(options) if options.runner == "e2b" else Local(options)
-    except (OSError, SandboxError) as error:
+    except OSError as error:
         print(f"sandbox: nothing can be run: {error}", file=sys.stderr)
         return [Result(None, [], [], str(error))] * len(programs)
     results = [None] * len(programs)
@@ -588,10 +576,10 @@ def block(completion):
     """The code of a completion that holds one block, fenced by ```python and ```, and ends with it
     and one newline.
     """
-    _, *rest = completion.split("```")
-    if len(rest) != 2 or rest[1] != "\n" or not rest[0].startswith("python\n"):
+    parts = completion.split("```")
+    if len(parts) != 3 or parts[2] != "\n" or not parts[1].startswith("python\n"):
         return None
-    return rest[0].removeprefix("python\n")
+    return parts[1].removeprefix("python\n")
 
 
 PARSE = """try:
@@ -601,24 +589,23 @@ except (SyntaxError, ValueError):
 good"""
 
 
-def parses(sources, options):
+def parses(sources, **options):
     """Whether each text is Python, by a parser in the sandbox: None where the sandbox failed."""
+    options = Options(**options)
     workers = workers_of(options)
+    program_s = options.timeout_s * len(sources) + 30
+    options = dataclasses.replace(options, program_s=program_s, allow_unsafe=True)
     tests = [Probe(PARSE.format(source)) for source in sources]
     results = run_tests(
         ["import ast, warnings\nwarnings.simplefilter('ignore')"] * workers,
         [tests[i::workers] for i in range(workers)],
-        workers=workers,
-        allow_unsafe=True,
-        timeout_s=options.timeout_s,
-        program_s=options.timeout_s * len(sources) + 30,
-        runner=options.runner,
-        e2b_router_url=options.e2b_router_url,
+        **dataclasses.asdict(options),
     )
     good = [None] * len(sources)
     for i, result in enumerate(results):
         if result.rate is not None:
-            good[i::workers] = [value is True for value in result.values]  # it crashes the parser
+            # None where it crashes the parser
+            good[i::workers] = [value is True for value in result.values]
     return good
 
 
@@ -634,7 +621,7 @@ def code_format(completions, rows, **options):
         if source is not None:
             sources[i] = source.strip()
     rewards = [0.0] * len(completions)
-    good = parses([*sources.values()], Options(**options))
+    good = parses([*sources.values()], **options)
     for i, parsed in zip(sources, good, strict=True):
         rewards[i] = {True: 1.0, False: 0.5, None: None}[parsed]
     return rewards
@@ -648,7 +635,7 @@ def syntax(completions, rows, **options):
     for completion in completions:
         source = block(completion)
         sources.append(completion if source is None else source)
-    good = parses(sources, Options(**options))
+    good = parses(sources, **options)
     return [None if parsed is None else float(parsed) for parsed in good]
 
 
@@ -677,12 +664,7 @@ def binary_code(completions, rows, **options):
 
 
 TESTED = {code, binary_code}  # these run tests; the others need neither tests nor a safe sandbox
-REWARDS = {
-    "code": code,
-    "binary_code": binary_code,
-    "code_format": code_format,
-    "syntax": syntax,
-}
+REWARDS = {"code": code, "binary_code": binary_code, "code_format": code_format, "syntax": syntax}
 
 
 def find_reward(name):
@@ -711,11 +693,12 @@ def score(rows, rewards, **options):
     different = {}
     for key, row in zip(keys, rows, strict=True):
         different.setdefault(key, row)
-    texts = [row["text"] for row in different.values()]
+    first = [*different.values()]
+    texts = [row["text"] for row in first]
     scores = {key: [] for key in different}
     for name, function in rewards.items():
         try:
-            given = function(texts, [*different.values()], **options)
+            given = function(texts, first, **options)
             for key, value in zip(different, given, strict=True):
                 scores[key].append(math.nan if value is None else float(value))
         except Exception as error:  # whatever a user's function raises
@@ -769,8 +752,8 @@ def report(result, cases, as_json):
         print(line)
     passed = result.verdicts.count("pass")
     if as_json:
-        counts = {"passed": passed, "tests": len(cases), "rate": result.rate}
-        print(json.dumps(counts | {"error": result.error}))
+        last = {"passed": passed, "tests": len(cases), "rate": result.rate}
+        print(json.dumps(last | {"error": result.error}))
     elif result.rate is not None:
         print(f"{passed} of {len(cases)} passed")
 

@@ -1,6 +1,6 @@
-"""What a new interpreter does to become a template: it runs modules that come compiled. Pure.
+"""What a new interpreter does to become a template: it runs modules that come compiled.
 
-It checks nothing: whoever writes to its standard input decides what runs. The modules come before
+It stops nothing: whoever writes to its standard input decides what runs. The modules come before
 the settings, compiled, which saves 20 ms.
 """
 

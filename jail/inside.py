@@ -1,10 +1,14 @@
-"""What sandbox.py runs in the child: confinement, the program, the judge, and the template that
-forks them.
+"""What sandbox.py runs in the child: confinement, the program, the judge, the template that forks.
+
+What it does not stop: a program sees the template's addresses, the seed of hash() and how many
+tests have run, may take record locks on Python's own files, and without namespaces finds out
+whether a path exists. It does not decide by what a program says: a test that executes, unpickles,
+imports or formats what a program wrote can be made to pass.
 
 sandbox.py starts an interpreter for each of its workers, the template, which executes the texts of
-wire.py and of this file: the standard library alone. For every test it forks run_judge()
-and run_program(). The template itself never reads a program or a test, so that nothing of one is
-left in the memory of the next.
+boot.py, wire.py and this file: the standard library alone. For every test it forks run_judge() and
+run_program(). The template itself never reads a program or a test, so that nothing of one is left
+in the memory of the next.
 """
 
 import ast
@@ -15,7 +19,6 @@ import fcntl
 import functools
 import gc
 import importlib
-import itertools
 import json
 import mmap
 import os
@@ -42,7 +45,7 @@ def check(returned, what):
     return returned
 
 
-# ---- namespaces ----------------------------------------------------------------------------------------------------
+# ---- namespaces ----------------------------------------------------------------------------------
 def enter_namespaces(libc, scratch, readable):
     """Continue as process 1 of new user, mount, process, network, IPC and host-name namespaces, in
     a root of their own.
@@ -101,7 +104,7 @@ def enter_namespaces(libc, scratch, readable):
     check(libc.syscall(442, -100, b"/", 0x8000, flags, 32), "mount_setattr")
 
 
-# ---- Landlock ------------------------------------------------------------------------------------------------------
+# ---- Landlock ------------------------------------------------------------------------------------
 # What a program may read besides Python itself and its installed libraries. /proc is not among it.
 READABLE = (
     "/usr",
@@ -141,28 +144,31 @@ def file_rules(libc, job, writable):
     return ruleset
 
 
-# ---- seccomp -------------------------------------------------------------------------------------------------------
+# ---- seccomp -------------------------------------------------------------------------------------
 # The system calls that a program may make, what Python, NumPy and pandas need: their numbers on
 # x86-64 and aarch64.
 CALLS = """
-read 0 63, write 1 64, open 2 -, close 3 57, stat 4 -, fstat 5 80, lstat 6 -, poll 7 -, lseek 8 62, mmap 9 222,
-mprotect 10 226, munmap 11 215, brk 12 214, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139,
-ioctl 16 29, pread64 17 67, pwrite64 18 68, readv 19 65, writev 20 66, access 21 -, pipe 22 -, select 23 -,
-sched_yield 24 124, mremap 25 216, madvise 28 233, dup 32 23, dup2 33 -, pause 34 -, nanosleep 35 101,
-getitimer 36 102, alarm 37 -, setitimer 38 103, getpid 39 172, sendfile 40 71, sendto 44 206, recvfrom 45 207,
-shutdown 48 210, exit 60 93, wait4 61 260, uname 63 160, fcntl 72 25, fsync 74 82, fdatasync 75 83, truncate 76 45,
-ftruncate 77 46, getcwd 79 17, chdir 80 49, fchdir 81 50, rename 82 -, mkdir 83 -, rmdir 84 -, creat 85 -,
-unlink 87 -, symlink 88 -, readlink 89 -, umask 95 166, gettimeofday 96 169, getrlimit 97 163, getrusage 98 165,
-sysinfo 99 179, times 100 153, getuid 102 174, getgid 104 176, geteuid 107 175, getegid 108 177, getppid 110 173,
-getpgrp 111 -, getgroups 115 158, getpgid 121 155, getsid 124 156, rt_sigpending 127 136, rt_sigtimedwait 128 137,
-rt_sigsuspend 130 133, sigaltstack 131 132, statfs 137 43, fstatfs 138 44, prctl 157 167, arch_prctl 158 -,
-gettid 186 178, time 201 -, futex 202 98, sched_getaffinity 204 123, getdents64 217 61, set_tid_address 218 96,
-clock_gettime 228 113, clock_getres 229 114, clock_nanosleep 230 115, exit_group 231 94, epoll_wait 232 -,
-epoll_ctl 233 21, waitid 247 95, openat 257 56, mkdirat 258 34, newfstatat 262 79, unlinkat 263 35, renameat 264 38,
-symlinkat 266 36, readlinkat 267 78, faccessat 269 48, pselect6 270 72, ppoll 271 73, set_robust_list 273 99,
-epoll_pwait 281 22, eventfd2 290 19, epoll_create1 291 20, dup3 292 24, pipe2 293 59,
-preadv 295 69, pwritev 296 70, getcpu 309 168, renameat2 316 276, getrandom 318 278, membarrier 324 283,
-copy_file_range 326 285, statx 332 291, rseq 334 293
+read 0 63, write 1 64, open 2 -, close 3 57, stat 4 -, fstat 5 80, lstat 6 -, poll 7 -, lseek 8 62,
+mmap 9 222, mprotect 10 226, munmap 11 215, brk 12 214, rt_sigaction 13 134, rt_sigprocmask 14 135,
+rt_sigreturn 15 139, ioctl 16 29, pread64 17 67, pwrite64 18 68, readv 19 65, writev 20 66,
+access 21 -, pipe 22 -, select 23 -, sched_yield 24 124, mremap 25 216, madvise 28 233, dup 32 23,
+dup2 33 -, pause 34 -, nanosleep 35 101, getitimer 36 102, alarm 37 -, setitimer 38 103,
+getpid 39 172, sendfile 40 71, sendto 44 206, recvfrom 45 207, shutdown 48 210, exit 60 93,
+wait4 61 260, uname 63 160, fcntl 72 25, fsync 74 82, fdatasync 75 83, truncate 76 45,
+ftruncate 77 46, getcwd 79 17, chdir 80 49, fchdir 81 50, rename 82 -, mkdir 83 -, rmdir 84 -,
+creat 85 -, unlink 87 -, symlink 88 -, readlink 89 -, umask 95 166, gettimeofday 96 169,
+getrlimit 97 163, getrusage 98 165, sysinfo 99 179, times 100 153, getuid 102 174, getgid 104 176,
+geteuid 107 175, getegid 108 177, getppid 110 173, getpgrp 111 -, getgroups 115 158,
+getpgid 121 155, getsid 124 156, rt_sigpending 127 136, rt_sigtimedwait 128 137,
+rt_sigsuspend 130 133, sigaltstack 131 132, statfs 137 43, fstatfs 138 44, prctl 157 167,
+arch_prctl 158 -, gettid 186 178, time 201 -, futex 202 98, sched_getaffinity 204 123,
+getdents64 217 61, set_tid_address 218 96, clock_gettime 228 113, clock_getres 229 114,
+clock_nanosleep 230 115, exit_group 231 94, epoll_wait 232 -, epoll_ctl 233 21, waitid 247 95,
+openat 257 56, mkdirat 258 34, newfstatat 262 79, unlinkat 263 35, renameat 264 38,
+symlinkat 266 36, readlinkat 267 78, faccessat 269 48, pselect6 270 72, ppoll 271 73,
+set_robust_list 273 99, epoll_pwait 281 22, eventfd2 290 19, epoll_create1 291 20, dup3 292 24,
+pipe2 293 59, preadv 295 69, pwritev 296 70, getcpu 309 168, renameat2 316 276, getrandom 318 278,
+membarrier 324 283, copy_file_range 326 285, statx 332 291, rseq 334 293
 """
 ALLOWED = {
     name: (int(x), None if a == "-" else int(a)) for name, x, a in map(str.split, CALLS.split(","))
@@ -241,8 +247,9 @@ def confine(libc, job, tests=1):
         "CPU": tests * (int(job["timeout_s"]) + 2),
         "AS": job["memory_mb"] << 20,
         "FSIZE": job["disk_mb"] << 20,
+        "NOFILE": 64,
+        "CORE": 0,
     }
-    limits |= {"NOFILE": 64, "CORE": 0}
     if not job["threads"]:
         # no new threads and processes for an ordinary user; seccomp refuses them to root too
         limits["NPROC"] = 0
@@ -272,7 +279,7 @@ def confine(libc, job, tests=1):
         )
 
 
-# ---- the program's process -----------------------------------------------------------------------------------------
+# ---- the program's process -----------------------------------------------------------------------
 def run_program(libc, job, test, read, pipe):
     """Read the program, confine this process, run it, and do what the judge asks for. Never
     returns.
@@ -351,7 +358,7 @@ def run_on_input(program, main, pipe):
     return status
 
 
-# ---- the judge's process -------------------------------------------------------------------------------------------
+# ---- the judge's process -------------------------------------------------------------------------
 # Modules by which tests compare, under their usual names: a program's own object of that name does
 # not count. Nor do its functions of these names, in a test that calls others too; they are taken
 # from the first module that has them.
@@ -560,7 +567,7 @@ def judge(request, test, read, ask, give):
     give(request["token"].encode() + json.dumps([verdict, got]).encode())
 
 
-# ---- the template: two confined processes for each test -------------------------------------------------------------
+# ---- the template: two confined processes for each test ------------------------------------------
 def receive(fd):
     """The next message from a pipe: 16 hexadecimal digits of its size, and JSON. At its end this
     process exits.
@@ -704,9 +711,9 @@ class Judge:
         pipes = [(*os.pipe(), *os.pipe()) for _ in range(count)]
         self.programs = [(asked, answer) for asked, _, _, answer in pipes]
         its = [(answers, ask) for _, ask, answers, _ in pipes]
-        files = [*job["kept"], orders, ends, *itertools.chain(*its), out]
+        files = [*job["kept"], orders, ends, *sum(its, ()), out]
         self.pid = spawn(files, run_judge, libc, job, test, orders, ends, out, its)
-        for file in (out, ends, orders, *itertools.chain(*its)):
+        for file in (out, ends, orders, *sum(its, ())):
             os.close(file)
 
     def begin(self):
@@ -719,7 +726,7 @@ class Judge:
     def close(self):
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
-        for file in (self.out, self.ends, self.orders, *itertools.chain(*self.programs)):
+        for file in (self.out, self.ends, self.orders, *sum(self.programs, ())):
             os.close(file)
 
 

@@ -1,8 +1,11 @@
-"""What a test's judge and a program's process say to each other: values as JSON, and objects that
-stay where they are.
+"""What a judge and a program's process say to each other: values as JSON, and objects that stay.
 
-Standard library alone, as jail/inside.py, which runs beside it. wire() and unwire() are the
-format of values; a Remote stands for an object of the other process; a Peer is one end of the pipes
+It stops no program: inside.py does. Nor does it believe one. What comes through is data or the
+number of an object, and an end answers only what permits() allows. Two objects of a program's own
+classes are compared where they are, so a program decides whether those are equal.
+
+The standard library alone, as inside.py, which runs beside it. wire() and unwire() are the format
+of values; a Remote stands for an object of the other process; a Peer is one end of the pipes
 between the two.
 """
 
@@ -16,14 +19,15 @@ import re
 import sys
 import types
 
-# ---- the wire format of values -------------------------------------------------------------------------------------
+# ---- the wire format of values -------------------------------------------------------------------
 # Types that are built anew from arguments: name -> the arguments that make a value. VIEWS: how to
 # make views of a dict.
-REDUCED = (
-    "builtins.range builtins.slice collections.Counter decimal.Decimal datetime.date datetime.time"
-)
-REDUCED += " datetime.datetime datetime.timedelta"
-ARGUMENTS = dict.fromkeys(REDUCED.split(), lambda value: value.__reduce__()[1]) | {
+REDUCED = """
+builtins.range builtins.slice collections.Counter decimal.Decimal datetime.date datetime.time
+datetime.datetime datetime.timedelta
+"""
+ARGUMENTS = dict.fromkeys(REDUCED.split(), lambda value: value.__reduce__()[1])
+ARGUMENTS |= {
     "fractions.Fraction": lambda value: [value.numerator, value.denominator],
     "datetime.timezone": lambda value: [value.utcoffset(None)],
     "collections.deque": lambda value: [list(value), value.maxlen],
@@ -43,8 +47,11 @@ LARGE = 1 << 63  # larger integers travel as hexadecimal digits: Python limits d
 # the only type of their arguments
 EXACT = {"fractions.Fraction": int, "builtins.range": int, "decimal.Decimal": str}
 BUILTIN = (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict)
-MUTABLE = "builtins.list builtins.bytearray builtins.set builtins.dict collections.deque collections.OrderedDict"
-MUTABLE = {*MUTABLE.split(), "collections.defaultdict", "collections.Counter", "numpy.ndarray"}
+MUTABLE = """
+builtins.list builtins.bytearray builtins.set builtins.dict collections.deque numpy.ndarray
+collections.OrderedDict collections.defaultdict collections.Counter
+"""
+MUTABLE = {*MUTABLE.split()}
 
 
 def wire(value, other, share=None):
@@ -175,18 +182,18 @@ def opaque(value, form):
     return {"o": 0} if form is None else form
 
 
-# ---- the judge: a test and a program in two processes, and what each may ask of the other's objects -----------------
-UNARY = "len iter next reversed bool str repr int float complex index abs round neg pos invert hash format".split()
+# ---- the judge: what each of two processes may ask of the other's objects ------------------------
+UNARY = """
+len iter next reversed bool str repr int float complex index abs round neg pos invert hash format
+""".split()
 ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
-BINARY = ["eq", "ne", "lt", "le", "gt", "ge", "divmod", *ARITHMETIC]
-ITEMS = ["getitem", "setitem", "delitem", "contains"]
+BINARY = "eq ne lt le gt ge divmod".split() + ARITHMETIC
 # these change nothing
 READING = {*"len bool str repr int float complex index abs round hash base".split()}
-OPERATIONS = {
-    name: getattr(operator, f"__{name}__")
-    for name in [*BINARY, *ITEMS, "neg", "pos", "invert"]
-    if name != "divmod"
-}
+OPERATIONS = {}
+for name in "getitem setitem delitem contains neg pos invert".split() + BINARY:
+    if name != "divmod":
+        OPERATIONS[name] = getattr(operator, f"__{name}__")
 OPERATIONS |= {f"i{name}": getattr(operator, f"__i{name}__") for name in ARITHMETIC}
 OPERATIONS |= {name: getattr(builtins, name) for name in UNARY if hasattr(builtins, name)} | {
     "divmod": divmod,
@@ -203,10 +210,11 @@ OPERATIONS |= {name: getattr(builtins, name) for name in UNARY if hasattr(builti
     "run": lambda coroutine: importlib.import_module("asyncio").run(coroutine),
 }
 # What changes an object: methods of builtin types that are asked for at its own side.
-CHANGING = {
-    *"append extend insert pop remove clear sort reverse update setdefault popitem add discard".split()
-}
-CHANGING |= {"difference_update", "intersection_update", "symmetric_difference_update"}
+CHANGING = """
+append extend insert pop remove clear sort reverse update setdefault popitem add discard
+difference_update intersection_update symmetric_difference_update
+"""
+CHANGING = {*CHANGING.split()}
 
 
 class Own(types.SimpleNamespace):
@@ -224,15 +232,15 @@ class Remote:
 
     def __init__(self, peer, number, has_base):
         # under names that no program has
-        own = {
-            "peer": peer,
-            "number": number,
-            "has_base": has_base,
-            "answers": {},
-            "made": False,
-            "is_class": False,
-        }
-        vars(self)["__own__"] = Own(**own, nothing=object())
+        vars(self)["__own__"] = Own(
+            peer=peer,
+            number=number,
+            has_base=has_base,
+            answers={},
+            made=False,
+            is_class=False,
+            nothing=object(),
+        )
 
     def __read__(self, operation):
         """The answer to an operation of READING, kept until the other side is asked to do
@@ -622,13 +630,10 @@ def family(kind):
 
 
 STEERING = {"unittest", "asyncio", "doctest"}  # their exceptions skip a test or cancel it
-NUMPY = {
-    "numpy",
-    *(
-        f"numpy.{name}"
-        for name in ("exceptions", "linalg", "_core._exceptions", "core._exceptions")
-    ),
-}
+NUMPY = """
+numpy numpy.exceptions numpy.linalg numpy._core._exceptions numpy.core._exceptions
+"""
+NUMPY = {*NUMPY.split()}
 
 
 def library_class(name):

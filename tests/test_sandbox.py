@@ -683,12 +683,8 @@ def test_rates_of_several_programs_and_results_as_they_come(closed):
     assert sandbox.run_tests([], []) == []
     with pytest.raises(ValueError, match="shorter"):
         sandbox.run_tests(programs, [VALUE])
-    with pytest.raises(ValueError, match="a list of tests for each program"):
-        sandbox.run_tests(programs, [*VALUE, "x", "y"])
     with pytest.raises(TypeError, match="timeout"):
         sandbox.run_tests(programs, tests, timeout=3)
-    with pytest.raises(ValueError, match="above 0"):
-        sandbox.run_tests(programs, tests, timeout_s=0)
 
 
 def test_a_program_of_ten_megabytes_runs(closed):
