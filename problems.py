@@ -39,12 +39,12 @@ TASKS = {
     "humaneval+": "https://github.com/evalplus/humanevalplus_release/releases/download/v0.1.10/HumanEvalPlus.jsonl.gz",
     "mbpp+": "https://github.com/evalplus/mbppplus_release/releases/download/v0.2.0/MbppPlus.jsonl.gz",
 }
-HOLES = f"{GITHUB}/openai/human-eval-infilling/master/data/HumanEval-{{}}.jsonl.gz"
-INFILLING = {  # --split of humaneval_infilling: its file
-    "single-line": "SingleLineInfilling",
-    "multi-line": "MultiLineInfilling",
-    "random-span": "RandomSpanInfilling",
-    "random-span-light": "RandomSpanInfillingLight",
+HOLES = f"{GITHUB}/openai/human-eval-infilling/master/data/HumanEval"
+INFILLING = {  # of humaneval_infilling, by --split
+    "single-line": f"{HOLES}-SingleLineInfilling.jsonl.gz",
+    "multi-line": f"{HOLES}-MultiLineInfilling.jsonl.gz",
+    "random-span": f"{HOLES}-RandomSpanInfilling.jsonl.gz",
+    "random-span-light": f"{HOLES}-RandomSpanInfillingLight.jsonl.gz",
 }
 PUBLISHED = {  # beginning of the ids, version of published scores, number of its problems
     "humaneval+": ("HumanEval/", "v0.1.10", 164),
@@ -70,13 +70,11 @@ class Problem(typing.NamedTuple):
 
 def tasks_path(cfg):
     """The official file: --tasks_file, or the one in data/tasks that read_problems() downloads."""
-    return runs.as_path(cfg.tasks_file or Path("data/tasks") / tasks_url(cfg).rpartition("/")[2])
+    return runs.as_path(cfg.tasks_file or Path("data/tasks") / Path(tasks_url(cfg)).name)
 
 
 def tasks_url(cfg):
-    if cfg.task == "humaneval_infilling":
-        return HOLES.format(INFILLING[cfg.split])
-    return TASKS[cfg.task]
+    return INFILLING.get(cfg.split) or TASKS[cfg.task]
 
 
 def read_problems(cfg):
@@ -484,6 +482,59 @@ def without_prose(code, start):
     return "\n".join(lines)
 
 
+class Ours:
+    """Our way to ask for programs, which loses the fewest right answers.
+
+    extra/protocols.py has the ways of public harnesses, with the same names.
+    """
+
+    settings = {}  # more settings that results depend on  # noqa: RUF012
+    ends = NO_ANSWER  # tokens of these names end a text
+    top_k = 0  # likeliest tokens to sample from; 0: all
+    factor = 4.0  # a sample may take at least this times the time of the reference solution
+    whole = False  # what is kept of an answer is a whole program
+    skips = False  # samples of other problems are skipped
+
+    def __init__(self, cfg):
+        self.task = cfg.task.removesuffix("+")
+        self.name = f"ours/{self.task}"
+        self.files = [tasks_path(cfg)]
+
+    def ids(self, problem, model):
+        """The token ids of a prompt. Names of special tokens are plain text."""
+        model.tokenizer.encode_special_tokens = True
+        if self.task == "humaneval_infilling":
+            before = model.tokenizer.encode(problem.prompt, add_special_tokens=False).ids
+            behind = model.tokenizer.encode(problem.suffix, add_special_tokens=False).ids
+            return model.hole(before, behind)
+        text = ask(problem)
+        ids = model.tokenizer.encode(text, add_special_tokens=False).ids
+        line = model.tokenizer.encode(text + "\n", add_special_tokens=False).ids
+        # A BPE that joins a line break to what is before it has never seen the end of a line
+        # without it.
+        return line if len(line) <= len(ids) and not text[-1].isspace() else ids
+
+    def candidate(self, text, problem, cut=True):
+        """The code in an answer. cut: the answer may go on after it, so that stop strings count."""
+        if self.task == "humaneval_infilling":
+            return text[: first_of(text, NO_ANSWER)]
+        stops = STOPS[self.task] if cut else ()
+        code, _ = extract(text, problem.entry, stops)
+        return without_future(code)
+
+    def ended(self, text, problem):
+        """Whether generation from left to right may stop: the candidate can no longer change."""
+        if self.task == "humaneval_infilling":
+            return first_of(text, NO_ANSWER) < len(text)
+        return extract(text, problem.entry, STOPS[self.task])[1]
+
+    def program(self, code, problem):
+        """The program that runs before the tests."""
+        if self.task == "mbpp":
+            return code
+        return problem.prompt + code + problem.suffix
+
+
 # ---- HumanEval+ and MBPP+, by the rules of EvalPlus ----------------------------------------------
 
 # MBPP+: numbers of the problems whose arguments hold tuples, sets or complex numbers, unlike JSON
@@ -542,11 +593,11 @@ class Plus(typing.NamedTuple):
 
 
 class Expected(typing.NamedTuple):
-    """What the reference solution gives; each a pair, for the base and the plus inputs."""
+    """What the reference solution gives for the base or the plus inputs."""
 
-    values: tuple  # results
-    limits: tuple  # processor seconds of a sample for every call
-    most: tuple  # bytes that a sample may send back
+    values: list  # results
+    limits: list  # processor seconds of a sample for every call
+    most: int  # bytes that a sample may send back
 
 
 def plus_problem(row):
@@ -587,16 +638,15 @@ def plus_tests(problem, expected):
     mbpp = problem.id.startswith("Mbpp/")
     check = f"{EVALPLUS}\nentry, mbpp, atol = {problem.entry!r}, {mbpp}, {problem.cases.atol!r}\n"
     tests = []
-    for i, inputs in enumerate(problem.cases[:2]):
-        limits = expected.limits[i]
-        total = min(60.0, sum(limits)) + 1
-        most, values = expected.most[i], expected.values[i]
-        tests.append(sandbox.Calls(problem.entry, inputs, limits, total, most, check, values))
+    for inputs, known in zip(problem.cases[:2], expected, strict=True):
+        total = min(60.0, sum(known.limits)) + 1
+        rest = known.limits, total, known.most, check, known.values
+        tests.append(sandbox.Calls(problem.entry, inputs, *rest))
     return tests
 
 
 def plus_expected(problems, keys, flags):
-    """{key: Expected, or why there is none}, by running the reference solutions of these problems.
+    """{key: two Expected, or why there are none}, by running the reference solutions.
 
     flags: options of the sandbox, with "timeout_s" of a sample.
     """
@@ -607,25 +657,23 @@ def plus_expected(problems, keys, flags):
         programs.append(problem.reference)
         inputs = problem.cases[:2]
         tests.append([sandbox.Calls(problem.entry, x, [60.0] * len(x), 120.0) for x in inputs])
-    flags = flags | {"program_s": 600.0, "memory_mb": 4096, "main_block": False}
-    results = sandbox.run_tests(programs, tests, **flags)
-    pairs = zip(keys, results, strict=True)
-    return {key: expected_of(result, flags["timeout_s"]) for key, result in pairs}
+    limits = {"program_s": 600.0, "memory_mb": 4096, "main_block": False}
+    results = sandbox.run_tests(programs, tests, **flags | limits)
+    found = {}
+    for key, result in zip(keys, results, strict=True):
+        wrong = f"{' and '.join(result.verdicts)} on the base and the plus inputs"
+        found[key] = result.error or f"the file's own solution does not run here: {wrong}"
+        if result.rate == 1:
+            found[key] = [expected_of(calls, flags["timeout_s"]) for calls in result.values]
+    return found
 
 
-def expected_of(result, timeout_s):
-    """The Expected of a reference solution's Result, or the reason why there is none."""
-    if result.rate != 1:
-        verdicts = " and ".join(result.verdicts)
-        wrong = f"{verdicts} on the base and the plus inputs"
-        return result.error or f"the file's own solution does not run here: {wrong}"
-    values, limits, most = [], [], []
-    for calls in result.values:
-        values.append([value for value, _ in calls])
-        limits.append([max(timeout_s, 4 * seconds) for _, seconds in calls])
-        size = len(json.dumps(sandbox.values.wire(values[-1], sandbox.values.opaque)))
-        most.append(65_536 + 4 * size + 100 * len(calls))
-    return Expected(tuple(values), tuple(limits), tuple(most))
+def expected_of(calls, timeout_s):
+    """The Expected of what the reference solution gave for a set of inputs."""
+    values = [value for value, _ in calls]
+    limits = [max(timeout_s, 4 * seconds) for _, seconds in calls]
+    size = len(json.dumps(sandbox.values.wire(values, sandbox.values.opaque)))
+    return Expected(values, limits, 65_536 + 4 * size + 100 * len(calls))
 
 
 # ---- what decides --------------------------------------------------------------------------------

@@ -672,7 +672,7 @@ def target(protocol, q):
 
 
 class Harness:
-    """A record in the form of benchmarks.Ours."""
+    """A record in the form of problems.Ours."""
 
     skips = False
 
@@ -718,15 +718,15 @@ class Harness:
 class HarnessScorer(benchmarks.Scorer):
     """Runs what a harness appends: three asserts of MBPP, HumanEval's test without helpers."""
 
-    def tests(self, problem, key, code, timeout_s):
+    def tests(self, problem, expected, code, timeout_s):
         # EvalPlus calls the function itself.
         evalplus = self.protocol.factor and not problem.text
         if problem.cases or evalplus:
-            return super().tests(problem, key, code, timeout_s)
+            return super().tests(problem, expected, code, timeout_s)
         return [target(self.protocol.record, problem)]
 
 
-class OursInChat(benchmarks.Ours):
+class OursInChat(tasks.Ours):
     """Our own way, through the model's chat template."""
 
     def __init__(self, cfg):
@@ -807,7 +807,7 @@ class LiveCodeBench(OursInChat):
     ends = IM_END
 
     def __init__(self, cfg):
-        benchmarks.Ours.__init__(self, cfg)
+        tasks.Ours.__init__(self, cfg)
         self.wrap = None
         if cfg.protocol == "ours_chat":
             self.name = "ours_chat/livecodebench"
@@ -846,8 +846,8 @@ class LiveScorer(benchmarks.Scorer):
     def program(self, code, problem):
         return LIVE_HEAD + without_future(code)
 
-    def tests(self, problem, key, code, timeout_s):
-        return live_tests(problem, self.expected[key], code, timeout_s)
+    def tests(self, problem, expected, code, timeout_s):
+        return live_tests(problem, expected, code, timeout_s)
 
     def verdict(self, problem, result):
         """The first failed test decides."""
@@ -986,7 +986,7 @@ def main(cfg):
         raise ValueError("--since and --until are days of LiveCodeBench")
     if cfg.protocol in ("ours", "ours_chat"):
         cfg = benchmarks.settle(filled_in(cfg, top_p=0.95, max_new=0, limit_s=None))
-        protocol = benchmarks.Ours(cfg) if cfg.protocol == "ours" else OursInChat(cfg)
+        protocol = tasks.Ours(cfg) if cfg.protocol == "ours" else OursInChat(cfg)
         return benchmarks.evaluate(cfg, tasks.read_problems(cfg), protocol)
     name, record = named(cfg.protocol, cfg.task)
     record = record._replace(shots=record.shots if cfg.shots is None else cfg.shots)

@@ -238,7 +238,7 @@ def test_a_sample_has_four_times_the_time_of_a_slow_reference(tmp_path):
     problems = {"slow": slow, "quick": slow._replace(id="quick", reference=spin.format(0))}
     samples = [("slow", spin.format(0.5)), ("slow", spin.format(9)), ("quick", spin.format(0.5))]
     cfg = benchmarks.settle(config("humaneval", tmp_path, samples, timeout_s=0.2))
-    benchmarks.evaluate(cfg, problems, benchmarks.Ours(cfg))
+    benchmarks.evaluate(cfg, problems, tasks.Ours(cfg))
     found = {(r["task_id"], r["sample"]): r["result"] for r in results(cfg.out)}
     assert found == {("slow", 0): "passed", ("slow", 1): "timeout", ("quick", 0): "timeout"}
 
@@ -442,13 +442,12 @@ def test_an_out_folder_takes_no_other_settings_and_no_second_run(tmp_path):
 
 def test_results_beside_a_model_are_no_part_of_it(tmp_path):
     (tmp_path / "meta.json").write_text("{}")
-    before = benchmarks.fingerprint(tmp_path, tmp_path / "first")
-    for name in ("first/config.json", "second/results.jsonl"):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text("{}\n")
-    assert benchmarks.fingerprint(tmp_path, tmp_path / "first") == before
-    (tmp_path / "second" / "results.jsonl").rename(tmp_path / "second" / "params")
-    assert benchmarks.fingerprint(tmp_path, tmp_path / "first") != before
+    before = benchmarks.fingerprint(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "results.jsonl").write_text("{}\n")
+    assert benchmarks.fingerprint(tmp_path) == before
+    (tmp_path / "out" / "results.jsonl").rename(tmp_path / "out" / "params")
+    assert benchmarks.fingerprint(tmp_path) != before
 
 
 def command_of(cfg):
@@ -691,7 +690,7 @@ def test_a_model_writes_programs_and_resuming_equals_not_stopping(
 def test_a_prompt_ends_where_a_token_of_the_whole_program_ends():
     tokenizer = tokenizers.Tokenizer.from_file(str(ROOT / "weights/pythoncoder/tokenizer.json"))
     prompt = 'def f(x):\n    """Double x."""\n'
-    protocol = benchmarks.Ours(benchmarks.Config())
+    protocol = tasks.Ours(benchmarks.Config())
     model = types.SimpleNamespace(tokenizer=tokenizer)
     ids = protocol.ids(tasks.Problem("a/0", "f", prompt), model)
     whole = tokenizer.encode(prompt + "    return 2 * x\n", add_special_tokens=False).ids
@@ -717,7 +716,7 @@ def test_an_end_token_of_any_name_stands_in_no_program(dream, tmp_path):
     flags = benchmarks.DreamFlags(steps=1)
     cfg = benchmarks.Config(model="dream", max_new=8, batch_size=1, dream=flags)
     cfg = benchmarks.settle(cfg)
-    model = benchmarks.Dream(cfg, benchmarks.Ours(cfg), tmp_path / "flat", 0)
+    model = benchmarks.Dream(cfg, tasks.Ours(cfg), tmp_path / "flat", 0)
     assert model.write([[7, 8]], sample_dream.jax.random.key(0), [10], None) == [[]]
 
 
@@ -738,7 +737,7 @@ def test_batches_of_dream_are_on_all_devices_and_few_programs(dream, tmp_path, c
     cfg = config("humaneval", tmp_path, model="dream", ckpt=str(dream), max_new=2, batch_size=2)
     cfg = benchmarks.settle(cfg)
     problems = sorted(tasks.read_problems(cfg).values(), key=lambda p: len(p.prompt))
-    protocol = benchmarks.Ours(cfg)
+    protocol = tasks.Ours(cfg)
     model = benchmarks.Dream(cfg, protocol, dream, 0)
     assert "8 x cpu; mesh data 2" in capsys.readouterr().err
     ids = [protocol.ids(problem, model) for problem in problems]
@@ -837,7 +836,7 @@ def test_models_fill_holes(family, request, tmp_path):
     model = types.SimpleNamespace(tokenizer=tokenizer, model=types.SimpleNamespace())
     if family == "pythoncoder":
         model.hole = functools.partial(benchmarks.PythonCoder.hole, model)
-        ids = benchmarks.Ours(cfg).ids(problem, model)
+        ids = tasks.Ours(cfg).ids(problem, model)
         text = tokenizer.decode(ids, skip_special_tokens=False)
         assert text == f"<|fim_prefix|>{SUM[0]}<|fim_suffix|>{SUM[2]}<|fim_middle|>"
         model.tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
