@@ -7,12 +7,10 @@ on any machine.
     python bench/compile_for.py --largest train --device=rtx4090    # the largest micro-batch that fits, by bisection
     python bench/compile_for.py generate --device=rtx4090 --int8    # Dream's denoising steps; --only=cached is one
     python bench/compile_for.py generate --only=blocks              # those of a Dream of blocks, with its exact cache
-    python bench/compile_for.py drafts --device=rtx4090             # a step of extra/draft.py
     python bench/compile_for.py generate --model=sdar_4b --int4 --device=rtx3060    # a kin of Dream's: see KIN
     python bench/compile_for.py dream --model=7b --lora_rank=16 --base_bits=4 --batch_size=1 --device=t4    # LoRA
     python bench/compile_for.py grpo --device=a100-80 --lora_rank=16    # the gradient of coupled_grpo.py on Dream 7B
     python bench/compile_for.py grpo --device=v6e:2x4 --phase=round     # and rollouts and scores: seconds of a round
-    python bench/compile_for.py head                                # the memory of its scoring head beside plain forms
     python bench/compile_for.py dump module_0000.jit_step.after_codegen.txt     # adds up a program that XLA dumped
     python bench/compile_for.py table       # ten programs on ten devices, three of KIN on five: results/by_hardware
 
@@ -65,9 +63,7 @@ import tyro
 from flax import nnx
 from jax.sharding import PartitionSpec as PS
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "extra")]
-import draft
-
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import checkpoints
 import coupled_grpo
 import generate_dream
@@ -1037,85 +1033,6 @@ class Generate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafts:
-    """A step of extra/draft.py on one chip: passes that draft and the pass that verifies, or token
-    by token.
-    """
-
-    device: Device = "v6e"  # what to compile for
-    model: str = "7b"  # key of CONFIGS in model_dream.py, or of KIN
-    int8: bool = False  # matrices in 8 bits, the rest in bfloat16
-    # matrices of the layers in 4 bits, embedding and head in 8, the rest in bfloat16
-    int4: bool = False
-    batch_size: int = 1  # texts that are generated together
-    length: int = 768  # tokens of a text
-    draft: int = 8  # tokens drafted at a time; 0: token by token
-    # passes that fill the drafts; 0: the pass that verifies the ones before
-    draft_steps: typing.Literal[1, 0] = 1
-
-    def lowered(self):
-        like = Generate(self.device, self.model, self.int8, self.int4, self.batch_size)
-        model, mesh, B = (
-            dataclasses.replace(md.CONFIGS[self.model], causal=True),
-            like.mesh(),
-            self.batch_size,
-        )
-        settings = {name: getattr(generate_dream.Config, name) for name in ("temperature", "top_p")}
-        graph, params = like.weights(mesh)
-        rule = draft.Sampling(self.draft, self.draft_steps, **settings, eos_ids=(model.eos_id,))
-        sampler = draft.Sampler(graph, rule)
-        most = 1 if self.draft_steps else self.draft + 2  # slots of a pass for each token of a step
-        L = sample_dream.canvas_width(self.length + (self.draft + 1) * most, 1 << 30)
-
-        def array(dtype, *shape):
-            return jax.ShapeDtypeStruct(shape, dtype)
-
-        shape = B, model.kv_heads, L, model.head_size
-        cache = [
-            (array(jnp.bfloat16, *shape), array(jnp.bfloat16, *shape)) for _ in range(model.layers)
-        ]
-        texts = (
-            array(jnp.int32, B, L),
-            array(jnp.int32, B),
-            array(jnp.int32, B, L),
-            array(jnp.float32, B, L),
-        )
-        state = draft.State(*texts, array(jnp.int32, B, self.draft), array(jnp.int32), cache)
-        counts = (
-            array(jnp.int32, B),
-            array(jnp.int32, B),
-            array(bool, model.vocab),
-            array(jnp.uint32, B, 2),
-        )
-
-        def step(params, state, given):
-            return sampler.step(nnx.merge(graph, params), state, given)
-
-        at = jax.NamedSharding(mesh, PS())
-        put = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at)  # noqa: E731
-        inputs = jax.tree.map(put, (params, state, draft.Given(*counts)))
-        return jax.jit(step, donate_argnums=1).lower(*inputs)
-
-    def rows(self):
-        kind = f"int{bits}" if (bits := checkpoints.bits_of(self)) else "bfloat16"
-        what = (
-            f"{self.draft} drafts in {self.draft_steps} passes" if self.draft else "token by token"
-        )
-        row = report(
-            f"dream {self.model} {kind}, {what}, {self.batch_size} texts",
-            self.lowered(),
-            self.device,
-        )
-        for accepted in (2, 4, 6, 8) if self.draft else (1,):
-            if accepted <= self.draft + 1 and "predicted_s" in row:
-                row[f"ms_per_token_{accepted}"] = 1e3 * row["predicted_s"] / accepted
-                print(
-                    f"  {accepted} tokens a step: {row[f'ms_per_token_{accepted}']:.2f} ms a token of each text"
-                )
-        return [row]
-
-
-@dataclasses.dataclass(frozen=True)
 class Grpo:
     """Loss and gradients of coupled_grpo.py's micro-step, and what lies in memory beside it:
     moments, reference.
@@ -1280,79 +1197,6 @@ class Grpo:
             )
             row[f"write_{tokens}"] = write
         return row | seconds
-
-
-@dataclasses.dataclass(frozen=True)
-class Head:
-    """The scoring head of coupled_grpo.py at Dream 7B's shape, bfloat16 hidden states, beside plain
-    forms of it.
-
-    "reference" computes the logits of all positions, as the PyTorch reference does; "plain" of the
-    completions' alone, in one piece; "ours" is grpo.merge_views: two versions, in chunks that the
-    backward pass makes again. The gradient is that of the hidden states and of the head, "frozen"
-    of the hidden states alone, as with LoRA.
-    """
-
-    device: Device = "v6e"  # what to compile for
-    model: str = "7b"  # key of CONFIGS in model_dream.py
-    # of the head; the computation is in bfloat16
-    weights: typing.Literal["bfloat16", "float32"] = "bfloat16"
-    completions: int = 5  # three versions of each
-    prompt: int = 200  # tokens of a prompt
-    completion: int = 256  # tokens of a completion
-    chunk: int = 1024  # tokens whose logits exist at a time
-    only: typing.Literal["", "forward", "gradient", "frozen"] = ""  # one of the three; "" all
-
-    def scores(self, form, hidden_BKLD, head_VD, token_BC, mask_BC, weight_B1):
-        """Scores [B, C] of the completions, as one of the three forms computes them."""
-        last = slice(self.prompt - 1, self.prompt + self.completion - 1)
-        logits_of = functools.partial(md.linear, weight=head_VD, dtype=jnp.float32)
-        if form == "ours":
-            weights = 0.5, 0.5 / weight_B1, 0.5 / (1 - weight_B1)
-            return grpo.merge_views(
-                logits_of, hidden_BKLD[:, :, last], token_BC, mask_BC, weights, self.chunk
-            )[0]
-        everywhere = form == "reference"
-        logits_BKCV = (
-            logits_of(hidden_BKLD)[:, :, last] if everywhere else logits_of(hidden_BKLD[:, :, last])
-        )
-        # the versions: all masked, some masked, the others masked; each token is masked in one of
-        # the last two
-        logp_BKCV = jax.nn.log_softmax(logits_BKCV, -1)
-        logp_BKC = jnp.take_along_axis(logp_BKCV, token_BC[:, None, :, None], -1)[..., 0]
-        seen_BC = jnp.where(mask_BC, logp_BKC[:, 1] / weight_B1, logp_BKC[:, 2] / (1 - weight_B1))
-        return (logp_BKC[:, 0] + seen_BC) / 2
-
-    def rows(self):
-        array, model = on_chip(self.device), md.CONFIGS[self.model]
-        B, C = self.completions, self.completion
-        hidden = array(jnp.bfloat16, B, 3, self.prompt + C, model.width)
-        head = array(jnp.dtype(self.weights), model.vocab, model.width)
-        given = (
-            array(jnp.float32, B, C),
-            array(jnp.int32, B, C),
-            array(bool, B, C),
-            array(jnp.float32, B, 1),
-        )
-        found = []
-        for what in [self.only] if self.only else ("forward", "gradient", "frozen"):
-            for form in ("ours", "plain", "reference"):
-
-                def total(hidden, head, out_BC, *rest, form=form):
-                    return (self.scores(form, hidden, head, *rest) * out_BC).sum()
-
-                program = {
-                    "forward": total,
-                    "gradient": jax.grad(total, (0, 1)),
-                    "frozen": jax.grad(total),
-                }[what]
-                lowered = jax.jit(program).lower(hidden, head, *given)
-                found.append(
-                    report(
-                        f"scoring head, {what}, {form}", lowered, self.device, what=what, form=form
-                    )
-                )
-        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1545,9 +1389,7 @@ class Table:
 
 
 AsDream = typing.Annotated[TrainDream, tyro.conf.subcommand("dream")]
-Program = tyro.conf.OmitSubcommandPrefixes[
-    Train | AsDream | Generate | Drafts | Grpo | Head | Dump | Table
-]
+Program = tyro.conf.OmitSubcommandPrefixes[Train | AsDream | Generate | Grpo | Dump | Table]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,36 +1,19 @@
 """The demo of coupled_grpo.py over several seeds: reward on the held-out splits by round, and the
 time it takes.
 
-    python bench/grpo_run.py                                   # three seeds, 15 minutes; keep the machine idle
-    python bench/grpo_run.py --seeds 0 1 2 3 4 5 6 7 8 9 10 11 --out=out/grpo_seeds    # 12 seeds; an hour
-    python bench/grpo_run.py --kinds coupled shuffled --seeds 0 1 2 3 4 5 --out=out/grpo_signal    # is there a signal?
-    python bench/grpo_run.py --kinds naive sure --rounds=20 --out=out/grpo_rollouts    # fast rollouts
-    python bench/grpo_run.py --kinds coupled independent coupled_elbo --seeds 0 1 2 3 4 5 6 7 8 9 10 11 \\
-        --rounds=12 --eval_every=12 --eval_samples=8 --out=out/grpo_paired     # estimators; two hours of one core
-    python bench/grpo_run.py --kinds coupled_alone d1 count espo spg gdpo left_to_right --out=out/grpo_published \\
-        --seeds 0 1 2 3 4 5 6 7 8 9 10 11 --rounds=12 --eval_every=12 --eval_samples=8    # published ones; four hours
+    python bench/grpo_run.py                           # three seeds, 15 minutes; keep the machine idle
+    python bench/grpo_run.py --seeds 0 1 2 3 4 5 6 7 8 9 10 11 --out=out/grpo_seeds    # an hour
+    python bench/grpo_run.py --kinds coupled shuffled --out=out/grpo_signal    # is there a signal?
 
-All runs begin at weights/dream and learn from TinyPython's split `constants`; a seed sets the order
-of tasks and the completions. The reward is the mean over `composed` and `phrased`, of which no task
-is rewarded. With several kinds of runs, differences from the first kind are paired by seed. All
-estimators of a comparison take as many forward passes, but for espo: three updates a round and ten
-passes where the others take two and nine. Writes the name of the folder --out with .png and, of
-several kinds, .md, and an entry for each kind in cpu.json, under bench/results/.
-
+All runs begin at weights/dream and learn from the demo's tasks; a seed sets the order of tasks and
+the completions. The reward is the mean over `composed` and `phrased`, of which no task is rewarded.
 "coupled" is what coupled_grpo.py does, "shuffled" the same with the advantages of each group in
-random order: updates of the same size that have learnt nothing. Independent masks show a token in
-none, one or both of the two masked versions of a canvas; "coupled_elbo" weighs coupled masks so
-that the mean score is the ELBO. The other scores of `views_of` are those of published methods, with
-the ratio that each has, or none, and without a KL divergence, as "coupled_alone": its weight means
-another thing for each.
-
-The last two kinds fill positions at a low threshold and a low temperature, and learn fast. "naive"
-compares the threshold with the probability of the drawn token, "sure", as coupled_grpo.py, with the
-maximum of the distribution.
+random order: updates of the same size that have learnt nothing. With several kinds of runs,
+differences from the first kind are paired by seed. Writes the name of the folder --out with .png
+and, of several kinds, .md, and an entry for each kind in cpu.json, under bench/results/.
 """
 
 import dataclasses
-import functools
 import json
 import multiprocessing
 import os
@@ -49,8 +32,6 @@ import matplotlib
 
 matplotlib.use("Agg")
 
-import jax
-import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 from record import RESULTS, claim, record
@@ -59,148 +40,19 @@ import coupled_grpo
 import grpo
 import runs
 
-FAST = {"lr": 1e-4, "temperature": 0.5, "threshold": 0.5}
-KINDS = {  # what differs from the demo's settings
-    "coupled": {},
-    "shuffled": {},
-    "independent": {},
-    "coupled_elbo": {},
-    "coupled_alone": {"beta": 0.0},
-    "d1": {"beta": 0.0},
-    "count": {"beta": 0.0},
-    "espo": {"beta": 0.0, "iterations": 3},  # of two canvases
-    "spg": {"beta": 0.0},
-    "gdpo": {"beta": 0.0},
-    "left_to_right": {"beta": 0.0},
-    "naive": FAST,
-    "sure": FAST,
-}
-PUBLISHED = "d1", "count", "espo", "spg", "gdpo", "left_to_right"
 SPLITS = "composed", "phrased"  # held-out tasks
 SCORED = "composed_reward"  # in the rows of evaluations
-SCORED_HERE = "independent", "coupled_elbo", *PUBLISHED  # by scores_by
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     out: str = "out/grpo_run"  # folder of the runs; those that are finished there are not run again
     seeds: tuple[int, ...] = (0, 1, 2)  # of tasks and completions
-    # how completions are scored, or for the last two how they are generated; a run of each kind and
-    # seed
-    kinds: tuple[typing.Literal[*KINDS], ...] = ("coupled",)
+    kinds: tuple[typing.Literal["coupled", "shuffled"], ...] = ("coupled",)  # runs of each seed
     rounds: int = 10  # of each run
     eval_every: int = 5  # rounds between evaluations
     eval_samples: int = 2  # completions of each held-out task
     file: str = "cpu"  # bench/results/<file>.json
-
-
-# ---- estimators ------------------------------------------------------------------------------------------------------
-
-
-def draw_uniforms(key, iteration, rows, columns, share=1):
-    """{"u_BKC", "prompt_BKP", "t_BK"}: uniforms of three canvases of each completion, of the demo's
-    prompt before them, and one for each canvas; {"ratio_B"}, that of coupled masks, one for every
-    `share` rows.
-    """
-    own = jax.random.split(jax.random.fold_in(key, iteration), 3)
-    shapes = {
-        "u_BKC": (columns,),
-        "prompt_BKP": (coupled_grpo.PRESETS["demo"]["max_prompt"],),
-        "t_BK": (),
-    }
-    uniforms = {
-        n: jax.random.uniform(k, (rows, 3, *shapes[n])) for n, k in zip(shapes, own, strict=True)
-    }
-    return uniforms | {"ratio_B": grpo.draw_masks(key, iteration, rows, columns, share)["ratio_B"]}
-
-
-def views_of(kind, u_BKC, t_BK, counted_BC):
-    """(mask_BKC, weight_BKC) of an estimator: its score is the sum over k of weight * log p where
-    masked.
-
-    "independent" masks all of the completion, the share r = 0.2 + 0.6 t and, drawn anew, the share
-    1 - r, of weights 1/2, 1 / 2r and 1 / (2 - 2r); "coupled_elbo" all of it, m tokens and the other
-    C - m, of weights 1 / C, (C - 1) / 2m and (C - 1) / (2C - 2m). d1 masks all of the completion,
-    and some of its prompt. "count" (VRPO, BGPO) and SPG mask m of its C tokens, of weight C / m,
-    with m from each third of 1 .. C or three times at random; ESPO m in 0 .. C, and the others, of
-    weight (C + 1) / m; GDPO xC at the nodes x of a quadrature, of weight 1 / x. left_to_right
-    (JustGRPO) has a canvas for each token, with MASK from there on: one is drawn from each third of
-    the completion. Refs: see grpo_ruler.py.
-    """
-    B, K, C = u_BKC.shape
-    if kind == "independent":
-        ratio_B1 = 0.2 + 0.6 * t_BK[:, :1]
-        masks = jnp.ones((B, C), bool), u_BKC[:, 0] < ratio_B1, u_BKC[:, 1] >= ratio_B1
-        weight_BK = jnp.concatenate([jnp.ones((B, 1)), 1 / ratio_B1, 1 / (1 - ratio_B1)], 1) / 2
-        return jnp.stack(masks, 1), jnp.broadcast_to(weight_BK[..., None], u_BKC.shape)
-    rank_BKC, third_BK = u_BKC.argsort(-1).argsort(-1), (t_BK[:, :1] + jnp.arange(K)) / K
-    if kind == "coupled_elbo":
-        m_B1 = 1 + jnp.floor(t_BK[:, :1] * (C - 1))
-        masks = jnp.ones((B, C), bool), rank_BKC[:, 0] < m_B1, rank_BKC[:, 0] >= m_B1
-        weight_BK = jnp.concatenate(
-            [jnp.full((B, 1), 1 / C), (C - 1) / 2 / m_B1, (C - 1) / 2 / (C - m_B1)], 1
-        )
-        return jnp.stack(masks, 1), jnp.broadcast_to(weight_BK[..., None], u_BKC.shape)
-    if kind == "d1":
-        return jnp.ones((B, K, C), bool), jnp.full((B, K, C), 1 / K)
-    if kind == "left_to_right":
-        ends_B1, column_C = counted_BC.sum(1, keepdims=True), jnp.arange(C)
-        at_BK1 = jnp.floor(third_BK * ends_B1)[..., None]
-        return column_C >= at_BK1, (column_C == at_BK1) * ends_B1[..., None] / K
-    if kind == "espo":
-        m_B1 = jnp.floor(t_BK[:, :1] * (C + 1))
-        two_BKC = jnp.stack([rank_BKC[:, 0] < m_B1, rank_BKC[:, 0] >= m_B1], 1)
-        return two_BKC, jnp.broadcast_to(
-            (C + 1) / 2 / two_BKC.sum(-1, keepdims=True).clip(1), two_BKC.shape
-        )
-    if kind == "gdpo":
-        node_K, weight_K = np.polynomial.legendre.leggauss(K)
-        x_K1 = (1 + node_K[:, None]) / 2
-        weight_BKC = jnp.broadcast_to(weight_K[:, None] / 2 / x_K1, u_BKC.shape)
-        return rank_BKC < np.floor(x_K1 * C), weight_BKC
-    m_BK1 = 1 + jnp.floor((third_BK if kind == "count" else t_BK) * C)[..., None]
-    return rank_BKC < m_BK1, jnp.broadcast_to(C / m_BK1 / K, u_BKC.shape)
-
-
-def spg_score(logp_BKC, mask_BKC, weight_BKC, worse_B1):
-    """What was worse than its group is pushed down by half an upper score, the mean over its tokens
-    of the logarithm of the mean of weight * p^1.5, over 1.5; and by half its lower score, by which
-    what was better is pushed up.
-    """
-    lower_BC, seen_BC = (weight_BKC * mask_BKC * logp_BKC).sum(1), mask_BKC.any(1)
-    log_BKC = jnp.where(mask_BKC, 1.5 * logp_BKC + jnp.log(weight_BKC), -jnp.inf)
-    log_BC = jax.nn.logsumexp(jnp.where(seen_BC[:, None], log_BKC, 0.0), 1) / 1.5
-    upper_BC = jnp.where(seen_BC, log_BC, 0.0) * seen_BC.shape[1] / seen_BC.sum(1, keepdims=True)
-    return jnp.where(worse_B1, (lower_BC + upper_BC) / 2, lower_BC)
-
-
-def scores_by(kind, model, batch, mask_id, chunk=1024):
-    """As grpo.coupled_scores, of an estimator in views_of. Those without a ratio are 0, with their
-    score's gradient.
-    """
-    token_BL, counted_BC, t_BK = batch["token_BL"], batch["counted_BC"].astype(bool), batch["t_BK"]
-    (B, C), L = counted_BC.shape, token_BL.shape[1]
-    if kind not in PUBLISHED:  # a mask rate for all completions of a task, as coupled masks have it
-        t_BK = jnp.repeat((batch["ratio_B"][:, None] - 0.2) / 0.6, 3, 1)
-    mask_BKC, weight_BKC = views_of(kind, batch["u_BKC"], t_BK, counted_BC)
-    K, shift = mask_BKC.shape[1], model.cfg.shift
-    prompt_BKP = batch["prompt_BKP"] < 0.15 if kind == "d1" else jnp.zeros((B, K, L - C), bool)
-    views_BKL = jnp.where(jnp.concatenate([prompt_BKP, mask_BKC], -1), mask_id, token_BL[:, None])
-    hidden, _ = model.hidden(views_BKL.reshape(B * K, -1), see_BM=jnp.repeat(batch["see_BL"], K, 0))
-    hidden = hidden[:, hidden.shape[1] - C - shift : hidden.shape[1] - shift]
-    outs = grpo.token_logps(model.logits, hidden, jnp.repeat(token_BL[:, -C:], K, 0), chunk)
-    logp_BKC, entropy_BKC = (x.reshape(B, K, C) for x in outs)
-    score_BC = (weight_BKC * mask_BKC * logp_BKC).sum(1)
-    if kind == "spg":
-        # unknown where the value does not matter
-        worse_B1 = batch.get("advantage_B", jnp.zeros(B))[:, None] < 0
-        score_BC = spg_score(logp_BKC, mask_BKC, weight_BKC, worse_B1)
-    if kind in ("count", "spg", "left_to_right"):
-        score_BC -= jax.lax.stop_gradient(score_BC)
-    return score_BC, entropy_BKC.mean(1)
-
-
-# ---- the runs --------------------------------------------------------------------------------------------------------
 
 
 def run_demo(kind, settings):
@@ -209,23 +61,17 @@ def run_demo(kind, settings):
         Path(settings["out"]).parent.absolute() / "compiled"
     )
     coupled_grpo.EVAL_SAMPLES = settings.pop("eval_samples")
-    functions = (draw_uniforms, functools.partial(scores_by, kind)) if kind in SCORED_HERE else ()
     if kind == "shuffled":
-        of_rewards, rng = grpo.group_advantages, np.random.default_rng(settings["seed"])
+        of_rewards = grpo.group_advantages
+        rng = np.random.default_rng(settings["seed"])
 
         def shuffled(rewards, weights, group):
             found = of_rewards(rewards, weights, group)
-            return found._replace(
-                advantage_B=rng.permuted(found.advantage_B.reshape(-1, group), axis=1).reshape(-1)
-            )
+            advantage_GN = rng.permuted(found.advantage_B.reshape(-1, group), axis=1)
+            return found._replace(advantage_B=advantage_GN.reshape(-1))
 
         grpo.group_advantages = shuffled
-    if kind == "naive":
-        of_maximum = coupled_grpo.rule_of
-        coupled_grpo.rule_of = lambda *inputs: dataclasses.replace(
-            of_maximum(*inputs), score="drawn"
-        )
-    coupled_grpo.main(coupled_grpo.Config(**settings, **KINDS[kind]), *functions)
+    coupled_grpo.main(coupled_grpo.Config(**settings))
 
 
 def finished(cfg, seed, kind):
