@@ -104,11 +104,11 @@ def read_cases(group, **names):
 
 
 ATTACKS = read_cases("attacks")
+FORGERIES = read_cases("forgeries")
+JUDGED = FORGERIES["right"].tests
 # Kinds of attacks that the layers stop: processes, files, network, signals, the kernel. The others
 # need none of them.
 KINDS = "1 2 8 9 10 11 12 13 22 23 24 26 27".split()
-
-
 WALLS = [name for name in ATTACKS if name.split()[0] in KINDS]
 
 
@@ -178,36 +178,28 @@ def closed(layers, tmp_path, monkeypatch):
     (victim / "secret.txt").write_text("the secret")
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
     monkeypatch.setenv("UNMASK_KEY", "the key")
-    tcp, udp = (
-        socket.create_server(("127.0.0.1", 0)),
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM),
-    )
-    udp.bind(("127.0.0.1", tcp.getsockname()[1]))
-    abstract, stream = (
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM),
-        socket.socket(socket.AF_UNIX),
-    )
-    name = f"unmask-{os.getpid()}-{tcp.getsockname()[1]}"
+    tcp = socket.create_server(("127.0.0.1", 0))
+    port = tcp.getsockname()[1]
+    udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    udp.bind(("127.0.0.1", port))
+    name = f"unmask-{os.getpid()}-{port}"
+    abstract = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     abstract.bind("\0" + name)
+    stream = socket.socket(socket.AF_UNIX)
     stream.bind(str(victim / "socket"))
     stream.listen()
-    addresses = {
-        "VICTIM": str(victim),
-        "PORT": str(tcp.getsockname()[1]),
-        "SOCKET": name,
-        "TRAINER": str(os.getpid()),
-    }
+    addresses = {"VICTIM": victim, "PORT": port, "SOCKET": name, "TRAINER": os.getpid()}
 
     def state():
-        paths = [victim, *sorted(victim.rglob("*"))]
-        return [
-            (p, *p.lstat()[:7], p.lstat().st_mtime, p.read_text() if p.is_file() else "")
-            for p in paths
-        ]
+        rows = []
+        for path in [victim, *sorted(victim.rglob("*"))]:
+            text = path.read_text() if path.is_file() else ""
+            rows.append((path, *path.lstat()[:7], path.lstat().st_mtime, text))
+        return rows
 
     def fill(program):
         for placeholder, address in addresses.items():
-            program = program.replace(placeholder, address)
+            program = program.replace(placeholder, str(address))
         return program
 
     before, ours = state(), children()
@@ -288,7 +280,8 @@ def test_attack(name, closed, layers):
 @pytest.mark.parametrize(
     "mode",
     [
-        "all layers",
+        "all layers, one half",
+        "all layers, the other half",
         "no namespaces",
         "judge",
         pytest.param("no namespaces, all attacks", marks=pytest.mark.slow),
@@ -297,6 +290,8 @@ def test_attack(name, closed, layers):
 )
 def test_attacks(mode, closed, layers, monkeypatch):
     chosen = [*ATTACKS]
+    if mode.startswith("all layers"):
+        chosen = chosen["other" in mode :: 2]
     tests = VALUE
     namespaces = layers["namespaces"]
     if mode.startswith("no namespaces"):
@@ -334,7 +329,7 @@ def test_attacks_as_an_ordinary_user_where_the_tests_run_as_root(closed, everyth
         plain = case.must in (["fail"], ["pass"]) and name[:2] not in ("24", "25", "21")
         if plain and (everything or name in WALLS):
             chosen[name] = case
-    forgeries = read_cases("forgeries") if everything else {}
+    forgeries = FORGERIES if everything else {}
     job = [(closed(case.program), VALUE) for case in chosen.values()]
     job += [(case.program, JUDGED[:5]) for case in forgeries.values()]
     user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
@@ -369,22 +364,6 @@ def test_attacks_as_an_ordinary_user_where_the_tests_run_as_root(closed, everyth
 
 
 # ---- forged passes -------------------------------------------------------------------------------
-JUDGED = [  # tests that are no plain comparison with a literal; GOOD passes them all
-    "for y in [2]:\n    assert f(1) == y",
-    "x = f(1)\nassert x == 2",
-    "assert (f(1) == 2) == True",
-    "assert f(1).__eq__(2) == True",
-    "assert abs(f(0.5) - 1.5) < 1e-6",
-    "import math\nassert math.isclose(f(0.5), 1.5)",
-    "import math\nassert math.fabs(f(0.5) - 1.5) < 1e-6",
-    "assert set([f(1)]) == set([2])",
-    "assert f(1) in (2, 3)",
-    "assert 1 < f(1) < 3 and f(1) * 2 == 4",
-    "assert f(1) and not f(-1)",
-    "assert sorted([f(1), f(0)]) == [1, 2]",
-    "assert all(map(lambda x: f(x) == x + 1, range(3)))",
-    "def check(g):\n    assert g(1) == 2, 'message'\n    assert g(5) == 6\ncheck(f)",
-]
 # what a machine may lack: replacements in the launcher; the first is a switch of layers()
 WITHOUT = {
     "nothing": {},
@@ -416,10 +395,8 @@ def test_no_forgery_passes_whatever_the_machine_lacks(without, tests, layers, mo
     if without in ("namespaces", "any of them"):
         monkeypatch.setattr(sandbox, "layers", lambda: layers | {"namespaces": False})
     monkeypatch.setattr(sandbox, "JAIL", changed(WITHOUT[without]))
-    cases = read_cases("forgeries")
-    cases["good"] = cases["exit"]._replace(program=GOOD, must=["pass"])
-    results = run_cases(cases, tests, allow_unsafe=True, workers=2)
-    assert not differing(cases, results)
+    results = run_cases(FORGERIES, tests, allow_unsafe=True, workers=2)
+    assert not differing(FORGERIES, results)
 
 
 def filtered(program, machine, call, *args):
@@ -436,11 +413,8 @@ def filtered(program, machine, call, *args):
         if operation == 0x20:
             held = int.from_bytes(data[operand : operand + 4], "little")
         else:
-            at += (
-                true
-                if {0x15: held == operand, 0x35: held >= operand, 0x45: held & operand}[operation]
-                else false
-            )
+            compared = {0x15: held == operand, 0x35: held >= operand, 0x45: held & operand}
+            at += true if compared[operation] else false
 
 
 @pytest.mark.parametrize("machine", inside.MACHINES)
@@ -454,31 +428,24 @@ def test_the_filter_of_system_calls_allows_these_and_no_others(machine):
         "ioctl": (1, (0x40086602, 0x5412)),
         "prctl": (0, (22, 4, 36)),
     }
+    limited = {number[name] for name in (*inside.ARGUMENT, "clone")}
     for threads, namespaces in itertools.product((False, True), (False, True)):
-        program = inside.call_filter(machine, threads, namespaces)
-        expected = allowed
-        for call in (*range(500), 0x40000000, 0x40000000 + 59, -1):
-            if call not in {number[name] for name in (*inside.ARGUMENT, "clone")}:
-                assert filtered(program, machine, call) == (
-                    allow if call in expected else unknown
-                ), call
+        code = inside.call_filter(machine, threads, namespaces)
+        ask = functools.partial(filtered, code, machine)
+        for call in {*range(500), 0x40000000, 0x40000000 + 59, -1} - limited:
+            assert ask(call) == (allow if call in allowed else unknown), call
         for name, (i, wrong) in listed.items():
             for value in (*inside.ARGUMENT[name][1], *wrong):
-                arguments = [0] * i + [value]
                 want = unknown if value in wrong else allow
-                assert filtered(program, machine, number[name], *arguments) == want, (name, value)
-        clone = [filtered(program, machine, number["clone"], flags) for flags in (0x3D0F00, 17, 0)]
+                assert ask(number[name], *[0] * i, value) == want, (name, value)
+        clone = [ask(number["clone"], flags) for flags in (0x3D0F00, 17, 0)]
         assert clone == [allow if threads else unknown, unknown, unknown]
-        pairs = [
-            filtered(program, machine, number["socketpair"], domain, 1, 0) for domain in (1, 2)
-        ]
+        pairs = [ask(number["socketpair"], domain, 1, 0) for domain in (1, 2)]
         assert pairs == [allow if namespaces else unknown, unknown]
-        nameless = [
-            filtered(program, machine, number["openat"], 0, 0, flags) for flags in (2, 0x410002)
-        ]
+        nameless = [ask(number["openat"], 0, 0, flags) for flags in (2, 0x410002)]
         assert nameless == [allow, allow if namespaces else unknown]
     (other,) = {*inside.MACHINES} - {machine}
-    assert filtered(program, other, 0) == kill
+    assert filtered(code, other, 0) == kill
 
 
 HEADERS = ["/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm-generic/unistd.h"]
@@ -500,25 +467,6 @@ def test_numbers_of_system_calls_are_those_of_the_kernel_headers(column):
 
 
 # ---- verdicts ------------------------------------------------------------------------------------
-PLAIN = """
-import json, os, sys, types
-pairs = json.load(sys.stdin)
-said = os.dup(1)
-os.dup2(os.open(os.devnull, os.O_RDWR), 1)
-for program, test in pairs:
-    pid = os.fork()
-    if not pid:
-        main = sys.modules["__main__"] = types.ModuleType("__main__")
-        try:
-            exec(program, main.__dict__)
-        except SystemExit as end:
-            assert not end.code
-        exec(test, main.__dict__)
-        os._exit(0)
-    os.write(said, b"%d" % (os.waitpid(pid, 0)[1] != 0))
-"""
-
-
 @pytest.mark.parametrize("group", ["verdicts", "trusted", "honest", "plain", "hostile"])
 def test_verdicts(group, closed, layers):
     if not layers["namespaces"]:
@@ -531,7 +479,7 @@ def test_verdicts(group, closed, layers):
     assert not differing(cases, results)
     if group == "plain":  # and so they do without a sandbox
         pairs = [(case.program, case.tests[0]) for case in cases.values()]
-        command = [sys.executable, "-c", PLAIN]
+        command = [sys.executable, "-c", prelude("PLAIN")]
         done = subprocess.run(command, input=json.dumps(pairs), text=True, capture_output=True)
         assert done.stdout == "0" * len(pairs), done.stderr
 
@@ -570,34 +518,11 @@ def test_what_calls_return_comes_back_to_the_first_that_raises_or_is_late(closed
     assert {type(value) for value, _ in objects.values[0]} == {sandbox.values.Opaque}
 
 
-def test_limits_and_checks_of_calls(closed):
-    test = sandbox.Calls("f", [[1], [2], [3]], [1.0] * 3, 4.0)
-    right = "def right(i, inputs, value): return value == {1: 1}"
-    empty = test._replace(inputs=[], limits=[])
-    cases = [  # program, test, verdict
-        (
-            "import collections\ndef f(x): return collections.defaultdict(lambda: 0, {x: 1})",
-            sandbox.Calls("f", [[1]], [1.0], 1.0, check=right),
-            "pass",
-        ),
-        (GOOD, empty, "pass"),
-        ("1 / 0", empty, "fail"),
-        ("def f(x): return 'x' * 1000", test._replace(most=900), "output limit"),
-        (
-            "import time\ndef f(x):\n    while time.process_time() < 9: pass",
-            test._replace(limits=[9.0] * 3, timeout_s=0.2),
-            "timeout",
-        ),
-        (
-            "import time\ndef f(x): time.sleep(20 * (x == 3))",
-            test._replace(limits=[0.2] * 3, timeout_s=9.0),
-            "timeout",
-        ),
-    ]
-    programs, tests, verdicts = zip(*cases, strict=True)
-    results = sandbox.run_tests(programs, [[test] for test in tests], timeout_s=9)
-    assert [result.verdicts for result in results] == [[verdict] for verdict in verdicts]
-    assert len(results[-1].values[0]) == 2
+def test_the_limit_of_a_call_is_three_times_as_long_on_the_clock(closed):
+    program = "import time\ndef f(x): time.sleep(20 * (x == 3))"
+    test = sandbox.Calls("f", [[1], [2], [3]], [0.2] * 3, 9.0)
+    (result,) = sandbox.run_tests([program], [[test]])
+    assert (result.verdicts, len(result.values[0])) == (["timeout"], 2)
 
 
 def test_programs_read_standard_input_and_what_they_print_comes_back(closed):
@@ -1059,22 +984,12 @@ def cloud(layers, monkeypatch):
         server.server_close()
 
 
-E2B_CASES = {  # program: its rate for the three tests f(1) == 2, f(5) == 6 and a loop over both
-    GOOD: 1,
-    "def f(x): return 2": 2 / 3,
-    "import os\nos._exit(0)": 0,
-    "class A:\n    def __eq__(self, other): return True\ndef f(x): return A()": 0,
-    "print('__PASS_RATE__ 1.0')": 0,
-    "import os\nos.kill(os.getppid(), 9)": 0,
-}
 E2B_TESTS = [*VALUE, "for x in (1,):\n    assert f(x) == 2"]
 
 
-def rated(**options):
-    """Runs E2B_CASES there."""
-    tests = [E2B_TESTS] * len(E2B_CASES)
-    results = sandbox.run_tests([*E2B_CASES], tests, runner="e2b", **options)
-    assert [result.rate for result in results] == pytest.approx([*E2B_CASES.values()])
+def run_on_e2b(**options):
+    cases = read_cases("e2b")
+    assert not differing(cases, run_cases(cases, E2B_TESTS, runner="e2b", **options))
 
 
 def error_of(**options):
@@ -1094,8 +1009,8 @@ def test_e2b_in_debug_mode_runs_the_same_harness(closed, cloud, e2b, monkeypatch
     monkeypatch.setenv("E2B_DEBUG", "true")
     state = cloud(49999)
     state.failures = [0, 429, 0, 429]
-    rated()
-    assert len(state.scripts) == len(E2B_CASES)
+    run_on_e2b()
+    assert len(state.scripts) == 6
     state.works = False
     assert "no report" in error_of()
 
@@ -1109,7 +1024,7 @@ def test_e2b_makes_one_sandbox_per_worker_without_internet_and_ends_it(
     monkeypatch.setenv("E2B_HTTP_VERSION", "1.1")
     monkeypatch.delenv("E2B_DEBUG", raising=False)
     state.failures = [429] * 5 + [0, 0, 502]
-    rated(workers=1)
+    run_on_e2b(workers=1)
     assert len(state.created) == 2  # the first was lost at the 502
     assert len(state.killed) == 2
     for body in state.created:
@@ -1128,7 +1043,7 @@ def test_e2b_without_a_key_is_one_line(closed, e2b, monkeypatch):
 def test_a_router_of_open_r1_runs_the_same_harness(closed, cloud):
     state = cloud()
     url = state.url.removeprefix("http://")
-    rated(e2b_router_url=url)
+    run_on_e2b(e2b_router_url=url)
     state.works = False
     assert error_of(e2b_router_url=url).endswith("no sandbox")
     assert error_of(e2b_router_url="127.0.0.1:1")
@@ -1182,26 +1097,9 @@ def test_rewards_are_none_where_the_sandbox_failed(closed, monkeypatch):
     assert sandbox.syntax(completions, rows) == [None] * 4
 
 
-BREAKS_THE_PARSER = {
-    "no byte": "x = '\0'",
-    "no byte at the end": "x = 1\0",
-    "surrogate": "x = '\ud800'",
-    "unary": "x = " + "-" * 100_000 + "1",
-    "unary words": "x = " + "not " * 100_000 + "1",
-    "parentheses": "(" * 100_000 + ")" * 100_000,
-    "attributes": "x" + ".a" * 400_000,  # ends Python 3.10 by a segmentation fault
-    "sums": "1" + "+1" * 400_000,
-    "lambdas": "lambda:" * 100_000 + "1",
-    "encoding": "# -*- coding: nonsense -*-\nx = 1 é",
-    "blocks": "".join(" " * i + "if x:\n" for i in range(150)),
-    "large number": "x = " + "9" * 5000,
-    "ten megabytes": "x = [" + "[]," * 3_400_000 + "]",
-}
-
-
 @pytest.mark.parametrize("longest", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_no_failure_of_the_parser_escapes(closed, longest):
-    sources = [*BREAKS_THE_PARSER.values()]
+    sources = [case.program for case in read_cases("parser").values()]
     sources = [*(sources if longest else sources[:-1]), "x = 1"]
     completions = [fenced(source + "\n") for source in sources]
     rewards = sandbox.code_format(completions, [{}] * len(sources))

@@ -185,23 +185,13 @@ def test_system_calls(name):
     assert result.values == [[]]
 
 
-CODES = {  # name: machine code; each ends the program, or it does nothing
-    "fork of a 32-bit machine": "b802000000cd80c3",
-    "exit of a 32-bit machine that would succeed": "31dbb801000000cd80c3",
-    "fork by its own instruction": "b8390000000f05c3",
-    "entry of a 32-bit machine": "b8140000000f34c3",
-    "far jump to 32 bits": "6a23680000000048cbc3",
-    "stack that is gone": "4831e450c3",
-    "instruction that is none": "0f0bc3",
-    "halt": "f4c3",
-    "write to a port": "e680c3",
-}
+CODES = sections("codes")
 
 
 @X86
 @pytest.mark.parametrize("name", CODES)
 def test_machine_code(name):
-    program = prelude("MACHINE CODE").replace("CODE", repr(CODES[name]))
+    program = prelude("MACHINE CODE").replace("CODE", repr(CODES[name][1].strip()))
     assert attack(program, EQUAL).verdicts == ["fail"]
 
 
@@ -261,13 +251,14 @@ def test_verdict_of_the_test_before():
 
 
 NUMBERS = {  # name: an expression that tells the first test of a template from the second
-    "variable of the template": "[f.f_locals['test']['first'] for f in frames() if 'test' in f.f_locals]",
+    "variable of the template": "[f.f_locals['test']['first'] for f in frames() "
+    "if 'test' in f.f_locals]",
     "folder": "os.getcwd()",
     "number of the process": "os.getpid()",
     "number of the device": "os.stat('.').st_dev",
     "address of an object": "id(os)",
     "descriptors": "[i for i in range(64) if not ends(os.fstat, i)]",
-}  # fmt: skip
+}
 HOLES = {
     "number of the process": "process ids count the tests of a template",
     "variable of the template": "a program may see how many tests it has run",

@@ -38,10 +38,10 @@ import types
 import warnings
 from pathlib import Path
 
+import protocols
 import pytest
 from test_sandbox import prelude, read_cases
 
-import protocols
 import sandbox
 from jail import inside, wire
 
@@ -69,7 +69,7 @@ def lines_of(name):
 TEMPLATES = lines_of("templates.txt").split("====\n")
 DRESSES = lines_of("dresses.txt").split("\n====\n")[1:]
 DATA = json.loads(lines_of("words.json"))
-WORDS = DATA["words"]
+WORDS, ODD_WORDS = DATA["words"], ["12", "a-b", "x,y.", ""]
 DEFINED, TRACED = re.compile("^def ", re.M), "@trace\ndef "  # for dresses.txt
 SPACES, TAB = "    ", "\t"
 
@@ -89,7 +89,7 @@ VALUES = {
     "big": lambda rng: rng.choice([rng.randint(100, 10**6), rng.randint(10**9, 10**20)]),
     "float": lambda rng: round(rng.uniform(-50, 50), rng.randint(1, 6)),
     "word": lambda rng: rng.choice(WORDS),
-    "text": lambda rng: " ".join(some(rng, 6, lambda: rng.choice([*WORDS, "12", "a-b", "x,y.", ""]))),
+    "text": lambda rng: " ".join(some(rng, 6, lambda: rng.choice([*WORDS, *ODD_WORDS]))),
     "char": lambda rng: rng.choice("aeloxn"),
     "ints": lambda rng: some(rng, 8, lambda: number(rng)),
     "nats": lambda rng: [1, *some(rng, 8, lambda: rng.randint(1, 99))],
@@ -97,8 +97,8 @@ VALUES = {
     "words": lambda rng: some(rng, 7, lambda: rng.choice(WORDS)),
     "pairs": lambda rng: some(rng, 6, lambda: (rng.randint(1, 4), rng.choice(WORDS))),
     "matrix": lambda rng: some(rng, 4, lambda: [number(rng) for _ in range(3)]),
-    "dict": lambda rng: {rng.choice(WORDS): rng.choice([number(rng), None, True, [1.5, "a"]]) for _ in range(4)},
-    "nested": lambda rng: [1, [number(rng), [rng.choice(WORDS), []]], [], [[None]], rng.random() < 0.5],
+    "dict": lambda rng: {rng.choice(WORDS): rng.choice([number(rng), None, [1.5]]) for _ in 'abc'},
+    "nested": lambda rng: [1, [number(rng), [rng.choice(WORDS), []]], [], [[None]], True],
     "line": lambda rng: " ".join(map(str, some(rng, 9, lambda: number(rng)))),
     "name": lambda rng: rng.choice(WORDS[:-2]),
 }  # fmt: skip
@@ -304,21 +304,11 @@ def passes(program, main_block, test):
         return False
 
 
-READER = """import sys, types
-text = open(sys.argv[1], encoding="utf-8").read()
-main = sys.modules["__main__"] = types.ModuleType("__main__")
-try:
-    exec(compile(text, "<program>", "exec"), main.__dict__)
-except SystemExit:
-    pass
-"""
-
-
 def printed(program, text):
     """[what a program prints, whether it ended well]; None if it hangs."""
     Path("program.py").write_text(program, "utf-8")
     Path("input").write_text(text, "utf-8")
-    command = [sys.executable, "-X", "utf8", "-c", READER, "program.py"]
+    command = [sys.executable, "-X", "utf8", "-c", prelude("READER"), "program.py"]
     try:
         with open("input") as file:
             found = subprocess.run(command, stdin=file, capture_output=True, timeout=5)
@@ -426,7 +416,7 @@ def worker(first, step):
 
 def two_workers(call):
     """What two processes print that call a function of this file, one with 0 and one with 1."""
-    start = f"import sys; sys.path[:0] = {[str(HERE), str(HERE.parent)]}; "
+    start = f"import sys; sys.path[:] = {sys.path}; "
     start += f"import numpy, {Path(__file__).stem} as t; t.{call}"
     env = os.environ | {"PYTHONHASHSEED": "0"}
 
@@ -592,11 +582,7 @@ def large(rng):
     """The text of a form of some size."""
     n = rng.choice([500, 3000])
     colliding = [{"i": f"{i * PRIME:x}"} for i in range(1, n)]
-    opening, closing = rng.choice([("[", "]"), ('{"t":[', "]}"),
-                                   ('{"s":[', "]}"), ('{"d":[[1,', "]]}"), ('{"k":[1,', "]}"),
-                                   ('{"r":["collections.deque",', "]}"), ('{"a":', "}"),
-                                   ('{"i":', "}"), ("[1,[", "]]"),
-                                   ('{"raised":[["x"],', ',{},""]}'), ('{"f":[', "]}")])  # fmt: skip
+    deep = rng.choice(DATA["deep"])
     depth = rng.choice([100, 300, 330, 490, 900, 2000, 30_000])
     fraction = {"r": ["fractions.Fraction", {"i": "f" * n}, {"i": "7" * n}]}
     thirds = [{"r": ["fractions.Fraction", each, {"i": "3"}]} for each in colliding[:1000]]
@@ -604,12 +590,12 @@ def large(rng):
         {"s": colliding}, {"d": [[each, 1] for each in colliding]}, {"f": colliding[:500] * 4},
         {"r": ["collections.Counter", {"d": [[each, each] for each in colliding]}]},
         ["x" * 50 * n] * 2, {"i": "e" * 50 * n}, fraction, {"r": ["decimal.Decimal", "9" * 20 * n]},
-        [[]] * n, {"t": "ab" * n}, {"a": ["<i8", [n], "\x07" * 8 * n]}, {"a": ["|S" + "1" * n, [], ""]},
+        [[]] * n, {"t": "ab" * n}, {"a": ["<i8", [n], "\x07" * 8 * n]}, {"b": "ÿ" * 30 * n},
+        {"a": ["|S" + "1" * n, [], ""]}, {"r": ["collections.deque", colliding, {"i": "f" * 15}]},
         {"a": ["<f8", [1] * n, "\0" * 8]}, {"r": ["builtins.range", *colliding[:3]]}, {"s": thirds},
-        [{"yours": [i, True]} for i in range(n)], {"k": [1, [{"k": [1]}] * n]}, {"b": "ÿ" * 30 * n},
-        {"r": ["collections.deque", colliding, {"i": "f" * 15}]}])  # fmt: skip
+        [{"yours": [i, True]} for i in range(n)], {"k": [1, [{"k": [1]}] * n]}])  # fmt: skip
     return rng.choice([
-        opening * depth + "1" + closing * depth, opening * depth, "9" * n, "9" * 10 * n,
+        deep[0] * depth + "1" + deep[1] * depth, deep[0] * depth, "9" * n, "9" * 10 * n,
         *[json.dumps(form)] * 18])  # fmt: skip
 
 
