@@ -65,6 +65,17 @@ def pytest_configure(config):
         config.option.maxworkerrestart = "0"  # github.com/pytest-dev/pytest-xdist/issues/1378
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """In CI a case of the default run fails that takes over 5 processor seconds: mark it slow."""
+    before = sum(os.times()[:4])  # with finished child processes
+    result = yield
+    seconds = sum(os.times()[:4]) - before
+    if os.environ.get("CI") and seconds > 5 and not item.get_closest_marker("slow"):
+        pytest.fail(f"took {seconds:.1f} processor seconds: shorten it, or mark it slow")
+    return result
+
+
 # ---- scripts, as a user runs them ----------------------------------------------------------------------------------
 
 AS_A_USER = {
