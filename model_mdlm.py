@@ -16,7 +16,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import typing
 from pathlib import Path
 
 import torch
@@ -24,11 +23,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import diffusion
-
-try:
-    from torch.nn.attention.varlen import varlen_attn  # PyTorch 2.10
-except ImportError:
-    varlen_attn = None
 
 PAD, BOS, EOS, MASK, UNK = range(5)  # in every tokenizer that data_prep.py makes for padded rows
 BANNED = (PAD, BOS, MASK, UNK)  # never sampled
@@ -85,50 +79,28 @@ def rotate(x_BHLK, cos_LK, sin_LK):
     return torch.cat([a * cos_LK - b * sin_LK, b * cos_LK + a * sin_LK], -1).to(x_BHLK.dtype)
 
 
-class Packed(typing.NamedTuple):
-    """Layout of T texts that are concatenated in one row [1, S] without PAD. A token attends to its
-    own text alone.
-    """
-
-    text_S: torch.Tensor  # index of the token's text
-    position_S: torch.Tensor  # index of the token within its text
-    start_U: torch.Tensor  # start of each text, and the end of the last: U = T + 1 offsets, int32
-    longest: int  # upper bound on the length of a text
-
-
-def packed_attention(q_1HSK, k_1HSK, v_1HSK, packed):
-    """Flash attention within each text. On a CPU an attention mask [S, S] does the same, for
-    tests.
-    """
-    if q_1HSK.device.type == "cpu":
-        same_SS = packed.text_S[:, None] == packed.text_S
-        return F.scaled_dot_product_attention(q_1HSK, k_1HSK, v_1HSK, attn_mask=same_SS)
-    q_SHK, k_SHK, v_SHK = (x_1HSK[0].transpose(0, 1) for x_1HSK in (q_1HSK, k_1HSK, v_1HSK))
-    ends = packed.start_U, packed.start_U, packed.longest, packed.longest
-    return varlen_attn(q_SHK, k_SHK, v_SHK, *ends).transpose(0, 1)[None]
-
-
 class Block(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         D = cfg.width
-        self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
-        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
-        self.fc1, self.fc2 = nn.Linear(D, cfg.ffn), nn.Linear(cfg.ffn, D)
-        self.heads, self.dropout = cfg.heads, nn.Dropout(cfg.dropout)
+        self.norm1 = nn.LayerNorm(D)
+        self.norm2 = nn.LayerNorm(D)
+        self.qkv = nn.Linear(D, 3 * D)
+        self.out = nn.Linear(D, D)
+        self.fc1 = nn.Linear(D, cfg.ffn)
+        self.fc2 = nn.Linear(cfg.ffn, D)
+        self.heads = cfg.heads
+        self.dropout = nn.Dropout(cfg.dropout)
 
-    def forward(self, h_BLD, see_B11L, cos_sin=None, packed=None):
+    def forward(self, h_BLD, see_B11L, cos_sin=None):
         B, L, D = h_BLD.shape
-        # bidirectional attention: no causal mask; only PAD and other texts are masked out
-        # D // heads would be traced
+        # Bidirectional attention: only PAD is masked out. -1, as D // heads would be traced.
         qkv = self.qkv(self.norm1(h_BLD)).view(B, L, 3, self.heads, -1)
         q_BHLK, k_BHLK, v_BHLK = qkv.permute(2, 0, 3, 1, 4)
         if cos_sin:
-            q_BHLK, k_BHLK = rotate(q_BHLK, *cos_sin), rotate(k_BHLK, *cos_sin)
-        if packed:
-            o_BHLK = packed_attention(q_BHLK, k_BHLK, v_BHLK, packed)
-        else:
-            o_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, attn_mask=see_B11L)
+            q_BHLK = rotate(q_BHLK, *cos_sin)
+            k_BHLK = rotate(k_BHLK, *cos_sin)
+        o_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, attn_mask=see_B11L)
         h_BLD = h_BLD + self.dropout(self.out(o_BHLK.transpose(1, 2).reshape(B, L, D)))
         return h_BLD + self.dropout(self.fc2(F.gelu(self.fc1(self.norm2(h_BLD)))))
 
@@ -183,31 +155,28 @@ class MDLM(nn.Module):
         weight = self.time[0].weight
         return self.time(sinusoid(noise_B, self.cfg.width).to(weight.dtype))[:, None]
 
-    def hidden(self, token_BL, noise_B, see_BL=None, packed=None):
+    def hidden(self, token_BL, noise_B, see_BL=None):
         """Hidden states [B, L, D] after the last norm.
 
         noise_B is P(masked), whatever the schedule. see_BL is the attention mask: False at keys
-        that nobody attends to; None attends to all. With `packed`, token_BL is [1, S] and noise_B
-        has a value per text. Raises ValueError for a row longer than the positions.
+        that nobody attends to; None attends to all. Raises ValueError for a row longer than the
+        positions.
         """
-        L = packed.longest if packed else token_BL.shape[1]
+        L = token_BL.shape[1]
         if L > self.cfg.positions:
             raise ValueError(f"{L} tokens do not fit the model's {self.cfg.positions} positions")
-        # tokens and their positions
-        h_BLD, cos_sin = self.embed(token_BL), None
-        position_L = packed.position_S if packed else slice(L)
+        h_BLD = self.embed(token_BL)
+        cos_sin = None
         if self.cfg.rope:
-            cos_LK, sin_LK = angles(L, self.cfg.width // self.cfg.heads, token_BL.device)
-            # in a comprehension, torch.compile would fix L
-            cos_sin = cos_LK[position_L], sin_LK[position_L]
+            cos_sin = angles(L, self.cfg.width // self.cfg.heads, token_BL.device)
         else:
-            h_BLD = h_BLD + self.position.weight[position_L]
-        time_B1D = self.time_embedding(noise_B)
-        h_BLD = h_BLD + (time_B1D[packed.text_S, 0] if packed else time_B1D)
-        # the same for all heads and queries
-        see_B11L = None if see_BL is None else see_BL[:, None, None]
+            h_BLD = h_BLD + self.position.weight[:L]
+        h_BLD = h_BLD + self.time_embedding(noise_B)
+        see_B11L = None
+        if see_BL is not None:
+            see_B11L = see_BL[:, None, None]  # the same for all heads and queries
         for block in self.blocks:
-            h_BLD = block(h_BLD, see_B11L, cos_sin, packed)
+            h_BLD = block(h_BLD, see_B11L, cos_sin)
         return self.norm(h_BLD)
 
     def logits(self, hidden):
