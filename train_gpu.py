@@ -76,7 +76,6 @@ class Config:
     eval_rows: Count = 512  # held-out rows per evaluation, at most
     eval_draws: Count = 8  # with --eval_only: noise draws, each a pass over the held-out rows
     log_every: Count = 10  # steps between rows of the log; several processes see signals only then
-    prompt: str = ""  # prefix of the samples drawn in training
     wandb: str = ""  # project name at Weights & Biases; default: log to files only
     seed: Natural = 0  # initial weights, row order, noise
 
@@ -219,10 +218,8 @@ def find_data(cfg):
             flags = "--rows=padded", f"--seq_len={cfg.seq_len}", f"--out={folder}"
             runs.script("data_prep.py", "python", *flags)
     train, heldout, tokenizer_json = open_data(folder, cfg.seq_len)
-    ids = [train.meta.get(f"{name}_id") for name in ("pad", "bos", "eos", "mask", "unk")]
-    if ids != [*range(5)]:  # as in model_mdlm.py
-        problem = f"has its special tokens at {ids}, not at 0 to 4"
-        raise ValueError(f"{folder} {problem}; prepare it with --rows=padded")
+    if train.meta.get("mask_id") != mdlm.MASK:  # packed rows have none
+        raise ValueError(f"{folder} holds no padded rows; prepare it with --rows=padded")
     if not heldout.total:
         advice = "prepare it again with --heldout above 0"
         raise ValueError(f"{folder} holds no held-out rows; {advice}")
@@ -382,7 +379,8 @@ class Muon(torch.optim.Optimizer):
                     x = x.T
 
                 lr = group["lr"] * max(1, p.shape[0] / p.shape[1]) ** 0.5
-                weight = (p * (1 - group["lr"] * group["weight_decay"])).add_(x, alpha=-lr)
+                decay = group["lr"] * group["weight_decay"]
+                weight = (p * (1 - decay)).add_(x, alpha=-lr)
                 torch.where(self.found_inf > 0, p, weight, out=p)
                 torch.where(self.found_inf > 0, buffer, momentum, out=buffer)
 
@@ -401,8 +399,13 @@ def make_optimizers(model, cfg):
             matrices_of_blocks.append(p)
         else:
             matrices.append(p)
-    groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": vectors}]
-    adamw = torch.optim.AdamW(groups, cfg.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    adamw = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": vectors}],
+        cfg.lr,
+        betas=(0.9, 0.95),
+        weight_decay=0.0,
+        fused=True,
+    )
     if cfg.optimizer == "adamw":
         return [adamw]
     return [adamw, Muon(matrices_of_blocks, cfg.muon_lr, cfg.weight_decay, cfg.dtype)]
@@ -461,7 +464,8 @@ def learning_rate(step, cfg):
     warmup = max(1, min(cfg.warmup, cfg.steps // 10))
     if step < warmup:
         return (step + 1) / warmup
-    return 0.1 + 0.9 * (1 + math.cos(math.pi * (step - warmup) / max(1, cfg.steps - warmup))) / 2
+    share = (step - warmup) / max(1, cfg.steps - warmup)
+    return 0.1 + 0.9 * (1 + math.cos(math.pi * share)) / 2
 
 
 def update(state, step, cfg):
@@ -578,9 +582,9 @@ def restore(folder, state, meta):
         optimizer.step()
     state.model.zero_grad(set_to_none=True)
     tensors = trainer_tensors(state)
-    saved_shapes = {name: tensor.shape for name, tensor in saved.items()}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    runs.check_tensors(saved_shapes, shapes, f"{folder} ({advice})")
+    found = {name: tensor.shape for name, tensor in saved.items()}
+    runs.check_tensors(found, shapes, f"{folder} ({advice})")
     for name, tensor in tensors.items():
         tensor.copy_(saved[name])
     if trainer["scaler"]:
@@ -595,7 +599,8 @@ def restore(folder, state, meta):
 def read_heldout(heldout, tokenizer, rows):
     """(held-out rows [R, L], spread over the split; bits per byte of a nat per token)."""
     token_RL = heldout.read(heldout.spread(rows))[0].astype(np.int64)
-    text_bytes = token_bytes(tokenizer, heldout.meta["vocab_padded"])[token_RL].sum(dtype=float)
+    bytes_V = token_bytes(tokenizer, heldout.meta["vocab_padded"])
+    text_bytes = bytes_V[token_RL].sum(dtype=float)
     return token_RL, is_text(token_RL).sum() / math.log(2) / text_bytes
 
 
@@ -610,11 +615,14 @@ def evaluate(model, token_RL, rng, cfg):
     """
     device = model.embed.weight.device
     u_R = rng.permutation(diffusion.antithetic_times(rng.random(len(token_RL)), eps=0))
-    mask_RL, weight_R = diffusion.mask_exactly(is_text(token_RL), u_R, rng.random(token_RL.shape))
-    noised = Noised(token_RL, np.where(mask_RL, mdlm.MASK, token_RL), mask_RL, 1 / weight_R)
+    u_RL = rng.random(token_RL.shape)
+    mask_RL, weight_R = diffusion.mask_exactly(is_text(token_RL), u_R, u_RL)
+    xt_RL = np.where(mask_RL, mdlm.MASK, token_RL)
+    noised = Noised(token_RL, xt_RL, mask_RL, 1 / weight_R)
     # A batch holds rows of one tenth, and of similar length, so that there is little PAD.
     tenth_R = np.minimum(10 / weight_R, 9).astype(int)
-    order_R = np.lexsort([(token_RL != mdlm.PAD).sum(1), tenth_R])
+    length_R = (token_RL != mdlm.PAD).sum(1)
+    order_R = np.lexsort([length_R, tenth_R])
     loss = Loss(model).eval()
     sums_T4 = torch.zeros(10, 4, dtype=torch.float64, device=device)
     for tenth in range(10):
@@ -665,22 +673,24 @@ def eval_only(cfg, devices):
     for tenth, (_, nats, correct, masks) in enumerate(sums_NT4.sum(0).tolist()):
         if masks:
             rate = (tenth + 0.5) / 10
-            level = {"mask_rate": rate, "masked_ce": nats / masks, "accuracy": correct / masks}
-            row["by_noise"].append(level)
-            print(f"{rate:6.0%} | {level['masked_ce']:21.3f} | {level['accuracy']:8.1%}")
+            ce = nats / masks
+            accuracy = correct / masks
+            row["by_noise"].append({"mask_rate": rate, "masked_ce": ce, "accuracy": accuracy})
+            print(f"{rate:6.0%} | {ce:21.3f} | {accuracy:8.1%}")
     return row
 
 
 def sample_text(model, tokenizer, cfg, seq_len):
     """A sample of up to 128 tokens, the same in all processes."""
     device = model.embed.weight.device
-    ids = [mdlm.BOS, *tokenizer.encode(cfg.prompt, add_special_tokens=False).ids][:seq_len]
-    canvas = torch.full((1, min(seq_len, max(128, len(ids)))), mdlm.MASK, device=device)
-    canvas[0, : len(ids)] = torch.tensor(ids)
+    canvas_BL = torch.full((1, min(seq_len, 128)), mdlm.MASK, device=device)
+    canvas_BL[0, 0] = mdlm.BOS
     generator = torch.Generator(device).manual_seed(cfg.seed)
     rule = mdlm.Sampling(vocab=tokenizer.get_vocab_size())
-    token_L = mdlm.sample(model, canvas, rule, generator)[0].tolist()
-    return tokenizer.decode(token_L[: [*token_L, mdlm.EOS].index(mdlm.EOS)])
+    token_L = mdlm.sample(model, canvas_BL, rule, generator)[0].tolist()
+    if mdlm.EOS in token_L:
+        token_L = token_L[: token_L.index(mdlm.EOS)]
+    return tokenizer.decode(token_L)
 
 
 # ---- processes -----------------------------------------------------------------------------------
@@ -727,6 +737,7 @@ if __name__ == "__main__":
         "keep": "two checkpoints are kept",
         "save_every": "each evaluation saves, see --eval_every",
         "crop_rate": "rows are no longer cropped; no gain was ever measured",
+        "prompt": "python inference_jetson.py --bundle=RUN --prompt=TEXT",
         "schedule": "it is linear; no other one was ever measured",
     }
     runs.command(main, Config, __doc__, moved=moved)
