@@ -60,24 +60,16 @@ def main(cfg):
         architecture, positions=max(architecture.positions, rows.meta["seq_len"])
     )
     state = train_gpu.make_state(
-        dataclasses.replace(settings, compile=False), architecture, "float32", devices
+        dataclasses.replace(settings, compile=False, dtype="float32"), architecture, devices
     )
     noised = train_gpu.training_batch(rows, settings, 0)
-    on_meta = train_gpu.Loss(mdlm.MDLM(architecture).to("meta", torch.bfloat16), settings.schedule)
-    for packed in (False, True) if mdlm.varlen_attn else (False,):
-        batch = train_gpu.make_batch(noised, slice(None), devices.device, packed)
-        tensors, layout = batch[:-1], batch.packed
-        copies = len(tensors) + (3 if packed else 0)
-        if packed:
-            layout = mdlm.Packed(*(x.to("meta") for x in layout[:3]), layout.longest)
-        with Step() as passes:
-            on_meta(train_gpu.Batch(*(x.to("meta") for x in tensors), layout)).backward()
-        pad = float((batch.xt_BL == mdlm.PAD).float().mean())
-        name, count = "packed" if packed else "padded", batch.xt_BL.numel()
-        print(f"{name}: {count:,} tokens, {pad:.1%} of them PAD, {copies} copies")
-        print(
-            f"    {passes.launches} operators forwards and backwards, {passes.waits} synchronisations"
-        )
+    on_meta = train_gpu.Loss(mdlm.MDLM(architecture).to("meta", torch.bfloat16))
+    batch = train_gpu.make_batch(noised, slice(None), devices.device)
+    with Step() as passes:
+        on_meta(train_gpu.Batch(*(x.to("meta") for x in batch))).backward()
+    pad = float((batch.xt_BL == mdlm.PAD).float().mean())
+    print(f"{batch.xt_BL.numel():,} tokens, {pad:.1%} of them PAD, {len(batch)} copies")
+    print(f"{passes.launches} operators forwards and backwards, {passes.waits} synchronisations")
     for _ in range(2):  # the first update makes the moments
         for p in state.model.parameters():
             p.grad = torch.randn_like(p)

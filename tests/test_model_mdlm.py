@@ -176,36 +176,3 @@ def test_a_model_that_was_saved_is_the_same_and_a_wrong_one_is_named(rope, tmp_p
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="holds no model"):
         mdlm.load(tmp_path)
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_packed_texts_are_each_text_alone(device):
-    if device == "cuda" and not (torch.cuda.is_available() and mdlm.varlen_attn):
-        pytest.skip("no GPU, or a PyTorch without varlen_attn")
-    torch.manual_seed(0)
-    model = mdlm.MDLM(
-        mdlm.Config(vocab=64, width=128, layers=2, heads=2, ffn=64, positions=80, rope=True)
-    )
-    torch.nn.init.normal_(model.time[2].weight, 0, 0.5)
-    model = model.to(device, torch.float32 if device == "cpu" else torch.bfloat16)
-    length_T, noise_T = (
-        torch.tensor([70, 1, 33, 64]),
-        torch.tensor([0.9, 0.1, 0.5, 0.2], device=device),
-    )
-    texts = [torch.randint(5, 64, (n,), device=device) for n in length_T.tolist()]
-    text_S = torch.repeat_interleave(torch.arange(4), length_T)
-    start_U = torch.cat([torch.zeros(1), length_T.cumsum(0)]).int()
-    position_S = torch.arange(len(text_S)) - start_U[text_S]
-    packed = mdlm.Packed(*(x.to(device) for x in (text_S, position_S, start_U)), longest=80)
-    got_SD = model.hidden(torch.cat(texts)[None], noise_T, packed=packed)[0]
-    want_SD = torch.cat(
-        [model.hidden(text[None], noise_T[i, None])[0] for i, text in enumerate(texts)]
-    )
-    tolerance = 1e-5 if device == "cpu" else 0.05
-    torch.testing.assert_close(got_SD, want_SD, rtol=tolerance, atol=tolerance)
-    got_SD.float().square().sum().backward()
-    assert all(
-        weight.grad.isfinite().all()
-        for name, weight in model.named_parameters()
-        if name != "head.weight"
-    )
