@@ -253,7 +253,7 @@ class PythonCoder:
             for piece, colour in zip(prompts.pieces(self.tokenizer, ids), colours, strict=True):
                 begin = max(end, len(self.printed))
                 end = min(end + len(piece), len(completion))
-                print(prompts.coloured(completion[begin:end], colour), end="")
+                print(coloured(completion[begin:end], colour), end="")
             self.printed = completion[:end]
         print(completion[len(self.printed) :], end="", flush=True)
         self.printed = completion
@@ -280,12 +280,22 @@ class PythonCoder:
             left = len(prompts.truncate(self.tokenizer.decode(new), self.cfg.stop))
             print("---- by probability")
             for j, piece in enumerate(prompts.pieces(self.tokenizer, new)):
-                print(prompts.shaded(piece[:left], prob_BL[i, first + j]), end="")
+                shade = SHADES[min(int(10 * prob_BL[i, first + j]), 9)]
+                print(coloured(piece[:left], shade), end="")
                 left = max(0, left - len(piece))
             print()
 
 
-GREEN, RED = 46, 196  # of an accepted draft, of a token whose draft was rejected
+# of a terminal, red to green: one for each tenth of probability
+SHADES = 196, 202, 208, 214, 220, 190, 154, 118, 82, 46
+RED = SHADES[0]  # of a token whose draft was rejected
+GREEN = SHADES[-1]  # of an accepted draft
+
+
+def coloured(text, colour):
+    if not text or not colour:
+        return text
+    return f"\x1b[38;5;{colour}m{text}\x1b[39m"
 
 
 def draft_colours(lengths, ids, rule, max_new):

@@ -27,6 +27,7 @@ import time
 import typing
 
 import jax
+from tokenizers.decoders import DecodeStream
 
 import checkpoints
 import infill
@@ -45,6 +46,8 @@ MOVED = {
     "draft": "python extra/draft.py",
     "draft_steps": "python extra/draft.py",
     "step": "python convert_weights.py --step makes a folder of an older checkpoint",
+    "infill": "--raw takes [MASK] as text",
+    "no_infill": "--raw takes [MASK] as text",
     "hole": "[MASK:12] is a hole of 12 tokens",
     **dict.fromkeys(
         "like schedule sub_block fast_dllm guidance eos_penalty late_eos regrow top_k".split(),
@@ -70,7 +73,8 @@ class Config:
     temperature: NonNegative = 0.2  # 0 takes the argmax
     top_p: TopP = 0.95  # draw from the smallest set of this probability
     stop: tuple[str, ...] = ()  # strings that end a completion and are cut off, \n for a new line
-    raw: bool = False  # take --prompt, --suffix, --stop, --system as they are: no \n, no line break
+    # take texts as they are: no \n escapes, no line break appended, [MASK] is text
+    raw: bool = False
 
     # denoising steps, for a Dream of blocks those of a block; 0: one for each token
     steps: Natural = 0
@@ -88,7 +92,6 @@ class Config:
     cache: typing.Literal["", "prefix", "dual"] = ""
     batch_size: Count = 8  # texts that are filled together
 
-    infill: bool = True  # [MASK:n] in a prompt is n tokens to fill; --no-infill: it is text
     # chat template; auto: by model name, off with --check, --valid
     chat: typing.Literal["auto", "on", "off"] = "auto"
     system: str = ""  # system turn of the chat template, \n for a new line
@@ -324,7 +327,7 @@ class Dream:
         cfg = self.cfg
         canvases = []
         for prompt, suffix in requests:
-            blank = self.texts.canvas(prompt, suffix, cfg.max_new, cfg.infill, self.hole)
+            blank = self.texts.canvas(prompt, suffix, cfg.max_new, not cfg.raw, self.hole)
             canvases += [blank] * cfg.n
         batches = [canvases[i : i + self.together] for i in range(0, len(canvases), self.together)]
         # Each canvas width is a program to compile: all batches share at most three.
@@ -365,7 +368,7 @@ class Dream:
     def row_of(self, i, blank, ids, stats):
         """(row of --json, text) of text i of a batch."""
         completion, text = self.texts.text_of(blank, ids, self.cut)
-        kept = self.texts.kept(blank, ids)
+        kept = [p for p in self.texts.kept(blank, ids) if p >= blank.start]
         passes = int(stats["passes"][i])
         row = {"prompt": blank.prompt, "suffix": blank.suffix, "text": text}
         if blank.around:
@@ -376,11 +379,13 @@ class Dream:
         row["seed"] = self.cfg.seed
         if self.cfg.show_steps:
             # a text lies on the right of the sampler's arrays, with blocks on the left
-            slots = slice(-len(ids), None)
-            if self.model.cfg.block_length:
-                slots = slice(len(ids))
-            when = stats["when"][i, slots]
-            row["steps"] = self.texts.steps(blank, ids, when, stats["probability"][i, slots])
+            first = 0 if self.model.cfg.block_length else -len(ids)
+            pieces = prompts.pieces(self.tokenizer, [ids[p] for p in kept])
+            row["steps"] = []
+            for p, piece in zip(kept, pieces, strict=True):
+                step = int(stats["when"][i, first + p])
+                probability = float(stats["probability"][i, first + p])
+                row["steps"].append((piece, step, probability))
         return row, text
 
     def cut(self, completion):
@@ -397,7 +402,7 @@ class Dream:
         started = time.perf_counter()
         with checkpoints.mesh_context(self.mesh):
             if self.cfg.show_steps and not self.cfg.json:
-                self.shown = self.texts.picture(canvases[0], canvases[0].ids)
+                self.shown = ""
                 for step in self.sampler.steps(self.model, ids, 0, self.rule, key, shape["widths"]):
                     self.show_step(canvases[0], step)
                 filled = step.rows
@@ -449,15 +454,29 @@ class Dream:
     def show_step(self, blank, step):
         """Print the first canvas of a batch if a step has changed it; in a terminal in place."""
         ids = step.rows[0]
-        text = self.texts.picture(blank, ids)
-        if text == self.shown:
-            return
+        in_place = sys.stdout.isatty()
+        text = ""
+        stream = DecodeStream(skip_special_tokens=True)
+        for p in self.texts.kept(blank, ids):
+            if p < blank.start:
+                continue
+            if ids[p] == self.texts.mask:
+                stream = DecodeStream(skip_special_tokens=True)
+                text += "\u2591"
+                continue
+            piece = stream.step(self.tokenizer, ids[p]) or ""
+            if piece and in_place and blank.ids[p] == self.texts.mask:
+                shade = SHADES[min(int(10 * step.probability[0][p]), 9)]
+                piece = f"\x1b[38;5;{shade}m{piece}\x1b[39m"
+            text += piece
+        if text != self.shown:
+            clear = "\x1b[2J\x1b[H" if in_place else ""
+            print(f"{clear}step {step.number}: {text}", flush=True)
         self.shown = text
-        if sys.stdout.isatty():
-            text = self.texts.picture(blank, ids, step.probability[0])
-            print("\x1b[2J\x1b[H", end="")
-        print(f"step {step.number}: {text}", flush=True)
 
+
+# of a terminal, red to green: one for each tenth of probability
+SHADES = 196, 202, 208, 214, 220, 190, 154, 118, 82, 46
 
 if __name__ == "__main__":
     runs.command(main, Config, __doc__, moved=MOVED)

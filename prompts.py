@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import typing
 import warnings
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from tokenizers.decoders import DecodeStream
 
 import runs
 
-HOLE = re.compile(r" ?\[MASK(?::(\d+))?\]")  # a token brings its own space
+HOLE = re.compile(r" ?\[MASK(?::([1-9]\d*))?\]")  # a token brings its own space
 MASKS = 64  # of a [MASK] without a number, where the model's config has no hole_masks
 
 
@@ -42,22 +43,20 @@ class Canvas:
     around: tuple[str, str] | None
 
 
+@dataclasses.dataclass
 class Texts:
-    """Prompts as canvases, and canvases as texts, for a model with this MASK and these positions.
+    """Prompts as canvases, and canvases as texts, for a model.
 
-    ends are ids that end a text, begin ids before a plain one. ask(prompt) encodes a prompt by a
-    chat template; None: prompts are plain text. A suffix or [MASK:n] makes plain text of any
-    prompt; must_ask refuses these.
+    A suffix or [MASK:n] makes plain text of any prompt; must_ask refuses these.
     """
 
-    def __init__(self, tokenizer, mask, ends, positions, begin=(), ask=None, must_ask=False):
-        self.tokenizer = tokenizer
-        self.mask = mask
-        self.ends = ends
-        self.positions = positions
-        self.begin = list(begin)
-        self.ask = ask
-        self.must_ask = must_ask
+    tokenizer: typing.Any
+    mask: int  # the id of MASK
+    ends: typing.Collection  # ids that end a text
+    positions: int  # that the model has
+    begin: typing.Sequence = ()  # ids before a plain text
+    ask: typing.Callable | None = None  # encodes a prompt by a chat template; None: plain text
+    must_ask: bool = False
 
     def canvas(self, prompt, suffix, max_new, infill=True, hole=MASKS):
         """The Canvas of a request: "a [MASK:2]b" has the texts a and b around two masks.
@@ -77,8 +76,8 @@ class Texts:
             parts += after
         texts = parts[::2]
         sizes = [size and int(size) for size in parts[1::2]]
-        if infill and (0 in sizes or any("[MASK" in text for text in texts)):
-            raise ValueError("write a hole as [MASK] or [MASK:12]; --no-infill takes it as text")
+        if infill and any("[MASK" in text for text in texts):
+            raise ValueError("write a hole as [MASK] or [MASK:12]; --raw takes it as text")
 
         answers = self.ask is not None and len(texts) == len(sizes)  # nothing follows the last mask
         if self.must_ask and not answers:
@@ -86,7 +85,7 @@ class Texts:
                 "--chat=on and --system are for prompts; a suffix or a hole is filled in plain text"
             )
         encoded = [ids_of(self.tokenizer, text) for text in texts]
-        encoded[0] = self.ask(prompt) if answers else self.begin + encoded[0]
+        encoded[0] = self.ask(prompt) if answers else [*self.begin, *encoded[0]]
 
         # A hole of unknown length takes the room that is left.
         unknown = sizes.count(None)
@@ -132,31 +131,6 @@ class Texts:
         generated = [ids[p] for p in kept if canvas.ids[p] == self.mask]
         completion = cut(self.tokenizer.decode(generated))
         return completion, completion.join(canvas.around)
-
-    def steps(self, canvas, ids, when, probability):
-        """[[text, step, probability]] of the tokens of a filled canvas; step 0: it was given."""
-        shown = [p for p in self.kept(canvas, ids) if p >= canvas.start]
-        texts = pieces(self.tokenizer, [ids[p] for p in shown])
-        rows = []
-        for text, p in zip(texts, shown, strict=True):
-            rows.append([text, int(when[p]), float(probability[p])])
-        return rows
-
-    def picture(self, canvas, ids, probability=None):
-        """A canvas as text, masks as blocks; what was generated is coloured by its probability."""
-        shown = [p for p in self.kept(canvas, ids) if p >= canvas.start]
-        stream = DecodeStream(skip_special_tokens=True)
-        text = ""
-        for p in shown:
-            if ids[p] == self.mask:
-                stream = DecodeStream(skip_special_tokens=True)
-                text += "\u2591"
-                continue
-            piece = stream.step(self.tokenizer, ids[p]) or ""
-            if probability and canvas.ids[p] == self.mask:
-                piece = shaded(piece, probability[p])
-            text += piece
-        return text
 
 
 # ---- what a model's folder says ------------------------------------------------------------------
@@ -319,18 +293,16 @@ def interact(complete, end, raw=False):
     end is appended to a prompt, and unless raw, what on_new_line appends. A ValueError is printed,
     and reading goes on.
     """
-    first = ""
-    more = ""
+    markers = ["", ""]  # of a first line, of the others
     if sys.stdin.isatty():
-        first = ">>> "
-        more = "... "
+        markers = [">>> ", "... "]
         print("Write, then an empty line to have it continued; Ctrl-D ends.", file=sys.stderr)
     lines = []
     at_end = False
     while not at_end:
         line = ""
         try:
-            line = input(more if lines else first)
+            line = input(markers[bool(lines)])
         except EOFError:
             at_end = True
         if line:
@@ -338,10 +310,8 @@ def interact(complete, end, raw=False):
         elif lines:
             prompt = "\n".join(lines) + end
             lines = []
-            if not raw:
-                prompt = on_new_line(prompt)
             try:
-                complete([(prompt, "")])
+                complete([(prompt if raw else on_new_line(prompt), "")])
             except ValueError as error:
                 print(error, file=sys.stderr)
 
@@ -371,19 +341,6 @@ def in_order(tokenizer, prompt_ids, suffix_ids):
 
 
 # ---- texts out -----------------------------------------------------------------------------------
-
-# a terminal's, red to green: one for each tenth of probability
-SHADES = 196, 202, 208, 214, 220, 190, 154, 118, 82, 46
-
-
-def coloured(text, colour):
-    if not text or not colour:
-        return text
-    return f"\x1b[38;5;{colour}m{text}\x1b[39m"
-
-
-def shaded(text, probability):
-    return coloured(text, SHADES[min(int(10 * probability), 9)])
 
 
 def pieces(tokenizer, ids):
@@ -434,18 +391,18 @@ def examples(prompt):
         for docstring in docstrings or [prompt]:
             before = []
             for example in doctest.DocTestParser().get_examples(docstring):
+                if example.exc_msg:
+                    continue
                 body = ast.parse(example.source).body
                 call = "\n ".join(ast.unparse(node).replace("\n", "\n ") for node in body)
                 want = example.want.strip()
-                lone = len(body) == 1 and isinstance(body[0], ast.Expr)
-                if example.exc_msg:
-                    continue
-                test = assertion(body[0].value, want) if lone and want else ""
+                is_call = len(body) == 1 and isinstance(body[0], ast.Expr)
+                test = assertion(body[0].value, call, want) if is_call and want else ""
                 if test:
                     if before:
                         test = "\n ".join(["if 1:", *before, test])
                     tests.append((call, want, test))
-                if before or not want or not lone:
+                if before or not want or not is_call:
                     before.append(call)
     except UNREADABLE as error:
         raise ValueError(f"cannot read the >>> examples of the prompt: {error}") from None
@@ -456,22 +413,18 @@ def examples(prompt):
     return tests
 
 
-def assertion(node, want):
-    """`assert f(1) == 2` of a call and the result in a docstring; "" for a print it cannot read."""
-    call = ast.unparse(node)
+def assertion(node, call, want):
+    """`assert f(1) == 2` of a call and the result below it; "" for a print that is no plain one."""
     if call.startswith("print("):
         if not isinstance(node, ast.Call) or ast.unparse(node.func) != "print" or node.keywords:
             return ""
-        value = f"' '.join(map(str, [{call[6:-1]}]))"
-        if len(node.args) == 1 and not isinstance(node.args[0], ast.Starred):
-            value = f"str({call[6:-1]})"
+        call = f"' '.join(map(str, [{call[6:-1]}]))"
     else:
         try:
             want = ast.literal_eval(want)
-            value = f"({call})"
         except UNREADABLE:  # no literal
-            value = f"repr({call})"
-    return ast.unparse(ast.parse(f"assert {value} == {want!r}"))
+            call = f"repr({call})"
+    return ast.unparse(ast.parse(f"assert ({call}) == {want!r}"))
 
 
 def definitions(prompt, text):
@@ -546,26 +499,26 @@ def checked(completions, n, tests):
     """
     failed = 0
     for i, of_prompt in enumerate(tests):
-        best = None
+        tried = []
         passed = False
-        for number, (row, text) in enumerate(completions[i * n : (i + 1) * n], 1):
-            program = text
-            if not row.get("suffix") and "[MASK" not in row["prompt"]:
-                program = definitions(row["prompt"], text)
+        for row, text in completions[i * n : (i + 1) * n]:
+            given = row.get("suffix") or "[MASK" in row["prompt"]  # text after what was generated
+            program = text if given else definitions(row["prompt"], text)
             try:
                 said = judged(program, of_prompt)
             except RuntimeError as error:
                 said = [f"not run: {error}"]
             passed = all(line.startswith("pass") for line in said)
-            if passed or best is None:
-                comments = "\n".join(said).replace("\n", "\n# ")
-                row = row | {"passed": passed, "examples": said}
-                best = (row, f"{program}\n# {comments}")
+            comments = "\n".join(said).replace("\n", "\n# ")
+            row = row | {"passed": passed, "examples": said}
+            tried.append((row, f"{program}\n# {comments}"))
             if passed:
-                print(f"completion {number} of {n} passes", file=sys.stderr)
+                print(f"completion {len(tried)} of {n} passes", file=sys.stderr)
                 break
-        if not passed:
+        if passed:
+            yield tried[-1]
+        else:
             failed += 1
-        yield best
+            yield tried[0]
     if failed:
         raise ValueError(f"no completion passes all examples of {failed} of {len(tests)} prompts")

@@ -301,7 +301,7 @@ def repaired(dream, completions, rounds):
         dream.cfg,
         dream.read,
         [],
-        prompts.SHADES[9] if sys.stdout.isatty() else 0,
+        46 if sys.stdout.isatty() else 0,
     )
     for row, text in completions:
         body, examples = row["completion"], [test for *_, test in prompts.examples(row["prompt"])]
@@ -324,7 +324,12 @@ def repaired(dream, completions, rounds):
             said = f"{old.strip()!r} -> {new.strip()!r}: {passed} of {len(draft.examples)} examples pass"
             print(f"repair {number}: {said}", file=sys.stderr)
             if cfg.show_steps:
-                print(draft.prompt + before + prompts.coloured(new, green) + behind)
+                print(
+                    draft.prompt
+                    + before
+                    + (f"\x1b[38;5;{green}m{new}\x1b[39m" if green else new)
+                    + behind
+                )
         if draft.rounds:
             text, rounds = (
                 draft.prompt + draft.body + draft.suffix,
