@@ -106,7 +106,7 @@ def prepare(cfg):
     folder = cfg.ckpt or "out/train_tpu"
     if not cfg.ckpt and not cfg.step:
         folder = checkpoints.default_folder(folder, "pythoncoder")
-    prompts.check_family(folder, "PythonCoder")
+    prompts.check_family(folder, "a PythonCoder")
     own = prompts.read_about(folder, "generation_config.json")
     return settle(cfg, folder, own.get("max_new_tokens"))
 

@@ -136,9 +136,9 @@ class Texts:
 # ---- what a model's folder says ------------------------------------------------------------------
 
 COMMANDS = {
-    "PythonCoder": "python generate.py --ckpt=",
-    "Dream": "python generate_dream.py --ckpt=",
-    "MDLM": "python inference_jetson.py --bundle=",
+    "a PythonCoder": "python generate.py --ckpt=",
+    "a Dream": "python generate_dream.py --ckpt=",
+    "an MDLM": "python inference_jetson.py --bundle=",
 }
 TURN_ENDS = "<|im_end|>", "<|eot_id|>"  # end a turn of a chat, in Qwen2.5's template and in LLaDA's
 HIDDEN = "\ufdd0"  # a code point that Unicode keeps out of texts
@@ -156,13 +156,13 @@ def check_family(folder, expected):
     model = config.get("model") or {}  # of a run
     family = expected
     if config.get("model_type") == "pythoncoder" or "diff" in model:
-        family = "PythonCoder"
+        family = "a PythonCoder"
     elif config.get("model_type") == "mdlm" or "dropout" in model:
-        family = "MDLM"
+        family = "an MDLM"
     elif "model_type" in config or "mask_id" in model:
-        family = "Dream"
+        family = "a Dream"
     if family != expected:
-        raise ValueError(f"{folder} holds a {family}: {COMMANDS[family]}{folder}")
+        raise ValueError(f"{folder} holds {family}: {COMMANDS[family]}{folder}")
     return config
 
 
@@ -176,7 +176,7 @@ def end_of_text(folder, tokenizer):
     default = tokenizer.token_to_id("<|endoftext|>")
     token = read_about(folder, "generation_config.json").get("eos_token_id", default)
     if isinstance(token, list):
-        token = token[0] if token else None
+        token = token[0]
     return -1 if token is None else token
 
 
@@ -355,8 +355,9 @@ def pieces(tokenizer, ids):
 
 def truncate(text, stops):
     """The text before the first of any of the stop strings."""
-    found = [text.find(stop) for stop in stops if stop in text]
-    return text[: min(found, default=len(text))]
+    for stop in stops:
+        text = text.partition(stop)[0]
+    return text
 
 
 def printable(text, stops):
@@ -467,11 +468,10 @@ def verdicts(program, tests):
         sandbox = Path(__file__).with_name("sandbox.py")
         command = [sys.executable, sandbox, path, f"--tests={tests_path}", "--json"]
         done = subprocess.run(command, capture_output=True, text=True)
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    if len(rows) != len(tests) + 1:
-        # what follows the first part are flags of sandbox.py
-        why = done.stderr.strip().rpartition("\n")[2].partition("; ")[0]
-        raise RuntimeError(f"sandbox.py failed: {rows[-1]['error'] if rows else why}")
+    rows = [json.loads(line) for line in done.stdout.splitlines()]  # the last is of all tests
+    if len(rows) <= len(tests):
+        why = rows[-1]["error"] if rows else done.stderr.strip().rpartition("\n")[2]
+        raise RuntimeError(f"sandbox.py failed: {why}")
     return rows[:-1]
 
 

@@ -22,7 +22,9 @@ import pytest
 import steps
 from conftest import AS_A_USER, ROOT, command, run, says
 from flax import nnx
-from test_generate import CODE, TEMPLATE, new_params, new_tokenizer
+from test_generate import new_params, new_tokenizer
+from test_generate_dream import CODE
+from test_prompts import TEMPLATE
 
 import checkpoints
 import data_prep
