@@ -33,12 +33,14 @@ import runs
 from runs import Count, Natural, NonNegative, TopP
 
 MOVED = {
-    "model": "a Dream takes python generate_dream.py, another model python generate.py",
+    "model": "a Dream takes python generate_dream.py",
     "html": "python generate_dream.py --json --show_steps, and python extra/steps.py",
     "like": "python extra/demos.py",
     "repair": "python extra/repair.py",
     "draft": "python extra/draft.py",
 }
+for name in ("threshold", "steps", "block_length", "cache", "chat", "valid", "int8", "int4"):
+    MOVED[name] = "it is a Dream's, python generate_dream.py"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,7 +38,6 @@ import sample_block
 import sample_dream
 from runs import Count, Natural, NonNegative, Share, TopP
 
-DEMOS = "python extra/demos.py samples as the models' own demos do"
 MOVED = {
     "model": "a PythonCoder takes python generate.py",
     "html": "add --json --show_steps, then python extra/steps.py",
@@ -49,11 +48,9 @@ MOVED = {
     "infill": "--raw takes [MASK] as text",
     "no_infill": "--raw takes [MASK] as text",
     "hole": "[MASK:12] is a hole of 12 tokens",
-    **dict.fromkeys(
-        "like schedule sub_block fast_dllm guidance eos_penalty late_eos regrow top_k".split(),
-        DEMOS,
-    ),
 }
+for name in "like schedule sub_block fast_dllm guidance eos_penalty late_eos regrow top_k".split():
+    MOVED[name] = "python extra/demos.py samples as the models' own demos do"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +209,24 @@ def show(cfg, row, text, number=0):
     print(text, flush=True)
 
 
+def ends_of(dream, tokenizer):
+    """The ids that end a text: the model's own, and tokens that end a turn of a conversation."""
+    ids = [dream.eos_id, dream.pad_id]
+    for name in ("<|endoftext|>", *prompts.TURN_ENDS, "<|dlm_pad|>"):
+        ids.append(tokenizer.token_to_id(name))
+    return tuple(i for i in dict.fromkeys(ids) if i not in (None, dream.expand_id))
+
+
+def begin_of(dream, tokenizer):
+    """The id that begins a text of --bos, in a list."""
+    begin = tokenizer.token_to_id("<|beginoftext|>")
+    if begin is None:
+        begin = dream.bos_id
+        if begin == dream.eos_id:
+            raise ValueError("--bos: the model has no token that begins texts")
+    return [begin]
+
+
 class Dream:
     """A loaded model. Requests become canvases of masks, which a sampler fills."""
 
@@ -246,15 +261,11 @@ class Dream:
         self.read = infill.Reader(self.model, self.tokenizer)
         self.hole = dream.hole_masks or prompts.MASKS
 
-        # What ends a text: the model's own ids, and tokens that end a turn of a conversation.
-        ends = [dream.eos_id, dream.pad_id]
-        for name in ("<|endoftext|>", *prompts.TURN_ENDS, "<|dlm_pad|>"):
-            ends.append(self.tokenizer.token_to_id(name))
-        ends = [token for token in dict.fromkeys(ends) if token not in (None, dream.expand_id)]
+        ends = ends_of(dream, self.tokenizer)
         vocab = self.tokenizer.get_vocab_size()
-        self.rule = dataclasses.replace(rule, vocab=vocab, eos_ids=tuple(ends))
+        self.rule = dataclasses.replace(rule, vocab=vocab, eos_ids=ends)
         self.sampler = sample_dream
-        # texts of a batch, of which the sampler fills those of about one length together
+        # texts of a batch: where no step is shown, the sampler puts those of one length together
         self.together = cfg.batch_size
         if not cfg.show_steps and not dream.block_length:
             self.together *= 8
@@ -276,19 +287,12 @@ class Dream:
         jax.monitoring.register_event_duration_secs_listener(self.on_event)
         self.wrap = prompts.chat_template(folder)
         self.turns = []  # (prompt, answer) of the conversation so far
-        begin = []
-        if cfg.bos:
-            begin = [self.tokenizer.token_to_id("<|beginoftext|>")]
-            if begin == [None] and dream.bos_id != dream.eos_id:
-                begin = [dream.bos_id]
-            if None in begin:
-                raise ValueError(f"--bos: {folder} has no token that begins texts")
         self.texts = prompts.Texts(
             self.tokenizer,
             dream.mask_id,
             ends,
             dream.positions,
-            begin,
+            begin_of(dream, self.tokenizer) if cfg.bos else [],
             ask=self.ask if cfg.chat != "off" else None,
             must_ask=cfg.chat == "on" or bool(cfg.system),
         )
@@ -306,17 +310,15 @@ class Dream:
     def ask(self, prompt):
         """Token ids of a prompt in the conversation, without the oldest turns if it is too long."""
         most = self.model.cfg.positions - self.cfg.max_new
+        system = self.cfg.system or None
         for first in range(len(self.turns) + 1):
-            ids = prompts.encode_chat(
-                self.tokenizer, self.wrap, prompt, self.cfg.system or None, self.turns[first:]
-            )
+            turns = self.turns[first:]
+            ids = prompts.encode_chat(self.tokenizer, self.wrap, prompt, system, turns)
             if len(ids) <= most:
-                if first:
-                    print(
-                        "the oldest turns of the conversation do not fit any more", file=sys.stderr
-                    )
-                    self.turns = self.turns[first:]
                 break
+        if first and len(ids) <= most:  # nothing is forgotten for what is too long by itself
+            print("the oldest turns of the conversation do not fit any more", file=sys.stderr)
+            self.turns = turns
         return ids
 
     def complete(self, requests):
@@ -330,7 +332,8 @@ class Dream:
             blank = self.texts.canvas(prompt, suffix, cfg.max_new, not cfg.raw, self.hole)
             canvases += [blank] * cfg.n
         batches = [canvases[i : i + self.together] for i in range(0, len(canvases), self.together)]
-        # Each canvas width is a program to compile: all batches share at most three.
+        # Each canvas width is a program to compile: all batches share at most three. The sampler
+        # puts texts of about one length together.
         lengths = []
         for batch in batches:
             lengths += sorted(len(blank.ids) for blank in batch)
@@ -345,6 +348,7 @@ class Dream:
             filled, stats = self.fill(batch, {"rows": rows, "widths": widths})
             for name in ("forwards", "seconds", "compile_s"):
                 total[name] += stats[name]
+            # each batch is printed as soon as it is filled; --check waits for all of a prompt
             for i, (blank, ids) in enumerate(zip(batch, filled, strict=True)):
                 row, text = self.row_of(i, blank, ids, stats)
                 total["tokens"] += row["tokens"]
@@ -401,6 +405,7 @@ class Dream:
         self.compile_s = 0.0
         started = time.perf_counter()
         with checkpoints.mesh_context(self.mesh):
+            # step by step or block by block where somebody watches, else in one compiled loop
             if self.cfg.show_steps and not self.cfg.json:
                 self.shown = ""
                 for step in self.sampler.steps(self.model, ids, 0, self.rule, key, shape["widths"]):
