@@ -99,17 +99,17 @@ def test_the_command_line_streams_a_prompt_and_its_continuation(run_folder, caps
 
 
 def test_json_lines_in_and_out_with_several_samples_and_a_suffix(run_folder, tmp_path, capsys):
-    requests = [{"prompt": "def f(x):"}, {"prompt": "import os, sys, json", "suffix": "\nprint(x)"}]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(r) + "\n" for r in requests))
+    asked = {"prompt": "import os, sys, json, re\n\n\ndef f(x):", "suffix": "\nprint(x)"}
+    (tmp_path / "in.jsonl").write_text(json.dumps(asked) + "\n")
     settings = {"file": str(tmp_path / "in.jsonl"), "n": 2, "json": True, "temperature": 0.8}
     out, _ = says_pythoncoder(capsys, run_folder, **settings)
     rows = [json.loads(line) for line in out.splitlines()]
     # a line break behind a colon, as --prompt has it
-    asked = ["def f(x):\n", requests[1]["prompt"]]
-    assert [row["prompt"] for row in rows] == [prompt for prompt in asked for _ in range(2)]
+    assert [row["prompt"] for row in rows] == [asked["prompt"] + "\n"] * 2
     assert all(1 <= row["tokens"] <= 8 for row in rows)
+    assert rows[0]["completion"] != rows[1]["completion"]
     out, _ = says_pythoncoder(capsys, run_folder, **settings, raw=True)
-    assert json.loads(out.splitlines()[0])["prompt"] == "def f(x):"
+    assert json.loads(out.splitlines()[0])["prompt"] == asked["prompt"]
 
 
 def test_fill_in_the_middle_puts_prefix_and_suffix_before_the_middle(run_folder):
@@ -141,6 +141,7 @@ def test_each_prompt_of_a_file_is_checked_and_one_that_fails_ends_in_one_line(
     lines = [json.dumps({"prompt": x}) for x in (whole, whole.replace("return", "yield"))]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     settings = {"file": str(tmp_path / "in.jsonl"), "check": True, "json": True}
+    settings["temperature"] = 0.8  # the program of the test above
     with pytest.raises(ValueError, match=r"^no completion passes all examples of 1 of 2 prompts$"):
         says_pythoncoder(capsys, run_folder, **settings)
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
