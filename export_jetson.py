@@ -1,15 +1,14 @@
-"""Export a trained MDLM for a Jetson: one folder with the weights in FP16, TorchScript, ONNX, and a
-TensorRT engine.
+"""Export a trained MDLM for a Jetson: a folder with FP16 weights and graphs. Reads the disk.
 
-    python export_jetson.py --ckpt=out/stories                          # the newest checkpoint of a run; half a minute
-    python export_jetson.py --ckpt=out/stories --int8                   # matrices in 8 bits: half the file
-    python export_jetson.py --tensorrt --bundle=out/jetson --length=64  # on the Jetson: adds an engine to this bundle
+    python export_jetson.py --ckpt=out/stories           # the newest checkpoint; half a minute
+    python export_jetson.py --ckpt=out/stories --int8    # matrices in 8 bits: half the file
+    python export_jetson.py --tensorrt --bundle=out/jetson --length=64    # on the Jetson: an engine
 
 Reads a run folder of train_gpu.py or one of its step_<n>/. Writes --out: bundle.json, config.json,
 tokenizer.json, model.safetensors (FP16: what inference_jetson.py reads by default), model_jetson.pt
 (TorchScript), model.onnx, and model.trt. Each is read back as inference_jetson.py does, run on
 canvases of several lengths, and compared with the float32 model. A graph that cannot be written
-costs one line, not the bundle.
+costs one line, not the bundle. It trains nothing and measures no speed.
 
 Runs on Python 3.10 and torch 2.4 or newer. ONNX comes from torch.export with torch 2.9 or newer,
 from TorchScript with an older one, whose torch.export fixes batch and length or mixes types.
@@ -62,42 +61,41 @@ class Exported(nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        half, device = model.cfg.width // 2, model.embed.weight.device
+        cfg = model.cfg
+        device = model.embed.weight.device
         self.model = model
-        # buffers, as a trace would fix the device of tables that it computed
+        # Buffers, as a trace would fix the device of tables that it computed.
+        half = cfg.width // 2
         k = torch.arange(half, device=device)
         self.register_buffer("frequency", torch.exp(-math.log(10_000) / half * k).float())
-        cos_PK, sin_PK = mdlm.angles(
-            model.cfg.positions, model.cfg.width // model.cfg.heads, device
-        )
+        cos_PK, sin_PK = mdlm.angles(cfg.positions, cfg.width // cfg.heads, device)
         self.register_buffer("cos_PK", cos_PK)
         self.register_buffer("sin_PK", sin_PK)
 
     def forward(self, token, noise, see):
-        model, L = self.model, token.shape[1]
-        h_BLD, cos_sin = model.embed(token), None
+        model = self.model
+        L = token.shape[1]
+        h_BLD = model.embed(token)
+        cos_sin = None
         if model.cfg.rope:
             cos_sin = self.cos_PK[:L], self.sin_PK[:L]
         else:
             h_BLD = h_BLD + model.position.weight[:L]
         angle_BD = 1000 * noise[:, None] * self.frequency
-        h_BLD = (
-            h_BLD
-            + model.time(torch.cat([angle_BD.sin(), angle_BD.cos()], -1).to(h_BLD.dtype))[:, None]
-        )
+        time_BD = torch.cat([angle_BD.sin(), angle_BD.cos()], -1).to(h_BLD.dtype)
+        h_BLD = h_BLD + model.time(time_BD)[:, None]
         for block in model.blocks:
             h_BLD = block(h_BLD, see[:, None, None], cos_sin)
         return model.logits(model.norm(h_BLD))
 
 
-# ---- comparison with the float32 model -----------------------------------------------------------------------------
+# ---- comparison with the float32 model -----------------------------------------------------------
 
 
 def canvases(cfg, lengths):
-    """[(token, noise, see)]: random tokens, masked at the rate `noise`; with several rows the last
-    one ends in PAD.
-    """
-    generator, inputs = torch.Generator().manual_seed(0), []
+    """[(token, noise, see)]: random tokens, masked at rate `noise`; the last row ends in PAD."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = []
     for B, L in lengths:
         token_BL = torch.randint(5, cfg.vocab, (B, L), generator=generator)
         noise_B = torch.linspace(1.0, 0.3, B)
@@ -110,52 +108,51 @@ def canvases(cfg, lengths):
 
 
 def compare(name, run, inputs, want, tolerance=0.02):
-    """Print and return the largest error of run(token, noise, see) against the float32 logits
-    `want`.
+    """Print and return the largest error of run(token, noise, see) against float32 logits `want`.
 
     ValueError if it exceeds `tolerance` of the largest logit. FP16 errs by 0.001 to 0.005 of it,
     int8 by 0.008 to 0.02.
     """
-    worst, largest, same, masks = 0.0, 0.0, 0, 0  # a canvas of one token has no mask
+    worst = 0.0
+    largest = 0.0
+    same = 0
+    masks = 0
     for (token_BL, noise_B, see_BL), want_BLV in zip(inputs, want, strict=True):
         got_BLV = run(token_BL, noise_B, see_BL).float().cpu()
         if got_BLV.shape != want_BLV.shape:
-            raise ValueError(
-                f"{name}: logits {[*got_BLV.shape]}, the model has {[*want_BLV.shape]}; not exported"
-            )
-        token_BL, see_BL = token_BL.cpu(), see_BL.cpu()
-        # the largest error, PAD excluded; NaN counts as infinite
-        worst = max(worst, (got_BLV - want_BLV)[see_BL].abs().nan_to_num(math.inf).max().item())
+            shapes = f"logits {[*got_BLV.shape]}, the model has {[*want_BLV.shape]}"
+            raise ValueError(f"{name}: {shapes}; not exported")
+        see_BL = see_BL.cpu()
+        # The largest error, PAD excluded; NaN counts as infinite.
+        error_NV = (got_BLV - want_BLV)[see_BL].abs().nan_to_num(math.inf)
+        worst = max(worst, error_NV.max().item())
         largest = max(largest, want_BLV[see_BL].abs().max().item())
-        masked_BL = token_BL == mdlm.MASK
+        masked_BL = token_BL.cpu() == mdlm.MASK
         same += (got_BLV.argmax(-1) == want_BLV.argmax(-1))[masked_BL].sum().item()
         masks += masked_BL.sum().item()
-    share = same / max(masks, 1)
-    print(
-        f"{name:18} error {worst:.2g} of {largest:.3g}, the same argmax at {share:.1%} of the masks",
-        flush=True,
-    )
+    share = same / max(masks, 1)  # a canvas of one token has no mask
+    agreement = f"the same argmax at {share:.1%} of the masks"
+    print(f"{name:18} error {worst:.2g} of {largest:.3g}, {agreement}", flush=True)
     if not worst <= tolerance * largest:
         raise ValueError(f"{name}: an error of {worst:.3g} is no rounding; not exported")
     return {"max_error": worst, "largest_logit": largest, "same_likeliest": share}
 
 
-# ---- the files -----------------------------------------------------------------------------------------------------
+# ---- the files -----------------------------------------------------------------------------------
 
 
 def quantise(tensors):
-    """Every matrix as int8, with NAME.scale [rows, 1] in float32: the largest weight of a row
-    becomes 127 or -127.
+    """Every matrix as int8, with NAME.scale [rows, 1] in float32: a row's largest weight is +-127.
 
     Symmetric: 0 stays 0. model_mdlm.read_safetensors dequantises them.
     """
     result = {name: weight.half() for name, weight in tensors.items()}
     for name, weight in tensors.items():
         if weight.ndim == 2:
-            result[f"{name}.scale"] = scale_R1 = (
-                weight.float().abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
-            )
-            result[name] = (weight.float() / scale_R1).round().to(torch.int8)
+            weight = weight.float()
+            scale_R1 = weight.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
+            result[f"{name}.scale"] = scale_R1
+            result[name] = (weight / scale_R1).round().to(torch.int8)
     return result
 
 
@@ -167,45 +164,31 @@ def write_torchscript(exported, example, path):
 
 
 def plain_attention(q_BHLK, k_BHLK, v_BHLK, attn_mask):
-    """Unfused attention: TorchScript's exporter mixes halves and floats in the fused one, which no
-    runtime accepts.
-    """
+    """Unfused: in the fused one TorchScript's exporter mixes halves and floats."""
     score_BHLM = q_BHLK @ k_BHLK.transpose(-2, -1) * float(q_BHLK.shape[-1]) ** -0.5
     return score_BHLM.masked_fill(~attn_mask, -math.inf).softmax(-1) @ v_BHLK
 
 
 def write_onnx(exported, example, path):
     """One graph for all batches and lengths."""
-    names, attention = (
-        {"input_names": ["token", "noise", "see"], "output_names": ["logits"]},
-        plain_attention,
-    )
+    options = {"input_names": ["token", "noise", "see"], "output_names": ["logits"]}
     if by_torch_export():
         attention = F.scaled_dot_product_attention
-        batch, length = (
-            torch.export.Dim("batch"),
-            torch.export.Dim("length", max=exported.model.cfg.positions),
-        )
-        shapes = {"token": {0: batch, 1: length}, "noise": {0: batch}, "see": {0: batch, 1: length}}
-        names |= {
-            "dynamo": True,
-            "dynamic_shapes": shapes,
-            "external_data": False,
-            "verbose": False,
-        }
+        batch = torch.export.Dim("batch")
+        length = torch.export.Dim("length", max=exported.model.cfg.positions)
+        options |= {"dynamo": True, "external_data": False, "verbose": False}
     else:
-        axes = {
-            "token": {0: "batch", 1: "length"},
-            "noise": {0: "batch"},
-            "see": {0: "batch", 1: "length"},
-        }
-        # the first one with LayerNormalization
-        names |= {"dynamic_axes": axes, "opset_version": 17}
+        attention = plain_attention
+        batch = "batch"
+        length = "length"
+        options["opset_version"] = 17  # the first one with LayerNormalization
+    shapes = {"token": {0: batch, 1: length}, "noise": {0: batch}, "see": {0: batch, 1: length}}
+    options["dynamic_shapes" if by_torch_export() else "dynamic_axes"] = shapes
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses torchvision
         with unittest.mock.patch.object(F, "scaled_dot_product_attention", attention):
-            torch.onnx.export(exported, example, str(path), **names)
+            torch.onnx.export(exported, example, str(path), **options)
     if lacks("onnxruntime"):
         print("model.onnx: written, not verified, for want of: pip install onnxruntime", flush=True)
         return None
@@ -213,37 +196,33 @@ def write_onnx(exported, example, path):
 
 
 def attempt(name, write, half, folder, inputs, want, tolerance):
-    """Write a graph of the model and compare it: {name: errors}. If it fails, print why and go on
-    without the file.
-    """
+    """Write a graph of the model and compare it: {name: errors}. If it fails, print why."""
     try:
         run = write(half, inputs[0], folder / name)
-        return {name: compare(name, run, inputs, want, tolerance)} if run else {}
+        if run:
+            return {name: compare(name, run, inputs, want, tolerance)}
     except Exception as error:  # the exporters raise all kinds
         (folder / name).unlink(missing_ok=True)
-        print(
-            f"{name}: not written by torch {torch.__version__}: {runs.first_line(error)}",
-            flush=True,
-        )
-        return {}
+        problem = f"not written by torch {torch.__version__}: {runs.first_line(error)}"
+        print(f"{name}: {problem}", flush=True)
+    return {}
 
 
 def build_engine(onnx, length):
-    """(bytes, {"version", "gpu", "length"}) of a strongly typed engine for [1, length] on this GPU;
-    TensorRT 10.3.
-    """
+    """(bytes, {"version", "gpu", "length"}) of an engine for [1, length] here; TensorRT 10.3."""
     import tensorrt as trt
 
     logger = trt.Logger(trt.Logger.WARNING)
-    # strongly typed: TensorRT keeps the types of the graph instead of choosing its own
     builder = trt.Builder(logger)
+    # Strongly typed: TensorRT keeps the types of the graph instead of choosing its own.
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, logger)
     if not parser.parse(onnx):
         errors = "; ".join(str(parser.get_error(i)) for i in range(parser.num_errors))
         raise ValueError(f"TensorRT {trt.__version__} cannot read model.onnx: {errors}")
-    # a single shape, so that kernels are chosen for it
-    config, profile = builder.create_builder_config(), builder.create_optimization_profile()
+    # A single shape, so that kernels are chosen for it.
+    config = builder.create_builder_config()
+    profile = builder.create_optimization_profile()
     for i in range(network.num_inputs):
         shape = (1,) if network.get_input(i).name == "noise" else (1, length)
         profile.set_shape(network.get_input(i).name, shape, shape, shape)
@@ -252,11 +231,8 @@ def build_engine(onnx, length):
     plan = builder.build_serialized_network(network, config)
     if plan is None:
         raise ValueError("TensorRT could not build the engine; its own messages are above")
-    return bytes(plan), {
-        "version": trt.__version__,
-        "gpu": torch.cuda.get_device_name(),
-        "length": length,
-    }
+    gpu = torch.cuda.get_device_name()
+    return bytes(plan), {"version": trt.__version__, "gpu": gpu, "length": length}
 
 
 def lacks(*packages):
@@ -269,113 +245,96 @@ def by_torch_export():
 
 
 def about_file(data, errors):
-    """Entry of bundle.json: size and digest, which reveal a damaged copy, and the measured
-    errors.
-    """
+    """Entry of bundle.json: size and digest, which reveal a damaged copy, and measured errors."""
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), **errors}
 
 
 @torch.no_grad()
 def export(cfg):
     """Write the bundle cfg.out of a checkpoint."""
-    ckpt, out = Path(cfg.ckpt), Path(cfg.out)
+    ckpt = Path(cfg.ckpt)
+    out = Path(cfg.out)
     if out.exists() and any(out.iterdir()) and not (out / "bundle.json").exists():
         raise FileExistsError(f"{out} holds other things than a bundle; choose another --out")
     if cfg.step or runs.saved_steps(ckpt):  # a run, not a checkpoint
         _, ckpt = runs.newest(ckpt, cfg.step)
     model = mdlm.load(ckpt)  # in float32, for comparison
-    positions = model.cfg.positions
 
-    # the float32 model on canvases of several shapes: every file must agree with it, up to rounding
-    inputs = canvases(
-        model.cfg, [(2, min(64, positions)), (1, min(17, positions)), (3, positions), (1, 1)]
-    )
+    # Every file must agree with the float32 model on canvases of several shapes, up to rounding.
+    P = model.cfg.positions
+    inputs = canvases(model.cfg, [(2, min(64, P)), (1, min(17, P)), (3, P), (1, 1)])
     want = [model(*given) for given in inputs]
     int8_tensors = quantise(model.state_dict()) if cfg.int8 else {}
     model = model.half()
     too_large = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
     if too_large:
-        raise ValueError(
-            f"weights beyond FP16's 65,504 or not finite: {', '.join(too_large)}; train with a lower --lr"
-        )
+        problem = f"weights beyond FP16's 65,504 or not finite: {', '.join(too_large)}"
+        raise ValueError(f"{problem}; train with a lower --lr")
 
-    # replaces an earlier bundle once all is written and verified
+    # The folder replaces an earlier bundle once all is written and verified.
     with runs.new_folder(out) as folder:
         mdlm.save(model, folder, (ckpt / "tokenizer.json").read_bytes(), int8_tensors)
-        # the weights as the device reads them, which graphs get too
-        half = Exported(
-            inference_jetson.read_model(folder, inference_jetson.read_bundle(folder)).half()
-        ).eval()
+        # The weights as the device reads them, which graphs get too.
+        read = inference_jetson.read_model(folder, inference_jetson.read_bundle(folder))
+        half = Exported(read.half()).eval()
         compared = inputs, want, 0.05 if cfg.int8 else 0.02
         errors = {"model.safetensors": compare("model.safetensors", half, *compared)}
         if cfg.torchscript:
             errors |= attempt("model_jetson.pt", write_torchscript, half, folder, *compared)
         needed = lacks("onnx", "onnxscript") if by_torch_export() else lacks("onnx")
         if cfg.onnx and needed:
-            print(
-                f"model.onnx: not written, for want of: pip install {' '.join(needed)}", flush=True
-            )
+            advice = f"pip install {' '.join(needed)}"
+            print(f"model.onnx: not written, for want of: {advice}", flush=True)
         elif cfg.onnx:
             errors |= attempt("model.onnx", write_onnx, half, folder, *compared)
-        names = sorted(path.name for path in folder.iterdir())
-        files = {
-            name: about_file((folder / name).read_bytes(), errors.get(name, {})) for name in names
-        }
+        files = {}
+        for path in sorted(folder.iterdir()):
+            files[path.name] = about_file(path.read_bytes(), errors.get(path.name, {}))
         about = {
             "format": inference_jetson.FORMAT,
             "checkpoint": ckpt.name,
             "python": platform.python_version(),
+            "torch": torch.__version__,
+            "tensorrt": None,
+            "files": files,
         }
-        runs.write(
-            folder / "bundle.json",
-            about | {"torch": torch.__version__, "tensorrt": None, "files": files},
-        )
-    print(
-        f"wrote {out}: "
-        + ", ".join(f"{name} {file['bytes'] / 1e6:.1f} MB" for name, file in files.items())
-    )
+        runs.write(folder / "bundle.json", about)
+    sizes = [f"{name} {file['bytes'] / 1e6:.1f} MB" for name, file in files.items()]
+    print(f"wrote {out}: {', '.join(sizes)}")
 
 
 @torch.no_grad()
 def add_engine(folder, length):
-    """Build an engine from the model.onnx of a finished bundle, compare it with the weights there,
-    and register it.
-    """
+    """Build an engine from a bundle's model.onnx, compare it with the weights, and register it."""
     about = inference_jetson.read_bundle(folder)
-    model, onnx = (
-        inference_jetson.read_model(folder, about),
-        inference_jetson.read_file(folder, about, "model.onnx"),
-    )
+    model = inference_jetson.read_model(folder, about)
+    onnx = inference_jetson.read_file(folder, about, "model.onnx")
     inputs = canvases(model.cfg, [(1, length)])
     want = [model(*given) for given in inputs]
-    if lacks("tensorrt") or not torch.cuda.is_available():
-        missing = (
-            "Python module tensorrt (JetPack's: apt install python3-libnvinfer)"
-            if lacks("tensorrt")
-            else "GPU"
-        )
-        by_hand = f"trtexec --onnx=model.onnx --stronglyTyped --shapes=token:1x{length},noise:1,see:1x{length}"
-        raise ValueError(f"there is no {missing} here, and an engine is built on the GPU that runs it: copy {folder} "
-                         "to the device and run the same command there, or for a runtime of your own "
-                         f"/usr/src/tensorrt/bin/{by_hand} --saveEngine=model.trt")  # fmt: skip
+    missing = None if torch.cuda.is_available() else "GPU"
+    if lacks("tensorrt"):
+        missing = "Python module tensorrt (JetPack's: apt install python3-libnvinfer)"
+    if missing:
+        problem = f"there is no {missing} here, and an engine is built on the GPU that runs it"
+        shapes = f"token:1x{length},noise:1,see:1x{length}"
+        trtexec = "/usr/src/tensorrt/bin/trtexec --onnx=model.onnx --stronglyTyped"
+        advice = f"copy {folder} to the device and run the same command there, or {trtexec}"
+        raise ValueError(f"{problem}: {advice} --shapes={shapes} --saveEngine=model.trt")
     plan, engine = build_engine(onnx, length)
     run = inference_jetson.run_tensorrt(plan, engine)
-    errors = compare(
-        "model.trt", run, [tuple(array.cuda() for array in given) for given in inputs], want
-    )
+    on_gpu = [tuple(array.cuda() for array in given) for given in inputs]
+    errors = compare("model.trt", run, on_gpu, want)
     runs.write(folder / "model.trt", plan)
     about["files"]["model.trt"] = about_file(plan, errors)
     runs.write(folder / "bundle.json", about | {"tensorrt": engine})
-    print(
-        f"added model.trt to {folder}; now: python inference_jetson.py --backend=tensorrt --bundle={folder}"
-    )
+    command = f"python inference_jetson.py --backend=tensorrt --bundle={folder}"
+    print(f"added model.trt to {folder}; now: {command}")
 
 
 def main(cfg):
     if cfg.bundle and not cfg.tensorrt:
-        raise ValueError(
-            "--bundle is the bundle that --tensorrt adds an engine to; pass both, or --ckpt to export"
-        )
+        purpose = "--bundle is the bundle that --tensorrt adds an engine to"
+        raise ValueError(f"{purpose}; pass both, or --ckpt to export")
     if not cfg.bundle:
         export(cfg)
         print(f"generate text with: python inference_jetson.py --bundle={cfg.out}")

@@ -701,7 +701,7 @@ def text_ids(ids, prompt=""):
 
 
 class StepViewer:
-    """Prints the first text after each step, masks as blocks; in a terminal new tokens are green."""
+    """Prints the first text after each step, masks as blocks; new ones are green."""
 
     def __init__(self, writer, cfg):
         self.writer = writer

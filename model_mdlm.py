@@ -1,15 +1,15 @@
-"""MDLM: a bidirectional transformer that predicts masked tokens, 4 to 60 million parameters, and
-its sampling loop.
+"""MDLM: a bidirectional transformer that predicts masked tokens, and its sampling. Reads the disk.
 
-PyTorch. train_gpu.py trains it, inference_jetson.py samples from it on any device. Needs
-diffusion.py beside it and Python 3.10 or newer.
+PyTorch, 4 to 60 million parameters. train_gpu.py trains it, inference_jetson.py samples from it on
+any device. Needs diffusion.py beside it and Python 3.10 or newer. It has no loss: train_gpu.py has.
 
 Letters: B batch, L length, D width, H heads, K head size, V vocabulary, N steps, M positions to
-draw, T texts in a packed row of S tokens.
+draw.
 
-h = embed[token] + MLP(sinusoid(noise)); each block: h += W_o attn(LN h), then h += W_2 gelu(W_1 LN h);
-logits = W_head LN h. Attention is bidirectional; only PAD is masked out. Positions are rotary (RoPE, arXiv:2104.09864),
-or learned embeddings (rope=False). Ref: MDLM, arXiv:2406.07524.
+h = embed[token] + MLP(sinusoid(noise)); each block: h += W_o attn(LN h), then
+h += W_2 gelu(W_1 LN h); logits = W_head LN h. Attention is bidirectional; only PAD is masked out.
+Positions are rotary (RoPE, arXiv:2104.09864), or learned embeddings (rope=False).
+Ref: MDLM, arXiv:2406.07524.
 """
 
 import dataclasses
@@ -187,7 +187,7 @@ class MDLM(nn.Module):
         return self.logits(self.hidden(token_BL, noise_B, see_BL))
 
 
-# ---- sampling ------------------------------------------------------------------------------------------------------
+# ---- sampling ------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,7 +305,7 @@ def sample(model, token_BL, rule, generator, on_step=None):
     return token_BL
 
 
-# ---- files ---------------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------
 
 
 def save(model, folder, tokenizer_json, tensors=None):

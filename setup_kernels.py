@@ -1,11 +1,11 @@
-"""Build the kernels of csrc/: for the GPU that is here, and as host code that the tests run on any
-CPU.
+"""Build the kernels of csrc/ for the GPU that is here, and as host code. Reads the disk.
 
-    python setup_kernels.py build_ext --inplace                        # half a minute; needs a C++17 compiler, pybind11
-    KERNEL_ARCH="87;90" python setup_kernels.py build_ext --inplace    # for other GPUs, by compute capability
+    python setup_kernels.py build_ext --inplace    # half a minute; a C++17 compiler, pybind11
+    KERNEL_ARCH="87;90" python setup_kernels.py build_ext --inplace    # by compute capability
 
 Writes csrc/_kernels (only where nvcc is: $CUDA_HOME/bin, /usr/local/cuda/bin or the PATH) and
-csrc/_kernels_emu. Without a GPU it builds for 87, an Orin. Everything is built anew each time.
+csrc/_kernels_emu, which the tests run on any CPU. Without a GPU it builds for 87, an Orin.
+Everything is built anew each time. It runs no kernel.
 """
 
 import ctypes
@@ -69,9 +69,8 @@ def architectures():
     asked = os.environ.get("KERNEL_ARCH", "") or " ".join(compute_capabilities()) or "87"
     found = sorted(set(re.split(r"[;, ]+", asked.replace(".", "").replace("sm_", "").strip())))
     if not all(re.fullmatch(r"[89]\d|1\d\d", arch) for arch in found):
-        sys.exit(
-            f'compute capability {asked}: the kernels need 8.0 or newer, such as KERNEL_ARCH="87" or "87;90"'
-        )
+        advice = 'the kernels need 8.0 or newer, such as KERNEL_ARCH="87" or "87;90"'
+        sys.exit(f"compute capability {asked}: {advice}")
     return found
 
 
@@ -92,9 +91,8 @@ class Build(build_ext):
                 if subprocess.run(
                     [find_nvcc(), *flags, "-c", ROOT / f"csrc/{name}.cu", "-o", target]
                 ).returncode:
-                    sys.exit(
-                        f"nvcc could not compile csrc/{name}.cu for {architectures()}; its messages are above"
-                    )
+                    problem = f"nvcc could not compile csrc/{name}.cu for {architectures()}"
+                    sys.exit(f"{problem}; its messages are above")
                 extension.extra_objects.append(str(target))
             # the CUDA runtime, linked statically, from where this nvcc has it
             dry = subprocess.run(
@@ -131,8 +129,7 @@ if __name__ == "__main__":
             make_extension("_kernels", ["csrc/bind.cpp"], ARCH=f'"{";".join(architectures())}"')
         )
     else:
-        print(
-            "nvcc not found: only the host emulation is built, a GPU will use PyTorch (CUDA_HOME says where nvcc is)"
-        )
+        print("nvcc not found: only the host emulation is built, a GPU will use PyTorch")
+        print("CUDA_HOME says where nvcc is")
     setup(name="kernels", ext_modules=extensions, cmdclass={"build_ext": Build})
     print("built", ", ".join(f"{e.name} ({dict(e.define_macros)['ARCH']})" for e in extensions))
