@@ -1,12 +1,11 @@
-"""Differential attention: softmax(Q1 K1^T) - lambda softmax(Q2 K2^T), optionally floored at 0,
-times V.
+"""Differential attention: (softmax(Q1 K1^T) - lambda softmax(Q2 K2^T)) V, floored or not. Pure.
 
 `attention` is einsums, for every device and use: training, packed documents, KV caches, left pads,
-and plain attention. `attention_tpu` is a fused Pallas kernel for training on a TPU: exact softmax
-rows in VMEM, one product with V. `plain_tpu` is plain attention (I = 1) on a TPU by JAX's own
-kernel, for fair comparisons. `attention_gpu` is five Pallas kernels for training on NVIDIA GPUs: a
-score row does not fit and is computed twice. One attention mask everywhere: the query at key slot
-`index` attends to the slots from `start` to `index`.
+and plain attention. In training `training_kernel` takes another where one fits: `attention_tpu`, a
+fused Pallas kernel with exact softmax rows in VMEM; `plain_tpu`, plain attention (I = 1) by JAX's
+own kernel, for fair comparisons; `attention_gpu`, calls of cuDNN. It has no kernel for caches.
+One attention mask everywhere: the query at key slot `index` attends to the slots from `start` to
+`index`.
 
 Letters: B batch, I softmax maps (2 differential, 1 plain), P heads (differential ones, or plain
 query heads if I = 1), J key/value groups, G = P / J, L queries, M keys, N = G L, K head size, E
@@ -26,29 +25,37 @@ MASKED = -1e30
 
 
 def lambda_init(layer):
-    """0.8 - 0.6 exp(-0.3 layer), layer an int or array counted from 0. Ref: arXiv:2410.05258,
-    section 2.1 (from 1).
-    """
+    """0.8 - 0.6 exp(-0.3 layer), layer counted from 0. Ref: arXiv:2410.05258, section 2.1."""
     return 0.8 - 0.6 * jnp.exp(-0.3 * jnp.asarray(layer, jnp.float32))
 
 
 def lambda_value(lq1_K, lk1_K, lq2_K, lk2_K, init, clamp):
-    """lambda = exp(lq1 . lk1) - exp(lq2 . lk2) + init, a float32 scalar. Ref: arXiv:2410.05258, eq.
-    2.
+    """lambda = exp(lq1 . lk1) - exp(lq2 . lk2) + init, in float32. Ref: arXiv:2410.05258, eq. 2.
 
     `clamp` clips both dot products to [-10, 10] and lambda to [0, 1]; where a clip is active the
     gradient is 0.
     """
-    dot1, dot2 = (jnp.sum(q.astype(jnp.float32) * k) for q, k in ((lq1_K, lk1_K), (lq2_K, lk2_K)))
+    dot1 = jnp.sum(lq1_K.astype(jnp.float32) * lk1_K)
+    dot2 = jnp.sum(lq2_K.astype(jnp.float32) * lk2_K)
     if not clamp:
         return jnp.exp(dot1) - jnp.exp(dot2) + init
-    return jnp.clip(
-        jnp.exp(jnp.clip(dot1, -10, 10)) - jnp.exp(jnp.clip(dot2, -10, 10)) + init, 0.0, 1.0
-    )
+    exp1 = jnp.exp(jnp.clip(dot1, -10, 10))
+    exp2 = jnp.exp(jnp.clip(dot2, -10, 10))
+    return jnp.clip(exp1 - exp2 + init, 0.0, 1.0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
-def attention(q_BIPLK, k_BIJMK, v_BJME, lam, index_BL, start_BL, floor=True, cap=0.0, block=128):
+def attention(
+    q_BIPLK,
+    k_BIJMK,
+    v_BJME,
+    lam,
+    index_BL,
+    start_BL,
+    floor=True,
+    cap=0.0,
+    block=128,
+):
     """o = max(A1 - lam A2, 0) V with A_i = softmax(Q_i K_i^T / sqrt(K)), unfloored without `floor`;
     o = A1 V if I = 1.
 
@@ -62,17 +69,14 @@ def attention(q_BIPLK, k_BIJMK, v_BJME, lam, index_BL, start_BL, floor=True, cap
     B, _, P, L, _ = q_BIPLK.shape
     J, M, E = v_BJME.shape[1:]
     assert P % J == 0, f"{P} heads, {J} key/value groups"
-    assert index_BL is not None or L == M, (
-        f"{L} queries, {M} keys: without index_BL every query has its own key"
-    )
+    assert index_BL is not None or L == M, f"{L} queries, {M} keys: every query has its own key"
     outs_BPLE = []
     # a Python loop, not a scan: each block of queries has its own number of keys
     for rows, keys, seen_BLM in _blocks(q_BIPLK, k_BIJMK, index_BL, start_BL, block):
         a_BIJNM, _ = _maps(q_BIPLK[:, :, :, rows], k_BIJMK[:, :, :, keys], seen_BLM, cap)
         a_BJNM = _combine(a_BIJNM, lam, floor).astype(v_BJME.dtype)
-        outs_BPLE.append(
-            jnp.einsum("BJNM,BJME->BJNE", a_BJNM, v_BJME[:, :, keys]).reshape(B, P, -1, E)
-        )
+        o_BJNE = jnp.einsum("BJNM,BJME->BJNE", a_BJNM, v_BJME[:, :, keys])
+        outs_BPLE.append(o_BJNE.reshape(B, P, -1, E))
     return jnp.concatenate(outs_BPLE, 2)
 
 
@@ -84,11 +88,13 @@ def _attention_backward(floor, cap, block, inputs, do_BPLE):
     pass: where A_1 = A_2 the floor depends on the last bit.
     """
     q_BIPLK, k_BIJMK, v_BJME, lam, index_BL, start_BL = inputs
-    (B, I, P, _, K), (J, _, E) = q_BIPLK.shape, v_BJME.shape[1:]
+    B, I, P, _, K = q_BIPLK.shape
+    J, _, E = v_BJME.shape[1:]
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     v_BJEM = v_BJME.swapaxes(2, 3)  # keys along rows, as in dk and dv: faster products on a CPU
     # gradients are summed in float32, whatever the inputs are
-    dqs_BIPLK, dlam = [], jnp.float32(0)
+    dqs_BIPLK = []
+    dlam = jnp.float32(0)
     dk_BIJKM = jnp.zeros(k_BIJMK.swapaxes(3, 4).shape, jnp.float32)
     dv_BJEM = jnp.zeros(v_BJEM.shape, jnp.float32)
     for rows, keys, seen_BLM in _blocks(q_BIPLK, k_BIJMK, index_BL, start_BL, block):
@@ -120,20 +126,26 @@ def _attention_backward(floor, cap, block, inputs, do_BPLE):
     return dq_BIPLK, dk_BIJMK, dv_BJEM.swapaxes(2, 3).astype(v_BJME.dtype), dlam, None, None
 
 
-attention.defvjp(lambda *args: (attention(*args), args[:6]), _attention_backward)
+def _attention_forward(*args):
+    return attention(*args), args[:6]
+
+
+attention.defvjp(_attention_forward, _attention_backward)
 
 
 def _blocks(q_BIPLK, k_BIJMK, index_BL, start_BL, block):
     """For each block of queries: its slice of L, the slice of M that it reads, and the attention
     mask [B, L, M].
     """
-    L, M = q_BIPLK.shape[3], k_BIJMK.shape[3]
+    L = q_BIPLK.shape[3]
     for first in range(0, L, block):
         rows = slice(first, min(first + block, L))
-        # without index_BL keys after the block's last query are masked; with a cache any slot may
-        # be needed
-        keys = slice(0, rows.stop if index_BL is None else M)
-        index_bL = jnp.arange(L)[None, rows] if index_BL is None else index_BL[:, rows]
+        if index_BL is None:  # keys after the block's last query are masked
+            keys = slice(0, rows.stop)
+            index_bL = jnp.arange(L)[None, rows]
+        else:  # any slot of a cache may be needed
+            keys = slice(0, k_BIJMK.shape[3])
+            index_bL = index_BL[:, rows]
         seen_BLM = jnp.arange(keys.stop) <= index_bL[:, :, None]
         if start_BL is not None:
             seen_BLM &= jnp.arange(keys.stop) >= start_BL[:, rows, None]
@@ -142,21 +154,20 @@ def _blocks(q_BIPLK, k_BIJMK, index_BL, start_BL, block):
 
 def _maps(q_BIPLK, k_BIJMK, seen_BLM, cap):
     """Softmax maps [B, I, J, N, M] in float32, and d(scaled, capped score) / d(q.k)."""
-    (B, I, P, L, K), J = q_BIPLK.shape, k_BIJMK.shape[2]
+    B, I, P, L, K = q_BIPLK.shape
+    J = k_BIJMK.shape[2]
     # the heads of a group are rows of one product: keys are not repeated
     q_BIJNK = q_BIPLK.reshape(B, I, J, -1, K)
-    s_BIJNM = (
-        jnp.einsum("BIJNK,BIJMK->BIJNM", q_BIJNK, k_BIJMK, preferred_element_type=jnp.float32)
-        * K**-0.5
-    )
+    einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    s_BIJNM = einsum("BIJNK,BIJMK->BIJNM", q_BIJNK, k_BIJMK) * K**-0.5
     slope = K**-0.5
     if cap:  # d(c tanh(s / c)) / ds = 1 - tanh^2
         s_BIJNM = jnp.tanh(s_BIJNM / cap)
-        s_BIJNM, slope = cap * s_BIJNM, slope * (1 - s_BIJNM**2)
+        slope = slope * (1 - s_BIJNM**2)
+        s_BIJNM = cap * s_BIJNM
     # softmax; uniform over the keys where all are masked
-    s_BIJGLM = jnp.where(
-        seen_BLM[:, None, None, None], s_BIJNM.reshape(B, I, J, P // J, L, -1), MASKED
-    )
+    s_BIJGLM = s_BIJNM.reshape(B, I, J, P // J, L, -1)
+    s_BIJGLM = jnp.where(seen_BLM[:, None, None, None], s_BIJGLM, MASKED)
     e_BIJGLM = jnp.exp(s_BIJGLM - jnp.max(s_BIJGLM, -1, keepdims=True))
     # L reciprocals, not L M divisions: 1.3x on a CPU
     r_BIJGL1 = 1 / jnp.sum(e_BIJGLM, -1, keepdims=True)
@@ -164,13 +175,16 @@ def _maps(q_BIPLK, k_BIJMK, seen_BLM, cap):
 
 
 def _combine(a_BIJNM, lam, floor):
-    """The map that multiplies the values: A1 - lam A2, at least 0 with floor; A1 if there is one
-    map.
-    """
+    """The map that multiplies the values: A1 - lam A2, at least 0 with floor; A1 of one map."""
     if a_BIJNM.shape[1] == 1:
         return a_BIJNM[:, 0]
     a_BJNM = a_BIJNM[:, 0] - lam * a_BIJNM[:, 1]
-    return jnp.maximum(a_BJNM, 0) if floor else a_BJNM
+    if not floor:
+        return a_BJNM
+    return jnp.maximum(a_BJNM, 0)
+
+
+# ---- the fused kernel of a TPU -------------------------------------------------------------------
 
 
 def attention_tpu(
@@ -200,21 +214,25 @@ def attention_tpu(
     L and both blocks are multiples of 128. Blocks shrink to the largest such number that divides L,
     and query blocks so that the rows fit: 512 to L = 4096, 256 to 8192.
     """
-    (_, I, P, L, _), J = q_BIPLK.shape, k_BIJLK.shape[2]
+    _, I, _, L, _ = q_BIPLK.shape
     assert I == 2, f"{I} maps: the kernel is for two; see plain_tpu"
-    assert P % J == 0, f"{P} heads, {J} key/value groups"
     if L % 128 or block_q % 128 or block_k % 128:
         raise ValueError(
-            f"rows of {L} tokens, blocks {block_q}, {block_k}: a TPU takes multiples of 128 (--seq_len)"
+            f"rows of {L} tokens, blocks {block_q}, {block_k}: a TPU takes multiples of 128"
         )
     # float32 numerators of both maps and da, [3, L, block_q], take 24 MiB of VMEM at most, up to L
     # = 16384
     block_q = min(block_q, max(2**21 // L, 128))
-    block_q, block_k = (
-        max(n for n in range(128, block + 1, 128) if L % n == 0) for block in (block_q, block_k)
-    )
-    start_B1L, lam_11 = start_BL[:, None], jnp.reshape(lam, (1, 1)).astype(jnp.float32)
+    block_q = _divisor(L, block_q)
+    block_k = _divisor(L, block_k)
+    start_B1L = start_BL[:, None]
+    lam_11 = jnp.reshape(lam, (1, 1)).astype(jnp.float32)
     return _fused(q_BIPLK, k_BIJLK, v_BJLE, lam_11, start_B1L, (floor, block_q, block_k, interpret))
+
+
+def _divisor(L, most):
+    """The largest multiple of 128 up to `most` that divides L."""
+    return max(n for n in range(128, most + 1, 128) if L % n == 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -227,45 +245,21 @@ def _fused_backward(static, inputs, do_BPLE):
     return dq_BIPLK, dk_BIJLK, dv_BJLE, jnp.sum(dlam_BP1L).reshape(1, 1), None
 
 
-_fused.defvjp(lambda *args: (_fused(*args), args[:5]), _fused_backward)
+def _fused_forward(*args):
+    return _fused(*args), args[:5]
 
 
-def plain_tpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=True, interpret=False):
-    """`attention` for training on a TPU with I = 1, index None and cap 0, by JAX's splash
-    attention; lam is unused.
-
-    The slots of a document have one start, which serves as segment id. Raises ValueError if L is no
-    multiple of 128.
-    """
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
-    (B, I, P, L, K), J = q_BIPLK.shape, k_BIJLK.shape[2]
-    if I != 1 or L % 128:
-        raise ValueError(
-            f"{I} maps over {L} slots: plain_tpu is for one map, and rows of a multiple of 128"
-        )
-    block = max(n for n in range(128, 513, 128) if L % n == 0)
-    names = "q kv kv_compute q_dkv kv_dkv kv_dkv_compute q_dq kv_dq".split()
-    sizes = splash.BlockSizes(**{f"block_{name}": block for name in names})
-    mask = masks.MultiHeadMask([masks.CausalMask((L, L))] * (P // J))
-    # remat keeps the result and the sums
-    settings = {"block_sizes": sizes, "residual_checkpoint_name": "lse"}
-    kernel = splash.make_splash_mqa_single_device(mask, interpret=interpret, **settings)
-    q_BJGLK = (q_BIPLK[:, 0] * jnp.asarray(K**-0.5, q_BIPLK.dtype)).reshape(B, J, P // J, L, K)
-    of_a_row = jax.vmap(kernel, (0, 0, 0, None))  # the query heads of each group share its keys
-    o_BJGLE = jax.vmap(of_a_row)(
-        q_BJGLK, k_BIJLK[:, 0], v_BJLE, splash.SegmentIds(start_BL, start_BL)
-    )
-    return o_BJGLE.reshape(B, P, L, -1).astype(v_BJLE.dtype)
+_fused.defvjp(_fused_forward, _fused_backward)
 
 
 def _call(do_BPLE, q_BIPLK, k_BIJLK, v_BJLE, lam_11, start_B1L, static):
     """The forward kernel, or the backward one if there is a do. A group's K and V are read once for
     all its queries.
     """
-    (B, I, P, L, K), (_, J, _, E) = q_BIPLK.shape, v_BJLE.shape
-    G, (floor, block_q, block_k, interpret) = P // J, static
+    floor, block_q, block_k, interpret = static
+    B, I, P, L, K = q_BIPLK.shape
+    _, J, _, E = v_BJLE.shape
+    G = P // J
     # The blocks of a program of the grid (b, j, g, i): tile i of the rows of query head j G + g,
     # all keys of its group j. Those of K and V do not change with g and i, so they are fetched
     # once.
@@ -274,29 +268,32 @@ def _call(do_BPLE, q_BIPLK, k_BIJLK, v_BJLE, lam_11, start_B1L, static):
     q = pl.BlockSpec((None, I, None, block_q, K), lambda b, j, g, i: (b, 0, j * G + g, i, 0))
     o = pl.BlockSpec((None, None, block_q, E), lambda b, j, g, i: (b, j * G + g, i, 0))
     dlam = pl.BlockSpec((None, None, 1, block_q), lambda b, j, g, i: (b, j * G + g, 0, i))
-    k, k_t = (
-        pl.BlockSpec((None, I, None, *size), lambda b, j, g, i: (b, 0, j, 0, 0))
-        for size in ((L, K), (K, L))
-    )
-    v, v_t = (
-        pl.BlockSpec((None, None, *size), lambda b, j, g, i: (b, j, 0, 0))
-        for size in ((L, E), (E, L))
-    )
+
+    def keys(*size):
+        return pl.BlockSpec((None, I, None, *size), lambda b, j, g, i: (b, 0, j, 0, 0))
+
+    def values(*size):
+        return pl.BlockSpec((None, None, *size), lambda b, j, g, i: (b, j, 0, 0))
+
+    k = keys(L, K)
+    v = values(L, E)
     # numerators, and the maximum of each block
     scratch = [(I, L, block_q), (I, L // block_k, 1, block_q)]
     if do_BPLE is None:
-        kernel, depth = _forward_kernel, I * K + E
-        inputs, in_specs = (
-            (lam_11, start_B1L, q_BIPLK, k_BIJLK, v_BJLE.swapaxes(2, 3)),
-            [lam, start, q, k, v_t],
-        )
-        outputs, out_specs = [jax.ShapeDtypeStruct((B, P, L, E), v_BJLE.dtype)], [o]
+        kernel = _forward_kernel
+        depth = I * K + E
+        inputs = (lam_11, start_B1L, q_BIPLK, k_BIJLK, v_BJLE.swapaxes(2, 3))
+        in_specs = [lam, start, q, k, values(E, L)]
+        outputs = [jax.ShapeDtypeStruct((B, P, L, E), v_BJLE.dtype)]
+        out_specs = [o]
     else:
-        kernel, depth = _backward_kernel, 3 * I * K + 2 * E
-        inputs = lam_11, start_B1L, q_BIPLK, k_BIJLK, k_BIJLK.swapaxes(3, 4), v_BJLE, do_BPLE
-        in_specs, out_specs = [lam, start, q, k, k_t, v, o], [q, k, v, dlam]
+        kernel = _backward_kernel
+        depth = 3 * I * K + 2 * E
+        inputs = (lam_11, start_B1L, q_BIPLK, k_BIJLK, k_BIJLK.swapaxes(3, 4), v_BJLE, do_BPLE)
+        in_specs = [lam, start, q, k, keys(K, L), v, o]
         outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q_BIPLK, k_BIJLK, v_BJLE)]
         outputs.append(jax.ShapeDtypeStruct((B, P, 1, L), jnp.float32))
+        out_specs = [q, k, v, dlam]
         # da, and dk and dv summed over the queries of a group
         scratch += [(L, block_q), (I, L, K), (L, E)]
     # for XLA's scheduler: pairs of a query and a key in the blocks up to the diagonal
@@ -332,8 +329,13 @@ def _dot(a, b, axis_a, axis_b):
     default.
     """
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    axes = ((axis_a,), (axis_b,)), ((), ())
-    return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((axis_a,), (axis_b,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
 
 
 def _numerators(start_1L, q_ILK, k_IMK, e_IML, top_IC1L, block_k):
@@ -347,8 +349,10 @@ def _numerators(start_1L, q_ILK, k_IMK, e_IML, top_IC1L, block_k):
     I, L, K = q_ILK.shape
     first_query = pl.program_id(3) * L
     # blocks begin..end have unmasked keys; those from clear to diagonal have no masked ones
-    begin, end = jnp.min(start_1L[...]) // block_k, pl.cdiv(first_query + L, block_k)
-    clear, diagonal = pl.cdiv(jnp.max(start_1L[...]), block_k), (first_query + 1) // block_k
+    begin = jnp.min(start_1L[...]) // block_k
+    end = pl.cdiv(first_query + L, block_k)
+    clear = pl.cdiv(jnp.max(start_1L[...]), block_k)
+    diagonal = (first_query + 1) // block_k
     key_ML = jax.lax.broadcasted_iota(jnp.int32, (block_k, L), 0)
     query_1L = first_query + jax.lax.broadcasted_iota(jnp.int32, (1, L), 1)
 
@@ -359,19 +363,18 @@ def _numerators(start_1L, q_ILK, k_IMK, e_IML, top_IC1L, block_k):
             # in base 2: exp would multiply each score by log2(e), here it joins the scale
             s_ML = _dot(k_IMK[i, keys], q_ILK[i], 1, 1) * (K**-0.5 * math.log2(math.e))
             if masked:
-                seen_ML = (key_ML + c * block_k >= start_1L[...]) & (
-                    key_ML + c * block_k <= query_1L
-                )
+                after_start_ML = key_ML + c * block_k >= start_1L[...]
+                seen_ML = after_start_ML & (key_ML + c * block_k <= query_1L)
                 s_ML = jnp.where(seen_ML, s_ML, MASKED)
             top_1L = jnp.max(s_ML, 0, keepdims=True)
             e_ML = jnp.exp2(s_ML - top_1L)
-            e_IML[i, keys], top_IC1L[i, c] = e_ML, top_1L
+            e_IML[i, keys] = e_ML
+            top_IC1L[i, c] = top_1L
             # the running maximum, and the sum relative to it
             new_1L = jnp.maximum(max_1L, top_1L)
-            sum_1L = sum_1L * jnp.exp2(max_1L - new_1L) + jnp.sum(
-                e_ML, 0, keepdims=True
-            ) * jnp.exp2(top_1L - new_1L)
-            new_rows.append((new_1L, sum_1L))
+            old_sum_1L = sum_1L * jnp.exp2(max_1L - new_1L)
+            block_sum_1L = jnp.sum(e_ML, 0, keepdims=True) * jnp.exp2(top_1L - new_1L)
+            new_rows.append((new_1L, old_sum_1L + block_sum_1L))
         return new_rows
 
     def step_masked_if_needed(c, rows):
@@ -381,7 +384,12 @@ def _numerators(start_1L, q_ILK, k_IMK, e_IML, top_IC1L, block_k):
     # maximum and sum of each query's row
     rows = [(jnp.full((1, L), MASKED), jnp.zeros((1, L)))] * I
     rows = jax.lax.fori_loop(begin, end, step_masked_if_needed, rows)
-    return begin, end, lambda i, c: jnp.exp2(top_IC1L[i, c] - rows[i][0]) / rows[i][1]
+
+    def factor(i, c):
+        max_1L, sum_1L = rows[i]
+        return jnp.exp2(top_IC1L[i, c] - max_1L) / sum_1L
+
+    return begin, end, factor
 
 
 def _forward_kernel(*refs, floor, block_k):
@@ -394,7 +402,8 @@ def _forward_kernel(*refs, floor, block_k):
     def step(c, o_EL):
         keys = pl.ds(c * block_k, block_k)
         a_ML = e_IML[0, keys] * factor(0, c) - e_IML[1, keys] * (lam[0, 0] * factor(1, c))
-        a_ML = jnp.maximum(a_ML, 0.0) if floor else a_ML
+        if floor:
+            a_ML = jnp.maximum(a_ML, 0.0)
         return o_EL + _dot(v_EM[:, keys], a_ML.astype(v_EM.dtype), 1, 0)
 
     o_EL = jax.lax.fori_loop(begin, end, step, jnp.zeros(o_LE.shape[::-1]))
@@ -408,28 +417,33 @@ def _backward_kernel(*refs, floor, block_k):
     lam, start_1L, q_ILK, k_IMK, k_IKM, v_ME, do_LE, dq_ILK, dk_IMK, dv_ME, dlam_1L, *scratch = refs
     e_IML, top_IC1L, da_ML, dk_sum_IMK, dv_sum_ME = scratch
     I, L, K = q_ILK.shape
-    head, tile = pl.program_id(2), pl.program_id(3)
+    head = pl.program_id(2)
+    tile = pl.program_id(3)
 
     @pl.when((head == 0) & (tile == 0))  # the first program of the group
     def _():
-        dk_sum_IMK[...], dv_sum_ME[...] = jnp.zeros_like(dk_sum_IMK), jnp.zeros_like(dv_sum_ME)
+        dk_sum_IMK[...] = jnp.zeros_like(dk_sum_IMK)
+        dv_sum_ME[...] = jnp.zeros_like(dv_sum_ME)
 
     begin, end, factor = _numerators(start_1L, q_ILK, k_IMK, e_IML, top_IC1L, block_k)
 
     # First over the keys: the combined map gives dv and da, and da's mean under each softmax, sum_M
     # A_i da.
     def step_v(c, mean_I1L):
-        keys, f_I1L = pl.ds(c * block_k, block_k), [factor(i, c) for i in range(I)]
+        keys = pl.ds(c * block_k, block_k)
+        f_I1L = [factor(i, c) for i in range(I)]
         a_ML = e_IML[0, keys] * f_I1L[0] - e_IML[1, keys] * (lam[0, 0] * f_I1L[1])
         da = _dot(v_ME[keys], do_LE[...], 1, 1)
         if floor:
-            da, a_ML = jnp.where(a_ML > 0, da, 0.0), jnp.maximum(a_ML, 0.0)
+            da = jnp.where(a_ML > 0, da, 0.0)
+            a_ML = jnp.maximum(a_ML, 0.0)
         da_ML[keys] = da
         dv_sum_ME[keys] += _dot(a_ML.astype(do_LE.dtype), do_LE[...], 1, 0)
-        return [
-            mean_I1L[i] + f_I1L[i] * jnp.sum(e_IML[i, keys] * da, 0, keepdims=True)
-            for i in range(I)
-        ]
+        new_I1L = []
+        for i in range(I):
+            sum_1L = jnp.sum(e_IML[i, keys] * da, 0, keepdims=True)
+            new_I1L.append(mean_I1L[i] + f_I1L[i] * sum_1L)
+        return new_I1L
 
     mean_I1L = jax.lax.fori_loop(begin, end, step_v, [jnp.zeros((1, L))] * I)
     dlam_1L[...] = -mean_I1L[1]
@@ -451,51 +465,80 @@ def _backward_kernel(*refs, floor, block_k):
 
     @pl.when((head == pl.num_programs(2) - 1) & (tile == pl.num_programs(3) - 1))  # the last one
     def _():
-        dk_IMK[...], dv_ME[...] = (
-            dk_sum_IMK[...].astype(dk_IMK.dtype),
-            dv_sum_ME[...].astype(dv_ME.dtype),
-        )
+        dk_IMK[...] = dk_sum_IMK[...].astype(dk_IMK.dtype)
+        dv_ME[...] = dv_sum_ME[...].astype(dv_ME.dtype)
 
 
-# ---- which of them a device takes in training ----------------------------------------------------------------------
+# ---- which of them a device takes in training ----------------------------------------------------
 
 
 def training_kernel(device, maps, head_size, floor):
     """The attention for training on a device, "tpu" or "gpu"; None: `attention`."""
+    if device == "tpu" and maps == 2:
+        return attention_tpu
     if device == "tpu":
-        return attention_tpu if maps == 2 else plain_tpu
+        return plain_tpu
     floored = floor and maps == 2
     if device == "gpu" and not floored and head_size <= 128 and head_size % 8 == 0:
         return attention_gpu
     return None
 
 
-def attention_gpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=False, implementation="cudnn"):
-    """`attention` for training (index None, cap 0) without a floor: a call of cuDNN for each map.
+def plain_tpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=True, interpret=False):
+    """`attention` for training on a TPU with I = 1, index None and cap 0, by JAX's splash
+    attention; lam is unused.
 
-    A value of 2K is two values of K, as cuDNN wants the size of the keys. The mask becomes a bias
-    [B, L, L]. Inputs are in 16 bits. With a floor A1 - lam A2 is no sum of two attentions: that
-    form has no kernel on a GPU and takes the einsums. Ref: unilm, multihead_flashdiff_2.
+    The slots of a document have one start, which serves as segment id. Raises ValueError if L is no
+    multiple of 128.
     """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
     B, I, P, L, K = q_BIPLK.shape
     J = k_BIJLK.shape[2]
-    slot_L = jnp.arange(L)
-    seen_BLM = (slot_L >= start_BL[:, :, None]) & (slot_L <= slot_L[:, None])
+    if I != 1 or L % 128:
+        raise ValueError(
+            f"{I} maps over {L} slots: plain_tpu is for one map, and rows of a multiple of 128"
+        )
+    block = _divisor(L, 512)
+    names = "q kv kv_compute q_dkv kv_dkv kv_dkv_compute q_dq kv_dq".split()
+    sizes = splash.BlockSizes(**{f"block_{name}": block for name in names})
+    mask = masks.MultiHeadMask([masks.CausalMask((L, L))] * (P // J))
+    kernel = splash.make_splash_mqa_single_device(
+        mask,
+        interpret=interpret,
+        block_sizes=sizes,
+        residual_checkpoint_name="lse",  # remat keeps the result and the sums
+    )
+    q_BJGLK = (q_BIPLK[:, 0] * jnp.asarray(K**-0.5, q_BIPLK.dtype)).reshape(B, J, P // J, L, K)
+    of_a_row = jax.vmap(kernel, (0, 0, 0, None))  # the query heads of each group share its keys
+    segments = splash.SegmentIds(start_BL, start_BL)
+    o_BJGLE = jax.vmap(of_a_row)(q_BJGLK, k_BIJLK[:, 0], v_BJLE, segments)
+    return o_BJGLE.reshape(B, P, L, -1).astype(v_BJLE.dtype)
 
-    # Heads are ordered by group, then by half of the value, then within the group.
-    v_BLNK = v_BJLE.reshape(B, J, L, I, K).transpose(0, 2, 1, 3, 4).reshape(B, L, J * I, K)
+
+def attention_gpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=False, implementation="cudnn"):
+    """`attention` for training (index None, cap 0) without a floor, by cuDNN; inputs of 16 bits.
+
+    cuDNN wants values of the size of the keys, so a value of 2K is two. The mask becomes a bias
+    [B, L, L]. With a floor A1 - lam A2 is no sum of attentions: that form takes the einsums.
+    Ref: microsoft/unilm, multihead_flashdiff_2.
+    """
+    slot_L = jnp.arange(q_BIPLK.shape[3])
+    seen_BLM = (slot_L >= start_BL[:, :, None]) & (slot_L <= slot_L[:, None])
+    maps = q_BIPLK.shape[1]
+    v_BLJKs = jnp.split(v_BJLE.swapaxes(1, 2), maps, -1)
     outs_BPLE = []
-    for i in range(I):
-        q_BLJGK = q_BIPLK[:, i].swapaxes(1, 2).reshape(B, L, J, P // J, K)
-        o_BLNK = jax.nn.dot_product_attention(
-            jnp.repeat(q_BLJGK, I, 2).reshape(B, L, P * I, K),
-            jnp.repeat(k_BIJLK[:, i].swapaxes(1, 2), I, 2),
-            v_BLNK,
+    for i in range(maps):
+        call = functools.partial(
+            jax.nn.dot_product_attention,
+            q_BIPLK[:, i].swapaxes(1, 2),
+            k_BIJLK[:, i].swapaxes(1, 2),
             mask=seen_BLM[:, None],
             implementation=implementation,
         )
-        o_BJGLIK = o_BLNK.reshape(B, L, J, I, P // J, K).transpose(0, 2, 4, 1, 3, 5)
-        outs_BPLE.append(o_BJGLIK.reshape(B, P, L, I * K))
-    if I == 1:
+        o_BLPKs = [call(v_BLJK) for v_BLJK in v_BLJKs]
+        outs_BPLE.append(jnp.concatenate(o_BLPKs, -1).swapaxes(1, 2))
+    if maps == 1:
         return outs_BPLE[0]
     return (outs_BPLE[0] - lam * outs_BPLE[1]).astype(v_BJLE.dtype)

@@ -1,5 +1,4 @@
-"""The mathematics of masked diffusion: noise schedules, masking, losses, reverse steps,
-confidences, unmasking.
+"""The mathematics of masked diffusion: schedules, losses, reverse steps, unmasking. Pure.
 
 Every function takes NumPy, JAX or PyTorch arrays and gives back the same kind; all trace under
 jax.jit and compile under torch.compile(fullgraph=True). Random numbers are arguments (u: uniform in
@@ -21,7 +20,7 @@ import numpy as np
 
 CONFIDENCES = ("max_prob", "margin", "entropy")
 
-# ---- three array libraries ----------------------------------------------------------------------------------------
+# ---- three array libraries -----------------------------------------------------------------------
 
 
 def _namespace(x):
@@ -37,21 +36,23 @@ def _float(x):
     """x in float32 if it is narrower than that."""
     if x.dtype.itemsize >= 4:
         return x
-    return x.float() if hasattr(x, "float") else x.astype("float32")
+    if hasattr(x, "float"):
+        return x.float()
+    return x.astype("float32")
 
 
 def _take(x, index):
-    return (
-        x.gather(-1, index.long())
-        if hasattr(x, "gather")
-        else _namespace(x).take_along_axis(x, index, -1)
-    )
+    if hasattr(x, "gather"):
+        return x.gather(-1, index.long())
+    return _namespace(x).take_along_axis(x, index, -1)
 
 
 def _ids(x_BLV):
     """0 .. V - 1, on x's device."""
-    xp, V = _namespace(x_BLV), x_BLV.shape[-1]
-    return xp.arange(V, device=x_BLV.device) if hasattr(xp, "gather") else xp.arange(V)
+    xp = _namespace(x_BLV)
+    if hasattr(xp, "gather"):
+        return xp.arange(x_BLV.shape[-1], device=x_BLV.device)
+    return xp.arange(x_BLV.shape[-1])
 
 
 def _column(t_B, x_BL):
@@ -60,19 +61,16 @@ def _column(t_B, x_BL):
 
 
 def _rank(score_BL):
-    """Rank of each element in its row, 0 for the largest; among equals the lower index comes
-    first.
-    """
+    """Rank of each element in its row, 0 for the largest; of equals the lower index first."""
     xp = _namespace(score_BL)
     stable = {"kind": "stable"} if xp is np else {"stable": True}  # NumPy 1 has only the first
     return xp.argsort(xp.argsort(-score_BL, axis=-1, **stable), axis=-1, **stable)
 
 
 def log_softmax(logits_BLV):
-    """x - max(x) - log sum exp(x - max(x)) over the last axis, in float32 at least; -inf logits
-    stay -inf.
-    """
-    xp, logits_BLV = _namespace(logits_BLV), _float(logits_BLV)
+    """The logarithm of softmax over the last axis, in float32 at least; -inf stays -inf."""
+    xp = _namespace(logits_BLV)
+    logits_BLV = _float(logits_BLV)
     if hasattr(xp, "log_softmax"):  # torch: one pass instead of five
         return xp.log_softmax(logits_BLV, -1)
     shifted_BLV = logits_BLV - xp.amax(logits_BLV, axis=-1, keepdims=True)
@@ -82,14 +80,12 @@ def log_softmax(logits_BLV):
 def softmax(logits_BLV):
     """exp(log_softmax)."""
     xp = _namespace(logits_BLV)
-    return (
-        xp.softmax(_float(logits_BLV), -1)
-        if hasattr(xp, "softmax")
-        else xp.exp(log_softmax(logits_BLV))
-    )
+    if hasattr(xp, "softmax"):
+        return xp.softmax(_float(logits_BLV), -1)
+    return xp.exp(log_softmax(logits_BLV))
 
 
-# ---- schedules -----------------------------------------------------------------------------------------------------
+# ---- schedules -----------------------------------------------------------------------------------
 
 
 class Schedule(typing.NamedTuple):
@@ -129,16 +125,12 @@ SCHEDULES = {
 
 
 def mask_rate(t, schedule):
-    """P(masked) at time t in [0, 1]: linear t; cosine 1 - cos(pi t / 2); cosine_sq sin(pi t / 2)^2.
-    Exactly 1 at 1.
-    """
+    """P(masked) at t in [0, 1]: linear t; cosine 1 - cos(pi t / 2); cosine_sq sin(pi t / 2)^2."""
     return SCHEDULES[schedule].rate(t)
 
 
 def nelbo_weight(t, schedule):
-    """slope / rate, for t > 0: linear 1 / t; cosine (pi / 2) cot(pi t / 4); cosine_sq pi cot(pi t /
-    2).
-    """
+    """slope / rate, for t > 0; linear 1 / t."""
     return SCHEDULES[schedule].slope(t) / mask_rate(t, schedule)
 
 
@@ -148,18 +140,16 @@ def time_of_rate(rate, schedule):
 
 
 def antithetic_times(u_B, eps=1e-3):
-    """One time in each of B equal strata, scaled to [eps, 1]: t_i = (1 - eps) ((u_i + i) / B mod 1)
-    + eps.
+    """One time in each of B equal strata: t_i = (1 - eps) ((u_i + i) / B mod 1) + eps.
 
-    The mean of w(t) over such a batch varies far less than over B independent times. Ref: MDLM,
-    section 3.4 and code.
+    The mean of w(t) varies far less than over B independent times. Ref: MDLM, section 3.4, code.
     """
     B = u_B.shape[0]
     stratum_B = _ids(u_B) + 0 * u_B  # in u's precision: torch divides integers in float32
     return (1 - eps) * ((u_B / B + stratum_B / B) % 1) + eps
 
 
-# ---- forward process and losses ------------------------------------------------------------------------------------
+# ---- forward process and losses ------------------------------------------------------------------
 
 
 def q_sample(x0_BL, t_B, u_BL, schedule, mask_id, pad_id, frozen_BL=None):
@@ -178,9 +168,11 @@ def mask_exactly(counted_BL, u_B, u_BL):
     n / m sum_L nll estimates the same bound as w(t) sum_L nll, with less variance: the number of
     masks is not random. Ref: LLaDA, arXiv:2502.09992, eq. 6.
     """
-    xp, n_B = _namespace(u_B), counted_BL.sum(-1).clip(1)
+    xp = _namespace(u_B)
+    n_B = counted_BL.sum(-1).clip(1)
     m_B = xp.ceil(u_B * n_B).clip(1)
-    return counted_BL & (_rank(xp.where(counted_BL, u_BL, -1.0)) < _column(m_B, u_BL)), n_B / m_B
+    rank_BL = _rank(xp.where(counted_BL, u_BL, -1.0))
+    return counted_BL & (rank_BL < _column(m_B, u_BL)), n_B / m_B
 
 
 def masked_nll(logits_BLV, x0_BL, mask_BL, mask_id):
@@ -189,7 +181,8 @@ def masked_nll(logits_BLV, x0_BL, mask_BL, mask_id):
     MASK has probability 0, as it is no token, and unmasked tokens cost nothing. Ref: MDLM, section
     3.2.3.
     """
-    xp, logp_BLV = _namespace(logits_BLV), log_softmax(ban(logits_BLV, [mask_id]))
+    xp = _namespace(logits_BLV)
+    logp_BLV = log_softmax(ban(logits_BLV, [mask_id]))
     index_BL = xp.where(mask_BL, x0_BL, 0)  # elsewhere x0 may be MASK: -inf, and a NaN gradient
     return xp.where(mask_BL, -_take(logp_BLV, index_BL[..., None])[..., 0], 0.0)
 
@@ -211,7 +204,7 @@ def masked_accuracy(logits_BLV, x0_BL, mask_BL, mask_id):
     return (mask_BL & (best_BL == x0_BL)).sum() / mask_BL.sum().clip(1)
 
 
-# ---- blocks --------------------------------------------------------------------------------------------------------
+# ---- blocks --------------------------------------------------------------------------------------
 
 
 class Place(typing.NamedTuple):
@@ -237,21 +230,24 @@ def sees(query, key):
     query to clean keys alone. With blocks padding attends to nothing. Ref: BD3-LM,
     arXiv:2503.09573, M_BD, M_OBC and M_BC.
     """
-    seen_BLM, query = (
-        query.seen,
-        Place(*(None if x is None else x[..., :, None] for x in query[:3])),
-    )
-    key = Place(*(None if x is None else x[..., None, :] for x in key[:3]))
-    same_BLM = query.document == key.document
-    if seen_BLM is not None:
-        same_BLM = same_BLM & seen_BLM
+    document_BL1 = query.document[..., :, None]
+    same_BLM = document_BL1 == key.document[..., None, :]
+    if query.seen is not None:
+        same_BLM = same_BLM & query.seen
     if query.block is None:
         return same_BLM
-    same_BLM, own_BLM = same_BLM & (query.document > 0), key.block == query.block
+
+    same_BLM = same_BLM & (document_BL1 > 0)
+    block_BL1 = query.block[..., :, None]
+    block_B1M = key.block[..., None, :]
     if query.noisy is None:
-        return same_BLM & (key.block <= query.block)
-    clean_BLM = (key.block < query.block) | (own_BLM & ~query.noisy)
-    return same_BLM & ((key.noisy & query.noisy & own_BLM) | (~key.noisy & clean_BLM))
+        return same_BLM & (block_B1M <= block_BL1)
+
+    noisy_BL1 = query.noisy[..., :, None]
+    noisy_B1M = key.noisy[..., None, :]
+    own_BLM = block_B1M == block_BL1
+    clean_BLM = (block_B1M < block_BL1) | (own_BLM & ~noisy_BL1)
+    return same_BLM & ((noisy_B1M & noisy_BL1 & own_BLM) | (~noisy_B1M & clean_BLM))
 
 
 def annealed(u_LL, ratio):
@@ -264,41 +260,15 @@ def annealed(u_LL, ratio):
     return (slot_L <= slot_L[:, None]) | (u_LL < ratio)
 
 
-def block_noise(u, low=1e-3, high=1.0, least=0.0):
-    """(t, weight) of blocks: the mask rate max(low + (high - low) u, least), and the weight of the
-    loss.
-
-    The weight is 1 / t, or 1 where low > 0.5. A narrower range of rates, or least = 1 / block, has
-    less variance; only the full range gives a bound. Refs: BD3-LM, section 5.2; Stable-DiffCoder,
-    arXiv:2601.15892, eq. 11.
+def block_noise(u, least=0.0, eps=1e-3):
+    """(t, 1 / t) of blocks: the mask rate t = eps + (1 - eps) u, or at least `least`, and the
+    weight of the loss. Only least = 0 gives a bound; 1 / block has less variance. Ref: BD3-LM,
+    section 5.2.
     """
-    xp, t = _namespace(u), low + (high - low) * u
+    xp = _namespace(u)
+    t = eps + (1 - eps) * u
     t = xp.where(t < least, least + 0 * t, t)
-    return t, 1 / t if low <= 0.5 else 1 + 0 * t
-
-
-def highest_rate(step, steps, first=1e-3):
-    """The highest mask rate in a warm-up, linear from `first` to 1 over `steps`. Ref:
-    Stable-DiffCoder, eq. 10.
-    """
-    share = step / max(steps, 1)
-    return first + (1 - first) * _namespace(share).where(share < 1, share, 1.0)
-
-
-def mask_one_at_least(mask_BL, counted_BL, u_BL, position_BL, block):
-    """The mask, and the counted token with the smallest u in each block; so a mask u < t gets one
-    in each empty block.
-
-    position_BL counts the tokens of a document from 0. For training alone: it gives no bound on the
-    likelihood.
-    """
-    xp, slot_L = _namespace(u_BL), _ids(u_BL)
-    start_BL = slot_L - position_BL % block
-    # In the order by block, then by u, the first token of a block has the rank of the block's
-    # start.
-    order_BL = _rank(-xp.where(counted_BL, u_BL, 2.0))
-    first_BL = _rank(-(start_BL * u_BL.shape[-1] + order_BL)) == start_BL
-    return mask_BL | (counted_BL & first_BL)
+    return t, 1 / t
 
 
 def subset_mask(subset, counted_BL, position_BL, block):
@@ -309,26 +279,30 @@ def subset_mask(subset, counted_BL, position_BL, block):
     sampling: k masks of n counted tokens weigh 1 / (k C(n, k)), the integral of t^(k - 1) (1 -
     t)^(n - k). block is a Python int.
     """
-    xp, L, slot_L = _namespace(position_BL), position_BL.shape[-1], _ids(position_BL)
+    xp = _namespace(position_BL)
+    L = position_BL.shape[-1]
+    slot_L = _ids(position_BL)
     place_BL = position_BL % block
-    rank_BL = count_BL = 0 * position_BL
+    rank_BL = 0 * position_BL
+    count_BL = 0 * position_BL
     for j in range(block):  # the j-th token of the same block, if there is one
         at_BL = slot_L - place_BL + j
         near_BL = xp.where(at_BL < L, at_BL, L - 1)
-        there_BL = _take(counted_BL, near_BL) & (
-            _take(position_BL, near_BL) == position_BL - place_BL + j
-        )
-        there_BL = there_BL & (at_BL < L)
-        count_BL, rank_BL = count_BL + there_BL, rank_BL + (there_BL & (at_BL < slot_L))
+        same_BL = _take(position_BL, near_BL) == position_BL - place_BL + j
+        there_BL = _take(counted_BL, near_BL) & same_BL & (at_BL < L)
+        count_BL = count_BL + there_BL
+        rank_BL = rank_BL + (there_BL & (at_BL < slot_L))
     k = sum((subset >> j) & 1 for j in range(block))
-    rows = range(block + 1)
-    weight_NN = [[1 / (k * math.comb(n, k)) if 0 < k <= n else 0.0 for k in rows] for n in rows]
-    weight_BL = xp.asarray(weight_NN)[count_BL, k]
+    weight_NN = np.zeros((block + 1, block + 1))
+    for n in range(1, block + 1):
+        for masks in range(1, n + 1):
+            weight_NN[n, masks] = 1 / (masks * math.comb(n, masks))
+    weight_BL = xp.asarray(weight_NN.tolist())[count_BL, k]
     mask_BL = counted_BL & ((subset >> rank_BL) % 2 == 1)
     return mask_BL, xp.where(mask_BL & ((subset >> count_BL) == 0), weight_BL, 0.0)
 
 
-# ---- reverse process -----------------------------------------------------------------------------------------------
+# ---- reverse process -----------------------------------------------------------------------------
 
 
 def keep_prob(t, s, schedule):
@@ -337,9 +311,7 @@ def keep_prob(t, s, schedule):
 
 
 def ancestral_step(xt_BL, token_BL, u_BL, keep_B, mask_id):
-    """Each masked position takes its token unless u < keep. What is not MASK stays: prompts need no
-    special case.
-    """
+    """Each masked position takes its token unless u < keep; what is not MASK stays."""
     xp = _namespace(xt_BL)
     return xp.where((xt_BL == mask_id) & (u_BL >= _column(keep_B, u_BL)), token_BL, xt_BL)
 
@@ -351,8 +323,8 @@ def dream_shares(steps, eps=1e-3):
     (t, s) are neighbours on linspace(1, eps, steps + 1), in float32 as in the reference: a float64
     grid gives other counts where a product is nearly whole. Ref: Dream's generation code.
     """
-    one, eps = np.float32(1), np.float32(eps)
-    t = one + np.arange(steps + 1, dtype=np.float32) * ((eps - one) / np.float32(steps))
+    one = np.float32(1)
+    t = one + np.arange(steps + 1, dtype=np.float32) * ((np.float32(eps) - one) / np.float32(steps))
     return np.append(1 - t[1:-1] / t[:-2], one)
 
 
@@ -366,11 +338,13 @@ def step_counts(masks, steps, rule, eps=1e-3):
     """
     masks = np.asarray(masks)
     if rule in ("dream", "block"):
-        left, counts = masks.astype(np.int64), []
+        left = masks.astype(np.int64)
+        counts = []
         for i, share in enumerate(dream_shares(steps, eps)):
-            count = (
-                left.astype(np.float32) * share if rule == "dream" else np.rint(left / (steps - i))
-            )
+            if rule == "dream":
+                count = left.astype(np.float32) * share
+            else:
+                count = np.rint(left / (steps - i))
             counts.append(count.astype(np.int64))
             left = left - counts[-1]
         return np.stack(counts)
@@ -381,17 +355,16 @@ def step_counts(masks, steps, rule, eps=1e-3):
     return left[:-1] - left[1:]
 
 
-# ---- sampling ------------------------------------------------------------------------------------------------------
+# ---- sampling ------------------------------------------------------------------------------------
 
 
 def ban(logits_BLV, ids):
     """Logits with the given ids, such as MASK and PAD, at -inf: they are never drawn."""
-    xp, logits_BLV = _namespace(logits_BLV), _float(logits_BLV)
     id_V = _ids(logits_BLV)
     banned_V = id_V < 0
     for i in ids:
         banned_V = banned_V | (id_V == i)
-    return xp.where(banned_V, -math.inf, logits_BLV)
+    return _namespace(logits_BLV).where(banned_V, -math.inf, _float(logits_BLV))
 
 
 def filter_logits(logits_BLV, temperature=1.0, top_k=0, top_p=1.0, rule="mdlm", width=1):
@@ -405,7 +378,8 @@ def filter_logits(logits_BLV, temperature=1.0, top_k=0, top_p=1.0, rule="mdlm", 
     bits that a pass settles, changes the speed alone: 1 on a CPU, else 3.
     """
     assert rule in ("mdlm", "dream"), rule
-    xp, logits_BLV = _namespace(logits_BLV), _float(logits_BLV)
+    xp = _namespace(logits_BLV)
+    logits_BLV = _float(logits_BLV)
     if getattr(temperature, "ndim", 0) or temperature > 0:
         logits_BLV = logits_BLV / temperature
     if rule == "dream":
@@ -415,29 +389,28 @@ def filter_logits(logits_BLV, temperature=1.0, top_k=0, top_p=1.0, rule="mdlm", 
 
 def _descending(x_BLV):
     values = _namespace(x_BLV).sort(-x_BLV, axis=-1)
-    return -(values[0] if isinstance(values, tuple) else values)  # torch adds the indices
+    if isinstance(values, tuple):  # torch adds the indices
+        values = values[0]
+    return -values
 
 
 def _top_k(logits_BLV, k, width):
     if not 0 < k < logits_BLV.shape[-1]:
         return logits_BLV
     # JAX's sort takes 15 times as long as the bisection; NumPy's and torch's do not
-    in_jax = hasattr(logits_BLV, "at")
-    kth_BL1 = (
-        _kth_largest(logits_BLV, k, width) if in_jax else _descending(logits_BLV)[..., k - 1 : k]
-    )
+    if hasattr(logits_BLV, "at"):
+        kth_BL1 = _kth_largest(logits_BLV, k, width)
+    else:
+        kth_BL1 = _descending(logits_BLV)[..., k - 1 : k]
     return _namespace(logits_BLV).where(logits_BLV < kth_BL1, -math.inf, logits_BLV)
 
 
 def _kth_largest(x_BLV, k, width):
-    """The k-th largest [..., 1], by bisection over the bits of floats."""
+    """The k-th largest [..., 1] of a JAX array, by bisection over the bits of floats."""
     xp = _namespace(x_BLV)
     limits = xp.iinfo(xp.int32 if x_BLV.dtype.itemsize == 4 else xp.int64)
 
-    def turned(bits):
-        """The bits of floats as integers of the same order, and back: those of negative floats
-        count down.
-        """
+    def turned(bits):  # to integers of the same order, and back: negative floats count down
         return xp.where(bits < 0, bits ^ limits.max, bits)
 
     number_BLV = turned(x_BLV.view(limits.dtype))
@@ -448,9 +421,11 @@ def _kth_largest(x_BLV, k, width):
 
     # the least number with the sign of the k-th largest
     first_BL1 = xp.where(enough(zero_BL1), zero_BL1, limits.min)
-    rest_BL1 = _largest(
-        zero_BL1, limits.bits - 1, width, lambda number_BL1: enough(first_BL1 + number_BL1)
-    )
+
+    def enough_above(number_BL1):
+        return enough(first_BL1 + number_BL1)
+
+    rest_BL1 = _largest(zero_BL1, limits.bits - 1, width, enough_above)
     return turned(first_BL1 + rest_BL1).view(x_BLV.dtype)
 
 
@@ -481,24 +456,29 @@ def _top_p(logits_BLV, p, stays, width):
     each, find the last token that stays: its probability, whose bits as an integer have the same
     order, as it is not negative; then its id.
     """
-    if not getattr(p, "ndim", 0) and p >= 1:
+    array = getattr(p, "ndim", 0)
+    if not array and p >= 1:
         return logits_BLV
-    xp, prob_BLV, id_V = _namespace(logits_BLV), softmax(logits_BLV), _ids(logits_BLV)
+    if not array:
+        p = max(p, 1e-9)  # the likeliest stays
+    xp = _namespace(logits_BLV)
+    prob_BLV = softmax(logits_BLV)
     bits = 8 * prob_BLV.dtype.itemsize
     zero_BL1 = 0 * prob_BLV[..., :1].view(xp.int32 if bits == 32 else xp.int64)
 
     def stay(before_BLV):
         """Whether a token with these before it stays."""
         mass_BL1 = xp.sum(xp.where(before_BLV, prob_BLV, 0.0), axis=-1, keepdims=True)
-        # the likeliest stays
-        return stays(mass_BL1, 0 * mass_BL1 + (p if getattr(p, "ndim", 0) else max(p, 1e-9)))
+        return stays(mass_BL1, 0 * mass_BL1 + p)
 
     def no_more_stay(number_BL1):
         return ~stay(prob_BLV >= number_BL1.view(prob_BLV.dtype))
 
     # 1.0 has 30 bits of 32
     last_BL1 = _largest(zero_BL1, bits - 2, width, no_more_stay).view(prob_BLV.dtype)
-    more_BLV, equal_BLV = prob_BLV > last_BL1, prob_BLV == last_BL1
+    more_BLV = prob_BLV > last_BL1
+    equal_BLV = prob_BLV == last_BL1
+    id_V = _ids(logits_BLV)
 
     def id_stays(number_BL1):
         return stay(more_BLV | (equal_BLV & (id_V < number_BL1)))
@@ -514,7 +494,8 @@ def sample_tokens(logits_BLV, u_BLV, temperature=1.0):
     u is uniform in (0, 1). JAX's float32 uniforms end at 1 - 1.2e-7, which cuts the Gumbel tail at
     15.9.
     """
-    xp, logits_BLV = _namespace(logits_BLV), _float(logits_BLV)
+    xp = _namespace(logits_BLV)
+    logits_BLV = _float(logits_BLV)
     if temperature:
         logits_BLV = logits_BLV / temperature - xp.log(-xp.log(u_BLV))
     # XLA's argmax takes a CPU eight times as long
@@ -529,7 +510,8 @@ def confidence(prob_BLV, kind):
     Ref: Dream's maskgit_plus, topk_margin and entropy.
     """
     assert kind in CONFIDENCES, kind
-    xp, prob_BLV = _namespace(prob_BLV), _float(prob_BLV)
+    xp = _namespace(prob_BLV)
+    prob_BLV = _float(prob_BLV)
     if kind == "max_prob":
         return xp.amax(prob_BLV, axis=-1)
     if kind == "margin":
@@ -537,23 +519,17 @@ def confidence(prob_BLV, kind):
         return xp.amax(prob_BLV, axis=-1) - xp.amax(xp.where(first_BLV, -1.0, prob_BLV), axis=-1)
     # the outer where keeps XLA from a CPU kernel that takes 15 times as long
     possible_BLV = prob_BLV > 0
-    terms_BLV = xp.where(
-        possible_BLV, prob_BLV * xp.log(xp.where(possible_BLV, prob_BLV, 1.0)), 0.0
-    )
-    return xp.sum(terms_BLV, axis=-1)
+    log_BLV = xp.log(xp.where(possible_BLV, prob_BLV, 1.0))
+    return xp.sum(xp.where(possible_BLV, prob_BLV * log_BLV, 0.0), axis=-1)
 
 
 def unmask_top(xt_BL, token_BL, score_BL, count_B, mask_id):
-    """xt with the tokens of the `surest` masked positions; positions that are not masked never
-    change.
-    """
+    """xt with the tokens of the `surest` masked positions; others never change."""
     return _namespace(xt_BL).where(surest(score_BL, xt_BL == mask_id, count_B), token_BL, xt_BL)
 
 
 def surest(score_BL, masked_BL, count_B):
-    """The count_B[b] masked positions of row b with the largest scores, or all it has; among equals
-    the lower index.
-    """
+    """The count_B[b] masked positions of row b with the largest scores; of equals the first."""
     rank_BL = _rank(_namespace(score_BL).where(masked_BL, _float(score_BL), -math.inf))
     return masked_BL & (rank_BL < _column(count_B, rank_BL))
 
@@ -565,8 +541,9 @@ def entropy_bound(entropy_BL, masked_BL, bound):
     Their joint distribution then differs from the product of the marginals by at most `bound` nats.
     Ref: EB-Sampler, arXiv:2505.24857.
     """
-    xp, far = _namespace(entropy_BL), 1e9  # no entropy is so large, and inf - inf is NaN
-    entropy_BL = xp.where(masked_BL, _float(entropy_BL), far)
+    xp = _namespace(entropy_BL)
+    # no entropy is so large, and inf - inf is NaN
+    entropy_BL = xp.where(masked_BL, _float(entropy_BL), 1e9)
     ordered_BL = -_descending(-entropy_BL)
     before_BL = xp.cumsum(ordered_BL, -1) - ordered_BL
     return masked_BL & (_take(before_BL, _rank(-entropy_BL)) <= bound)

@@ -1,12 +1,13 @@
-"""PythonCoder: a code model with differential attention and a multi-token-prediction head
-(Diff-Llama-MTP).
+"""PythonCoder: a code model with differential attention and a second head. Pure.
 
-Flax NNX. The parameters of all layers are stacked on a leading axis, and the forward pass scans
-over it: one layer is compiled, not 24. train_tpu.py trains it, generate.py samples from it.
+Flax NNX: the architecture, its losses, and sampling with its own drafts. It neither reads
+checkpoints (checkpoints.py) nor trains (train_tpu.py) nor tokenises (generate.py). The parameters
+of all layers are stacked on a leading axis, and the forward pass scans over it: one layer is
+compiled, not 24.
 
 Letters: B batch, L length, M cache slots, D width, I softmax maps of a head (2 differential, 1
 plain), P heads after pairing, J key/value groups, G = P / J, K head size, E value size (2K
-differential, K plain), F feed-forward, V vocabulary, T tokens.
+differential, K plain), F feed-forward, N layers, V vocabulary, T tokens.
 
 A layer, with n = RMSNorm(x):  h = x + W_o diffattn(n W_q, n W_k, n W_v);  x' = h + W_down(silu(m
 W_gate) * m W_up), m = RMSNorm(h). Main head: logits = h_t embed^T (tied). MTP head, for the token
@@ -68,128 +69,6 @@ CONFIGS = {
     "1b": Config(init_std="fan_in"),
 }
 
-# Layout of each parameter on a mesh with the axes (data, fsdp, tensor): tensor splits heads,
-# feed-forward, vocabulary; fsdp splits the other side, which is gathered where the weight is used.
-# All others are small and replicated.
-SHARDING = {
-    **dict.fromkeys(("embed", "head"), PS(("tensor", "fsdp"), None)),
-    **dict.fromkeys(("wq", "wk", "wv", "w_gate", "w_up"), PS(None, "fsdp", "tensor")),
-    **dict.fromkeys(("wo", "w_down"), PS(None, "tensor", "fsdp")),
-    "proj": PS("fsdp", None),
-}
-BATCH = ("data", "fsdp")  # both axes split the batch
-
-
-def shard(x, *spec):
-    """x with a layout on the mesh in use (jax.set_mesh); without a mesh, x as it is."""
-    return (
-        x
-        if jax.sharding.get_abstract_mesh().empty
-        else jax.lax.with_sharding_constraint(x, PS(*spec))
-    )
-
-
-def batch_axes():
-    """The axes of the mesh that split the batch; None without a mesh, and inside shard_map over
-    them.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh.empty or set(BATCH) & set(mesh.manual_axes) else BATCH
-
-
-def rms_norm(x, weight, eps):
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32, returned in x's dtype."""
-    x32 = x.astype(jnp.float32)
-    return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps) * weight).astype(
-        x.dtype
-    )
-
-
-def rope_frequencies(
-    head_size, theta, factor=1.0, original=2048, beta_fast=32, beta_slow=1, truncate=True
-):
-    """Rotary frequencies theta^(-2i/K) [K/2] in float64, and the factor of cos and sin; YaRN if
-    factor > 1.
-
-    YaRN keeps frequencies with more than beta_fast turns within `original` positions, divides those
-    with less than beta_slow turns by `factor`, and ramps between. Ref: arXiv:2309.00071, eq. 17-22.
-    """
-    inv_freq = theta ** (-np.arange(0, head_size, 2) / head_size)
-    if factor <= 1:
-        return inv_freq, 1.0
-    scale = 2 * math.log(theta)
-    low, high = (
-        head_size * math.log(original / (2 * math.pi * n)) / scale for n in (beta_fast, beta_slow)
-    )
-    if truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_size - 1)
-    ramp = np.clip((np.arange(head_size // 2) - low) / max(high - low, 1e-3), 0, 1)
-    return inv_freq * (1 - ramp) + inv_freq / factor * ramp, 0.1 * math.log(factor) + 1
-
-
-def rope_table(position_BL, inv_freq, attention_factor=1.0):
-    """cos and sin [B, L, K] in float32 of the angles position * inv_freq; both halves of K hold the
-    same angles.
-    """
-    angle_BLK = position_BL[..., None] * jnp.asarray(inv_freq, jnp.float32)  # K / 2 wide
-    return tuple(
-        jnp.concatenate([f(angle_BLK) * attention_factor] * 2, -1) for f in (jnp.cos, jnp.sin)
-    )
-
-
-def rotate(x_BLK, cos_BLK, sin_BLK, by_matmul=False):
-    """Rotary embedding, half-split: x cos + [-x_2; x_1] sin over the last axis. cos and sin
-    broadcast against x.
-    """
-    half = x_BLK.shape[-1] // 2
-    if by_matmul:  # with a signed permutation, faster on a TPU than slicing 128 lanes
-        eye, zero = np.eye(half), np.zeros((half, half))
-        swapped_BLK = x_BLK @ jnp.asarray(np.block([[zero, eye], [-eye, zero]]), x_BLK.dtype)
-    else:
-        swapped_BLK = jnp.concatenate([-x_BLK[..., half:], x_BLK[..., :half]], -1)
-    return (x_BLK.astype(jnp.float32) * cos_BLK + swapped_BLK.astype(jnp.float32) * sin_BLK).astype(
-        x_BLK.dtype
-    )
-
-
-def dropout(x_BLD, row_B, seed_2, rate):
-    """Zero each element with probability `rate` and scale the rest by 1 / (1 - rate). seed_2 None
-    is the identity.
-
-    The mask is a hash (murmur3's finaliser) of two uint32 seeds, the row's number in the optimizer
-    step and the index in the row: it fuses into its consumer, and does not depend on how rows are
-    split over micro-batches and devices.
-    """
-    if seed_2 is None:
-        return x_BLD
-    _, L, D = x_BLD.shape
-    index_LD = jnp.arange(L, dtype=jnp.uint32)[:, None] * jnp.uint32(D) + jnp.arange(
-        D, dtype=jnp.uint32
-    )
-    row_B11 = row_B.astype(jnp.uint32)[:, None, None] * jnp.uint32(0x9E3779B9)
-    # the hash: multiplications spread each bit upwards, shifts downwards
-    bits = index_LD ^ (row_B11 + seed_2[0])
-    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
-    bits = ((bits ^ (bits >> 13)) + seed_2[1]) * jnp.uint32(0xC2B2AE35)
-    bits = bits ^ (bits >> 16)
-    return jnp.where(
-        bits >= jnp.uint32(round(rate * 2**32)), x_BLD * jnp.asarray(1 / (1 - rate), x_BLD.dtype), 0
-    )
-
-
-def linear(x_BLD, weight_DF, tpu=False):
-    """x W over one axis of tokens: with two, XLA on a CPU copies arrays for the weight's gradient
-    (2x slower).
-    """
-    if tpu:
-        return x_BLD @ weight_DF
-    y_TF = x_BLD.reshape(-1, x_BLD.shape[-1]) @ weight_DF
-    return y_TF.reshape(*x_BLD.shape[:-1], -1)
-
-
-# ---- the model -----------------------------------------------------------------------------------------------------
-
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
@@ -199,21 +78,110 @@ class Compute:
     # whose attention in training, see training_kernel; "" is einsums
     kernel: typing.Literal["", "tpu", "gpu"] = ""
     tpu: bool = False  # layouts for a TPU
-    # recomputed backwards: all but attention's q, k, v, o | all
-    remat: typing.Literal["none", "qkvo", "full"] = "none"
+    remat: typing.Literal["none", "qkvo", "full"] = "none"  # what is recomputed backwards
     # of attention output, feed-forward hidden and output, where a call gives a key
     dropout: float = 0.0
     block: int = 128  # queries per block of the einsum attention
-    # tokens per chunk of the cross-entropy; 0: 8,192 on a TPU, 2,048 elsewhere
-    loss_tokens: int = 0
+    loss_tokens: int = 0  # tokens per chunk of the cross-entropy; 0: TPU 8,192, elsewhere 2,048
     yarn: bool = False  # YaRN's rotary table, for texts longer than cfg.positions
 
 
-# are kept
+# "qkvo" keeps the inputs and the output of attention, "full" nothing
 REMAT = {
     "full": None,
     "qkvo": jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attn", "lse"),
 }
+
+
+# ---- the parts of a layer -------------------------------------------------------------------------
+
+
+def rms_norm(x, weight, eps):
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32, returned in x's dtype."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
+    return (normed * weight).astype(x.dtype)
+
+
+def rope_frequencies(
+    head_size, theta, factor=1.0, original=2048, beta_fast=32, beta_slow=1, truncate=True
+):
+    """Rotary frequencies theta^(-2i/K) [K/2] in float64, and the factor of cos and sin.
+
+    With factor > 1 YaRN's: those with more than beta_fast turns within `original` positions stay,
+    those with less than beta_slow are divided by `factor`, with a ramp between. Ref:
+    arXiv:2309.00071, eq. 17-22.
+    """
+    inv_freq = theta ** (-np.arange(0, head_size, 2) / head_size)
+    if factor <= 1:
+        return inv_freq, 1.0
+
+    def index(turns):
+        return head_size * math.log(original / (2 * math.pi * turns)) / (2 * math.log(theta))
+
+    low = index(beta_fast)
+    high = index(beta_slow)
+    if truncate:
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_size - 1)
+    ramp = np.clip((np.arange(head_size // 2) - low) / max(high - low, 1e-3), 0, 1)
+    return inv_freq * (1 - ramp) + inv_freq / factor * ramp, 0.1 * math.log(factor) + 1
+
+
+def rope_table(position_BL, inv_freq, attention_factor=1.0):
+    """cos and sin [B, L, K] in float32 of position * inv_freq, repeated in both halves of K."""
+    angle_BLK = position_BL[..., None] * jnp.asarray(inv_freq, jnp.float32)
+    cos_BLK = jnp.concatenate([jnp.cos(angle_BLK) * attention_factor] * 2, -1)
+    sin_BLK = jnp.concatenate([jnp.sin(angle_BLK) * attention_factor] * 2, -1)
+    return cos_BLK, sin_BLK
+
+
+def rotate(x_BLK, cos_BLK, sin_BLK, by_matmul=False):
+    """Rotary embedding of both halves: x cos + [-x_2; x_1] sin. cos and sin broadcast against x."""
+    half = x_BLK.shape[-1] // 2
+    if by_matmul:  # with a signed permutation, faster on a TPU than slicing 128 lanes
+        eye = np.eye(half)
+        zero = np.zeros((half, half))
+        swapped_BLK = x_BLK @ jnp.asarray(np.block([[zero, eye], [-eye, zero]]), x_BLK.dtype)
+    else:
+        swapped_BLK = jnp.concatenate([-x_BLK[..., half:], x_BLK[..., :half]], -1)
+    rotated = x_BLK.astype(jnp.float32) * cos_BLK + swapped_BLK.astype(jnp.float32) * sin_BLK
+    return rotated.astype(x_BLK.dtype)
+
+
+def dropout(x_BLD, row_B, seed_2, rate):
+    """Zero each element with probability `rate`, scale the rest by 1 / (1 - rate); seed_2 None: x.
+
+    The mask is a hash (murmur3's finaliser) of two uint32 seeds, the row's number in the optimizer
+    step and the index in the row: it fuses into its consumer, and does not depend on how rows are
+    split over micro-batches and devices.
+    """
+    if seed_2 is None:
+        return x_BLD
+    _, L, D = x_BLD.shape
+    first_L1 = jnp.arange(L, dtype=jnp.uint32)[:, None] * jnp.uint32(D)
+    index_LD = first_L1 + jnp.arange(D, dtype=jnp.uint32)
+    row_B11 = row_B.astype(jnp.uint32)[:, None, None] * jnp.uint32(0x9E3779B9)
+    # the hash: multiplications spread each bit upwards, shifts downwards
+    bits = index_LD ^ (row_B11 + seed_2[0])
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
+    bits = ((bits ^ (bits >> 13)) + seed_2[1]) * jnp.uint32(0xC2B2AE35)
+    bits = bits ^ (bits >> 16)
+    kept = bits >= jnp.uint32(round(rate * 2**32))
+    return jnp.where(kept, x_BLD * jnp.asarray(1 / (1 - rate), x_BLD.dtype), 0)
+
+
+def linear(x_BLD, weight_DF, tpu=False):
+    """x W over one axis of tokens: with two, XLA on a CPU copies arrays for W's gradient."""
+    if tpu:
+        return x_BLD @ weight_DF
+    y_TF = x_BLD.reshape(-1, x_BLD.shape[-1]) @ weight_DF
+    return y_TF.reshape(*x_BLD.shape[:-1], -1)
+
+
+# ---- the model -----------------------------------------------------------------------------------
 
 
 class Block(nnx.Module):
@@ -225,12 +193,17 @@ class Block(nnx.Module):
     """
 
     def __init__(self, cfg, rngs, compute):
-        N, D, Q, C = cfg.layers, cfg.width, cfg.heads * cfg.head_size, cfg.kv_heads * cfg.head_size
+        self.cfg = cfg
+        self.compute = compute
+        N = cfg.layers
+        D = cfg.width
+        Q = cfg.heads * cfg.head_size
+        C = cfg.kv_heads * cfg.head_size
         out = Q // 2 if cfg.diff == "v2" else Q
 
         def normal(*shape, std=None):
-            std = std or cfg.std(shape[0])
-            return nnx.Param(std * jax.random.normal(rngs.params(), (N, *shape), jnp.float32))
+            noise = jax.random.normal(rngs.params(), (N, *shape), jnp.float32)
+            return nnx.Param((std or cfg.std(shape[0])) * noise)
 
         self.attn_norm = nnx.Param(jnp.ones((N, D)))
         self.ffn_norm = nnx.Param(jnp.ones((N, D)))
@@ -244,14 +217,14 @@ class Block(nnx.Module):
         self.w_up = normal(D, cfg.ffn)
         self.w_down = normal(cfg.ffn, D, std=cfg.std(cfg.ffn) / math.sqrt(2 * N))
         if cfg.maps == 2:
-            vectors = (
-                normal(cfg.head_size, std=0.1 if cfg.diff == "paper" else 0.01) for _ in range(4)
-            )
-            self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = vectors
+            std = 0.1 if cfg.diff == "paper" else 0.01
+            self.lambda_q1 = normal(cfg.head_size, std=std)
+            self.lambda_k1 = normal(cfg.head_size, std=std)
+            self.lambda_q2 = normal(cfg.head_size, std=std)
+            self.lambda_k2 = normal(cfg.head_size, std=std)
             self.subln = nnx.Param(jnp.ones((N, 2 * cfg.head_size)))
         if cfg.diff == "v2":
             self.w_lambda = normal(D, cfg.heads // 2)
-        self.cfg, self.compute = cfg, compute
 
     def __call__(
         self, x_BLD, layer, rope, index_BL, start_BL, row_B=None, seed_32=None, cache=None
@@ -262,61 +235,71 @@ class Block(nnx.Module):
         seed_32 None: no dropout. New keys and values go to slots index_BL of cache (k [B, I, J, M,
         K], v [B, J, M, E]).
         """
-        cfg, rate, tpu, (B, L, D) = self.cfg, self.compute.dropout, self.compute.tpu, x_BLD.shape
-        I, K, floor = cfg.maps, cfg.head_size, cfg.diff == "seed"
-        seeds = (None,) * 3 if seed_32 is None else seed_32
+        rate = self.compute.dropout
+        seeds = (None, None, None) if seed_32 is None else seed_32
 
-        # Attention: x + W_o diffattn(n W_q, n W_k, n W_v)
-        n_BLD = self.barrier(rms_norm(x_BLD, self.attn_norm[...], cfg.eps))
+        n_BLD = self.barrier(rms_norm(x_BLD, self.attn_norm[...], self.cfg.eps))
+        attended_BLD, cache = self.attend(n_BLD, layer, rope, index_BL, start_BL, cache)
+        x_BLD = x_BLD + dropout(attended_BLD, row_B, seeds[0], rate)
+
+        # Feed-forward, SwiGLU: x + W_down(silu(n W_gate) * n W_up)
+        tpu = self.compute.tpu
+        n_BLD = self.barrier(rms_norm(x_BLD, self.ffn_norm[...], self.cfg.eps))
+        gate_BLF = linear(n_BLD, self.weight("w_gate", None, "tensor"), tpu)
+        up_BLF = linear(n_BLD, self.weight("w_up", None, "tensor"), tpu)
+        hidden_BLF = self.barrier(dropout(jax.nn.silu(gate_BLF) * up_BLF, row_B, seeds[1], rate))
+        down_BLD = linear(hidden_BLF, self.weight("w_down", "tensor", None), tpu)
+        return shard(x_BLD + dropout(down_BLD, row_B, seeds[2], rate), batch_axes()), cache
+
+    def attend(self, n_BLD, layer, rope, index_BL, start_BL, cache):
+        """(W_o diffattn(n W_q, n W_k, n W_v) [B, L, D], new cache)."""
+        cfg = self.cfg
+        tpu = self.compute.tpu
+        B, L, D = n_BLD.shape
+        I = cfg.maps
+        K = cfg.head_size
+        floor = cfg.diff == "seed"
 
         def heads(w_DIPK):
             if tpu:  # straight to head-major: no transpose of activations
                 return jnp.einsum("BLD,DIPK->BIPLK", n_BLD, w_DIPK)
-            return (
-                linear(n_BLD, w_DIPK.reshape(D, -1))
-                .reshape(B, L, *w_DIPK.shape[1:])
-                .transpose(0, 2, 3, 1, 4)
-            )
+            y_BLIPK = linear(n_BLD, w_DIPK.reshape(D, -1)).reshape(B, L, *w_DIPK.shape[1:])
+            return y_BLIPK.transpose(0, 2, 3, 1, 4)
 
         # Queries and keys: from heads 2p, 2p + 1 side by side to map 1 of all pairs, then map 2.
-        # The two values of a pair stay one of size 2K. Then rotate queries and keys to their
-        # positions.
+        # The two values of a pair stay one of size 2K.
         wq_DIPK = self.weight("wq", None, "tensor").reshape(D, -1, I, K).swapaxes(1, 2)
         wk_DIJK = self.weight("wk", None, "tensor").reshape(D, -1, I, K).swapaxes(1, 2)
         wv_D1JE = self.weight("wv", None, "tensor").reshape(D, 1, -1, I * K)
-        q_BIPLK, k_BIJLK, v_B1JLE = heads(wq_DIPK), heads(wk_DIJK), heads(wv_D1JE)
-        q_BIPLK, k_BIJLK = checkpoint_name(q_BIPLK, "q"), checkpoint_name(k_BIJLK, "k")
+        q_BIPLK = heads(wq_DIPK)
+        k_BIJLK = heads(wk_DIJK)
+        v_B1JLE = heads(wv_D1JE)
+        q_BIPLK = checkpoint_name(q_BIPLK, "q")
+        k_BIJLK = checkpoint_name(k_BIJLK, "k")
         v_BJLE = checkpoint_name(v_B1JLE[:, 0], "v")
         cos, sin = (table_BLK[:, None, None] for table_BLK in rope)
-        q_BIPLK, k_BIJLK = rotate(q_BIPLK, cos, sin, tpu), rotate(k_BIJLK, cos, sin, tpu)
+        q_BIPLK = rotate(q_BIPLK, cos, sin, tpu)
+        k_BIJLK = rotate(k_BIJLK, cos, sin, tpu)
         if cache is not None:
-            k_BIJLK, v_BJLE = cache = write(cache, k_BIJLK, v_BJLE, index_BL)
+            cache = write(cache, k_BIJLK, v_BJLE, index_BL)
+            k_BIJLK, v_BJLE = cache
 
         # The output of each head: in training by a fused kernel where one fits, else by einsums.
         lam = jnp.float32(0)
+        init = lambda_init(layer)
         if cfg.maps == 2:
             vectors = (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2)
-            lam = lambda_value(
-                *(vector_K[...] for vector_K in vectors), lambda_init(layer), clamp=floor
-            )
+            lam = lambda_value(*(vector_K[...] for vector_K in vectors), init, clamp=floor)
         kernel = None
         if index_BL is None:
             kernel = training_kernel(self.compute.kernel, cfg.maps, cfg.head_size, floor)
+        inputs = (q_BIPLK, k_BIJLK, v_BJLE, lam)
         if kernel:
-            o_BPLE = on_each_device(functools.partial(kernel, floor=floor))(
-                q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL
-            )
+            kernel_here = on_each_device(functools.partial(kernel, floor=floor))
+            o_BPLE = kernel_here(*inputs, start_BL)
         else:
-            o_BPLE = attention(
-                q_BIPLK,
-                k_BIJLK,
-                v_BJLE,
-                lam,
-                index_BL,
-                start_BL,
-                floor=floor,
-                block=self.compute.block,
-            )
+            how = {"floor": floor, "block": self.compute.block}
+            o_BPLE = attention(*inputs, index_BL, start_BL, **how)
         # plain_tpu names its results itself; with two names remat keeps them twice
         if kernel is not plain_tpu:
             o_BPLE = checkpoint_name(o_BPLE, "attn")
@@ -326,35 +309,24 @@ class Block(nnx.Module):
         # the layer's input.
         if cfg.maps == 2:
             o_BPLE = rms_norm(o_BPLE, self.subln[...], cfg.subln_eps)
-            o_BPLE = o_BPLE * (1 - lambda_init(layer)).astype(o_BPLE.dtype)
+            o_BPLE = o_BPLE * (1 - init).astype(o_BPLE.dtype)
         elif cfg.diff == "v2":
             gate_BLP = jax.nn.sigmoid(linear(n_BLD, self.weight("w_lambda")).astype(jnp.float32))
             gate_BPL1 = gate_BLP.swapaxes(1, 2)[..., None].astype(o_BPLE.dtype)
             o_BPLE = o_BPLE[:, 0::2] - gate_BPL1 * o_BPLE[:, 1::2]
+
         wo_QD = self.weight("wo", "tensor", None)
         if tpu:  # from head-major, without a transpose
             wo_PED = wo_QD.reshape(o_BPLE.shape[1], -1, D)
-            attended_BLD = jnp.einsum("BPLE,PED->BLD", self.barrier(o_BPLE), wo_PED)
-        else:
-            attended_BLD = linear(o_BPLE.swapaxes(1, 2).reshape(B, L, -1), wo_QD)
-        x_BLD = x_BLD + dropout(attended_BLD, row_B, seeds[0], rate)
-
-        # Feed-forward, SwiGLU: x + W_down(silu(n W_gate) * n W_up)
-        n_BLD = self.barrier(rms_norm(x_BLD, self.ffn_norm[...], cfg.eps))
-        gate_BLF = linear(n_BLD, self.weight("w_gate", None, "tensor"), tpu)
-        up_BLF = linear(n_BLD, self.weight("w_up", None, "tensor"), tpu)
-        hidden_BLF = self.barrier(dropout(jax.nn.silu(gate_BLF) * up_BLF, row_B, seeds[1], rate))
-        down_BLD = linear(hidden_BLF, self.weight("w_down", "tensor", None), tpu)
-        return shard(x_BLD + dropout(down_BLD, row_B, seeds[2], rate), batch_axes()), cache
+            return jnp.einsum("BPLE,PED->BLD", self.barrier(o_BPLE), wo_PED), cache
+        return linear(o_BPLE.swapaxes(1, 2).reshape(B, L, -1), wo_QD), cache
 
     def weight(self, name, *spec):
         """A matrix in the activations' dtype, gathered over fsdp to the layout spec."""
         return shard(getattr(self, name)[...].astype(self.compute.dtype), *spec)
 
     def barrier(self, x):
-        """x; on a TPU no fusion crosses it, which keeps norms out of the matmuls: a step is 4 %
-        faster.
-        """
+        """x; on a TPU no fusion crosses it, which keeps norms out of the matmuls (4 % of a step)."""
         return jax.lax.optimization_barrier(x) if self.compute.tpu else x
 
 
@@ -364,46 +336,42 @@ def on_each_device(kernel):
         return kernel
     rows = batch_axes()
     specs = (PS(rows, None, "tensor"), PS(rows, None, "tensor"), PS(rows, "tensor"), PS(), PS(rows))
-    layout = {
-        "in_specs": specs,
-        "out_specs": PS(rows, "tensor"),
-        "axis_names": {"tensor", *(rows or ())},
-    }
-    return jax.shard_map(kernel, **layout, check_vma=False)
+    return jax.shard_map(
+        kernel,
+        in_specs=specs,
+        out_specs=PS(rows, "tensor"),
+        axis_names={"tensor", *(rows or ())},
+        check_vma=False,
+    )
 
 
 def write(cache, k_BIJLK, v_BJLE, index_BL):
     """The cache with new keys and values at slots index_BL."""
+    k_BIJMK, v_BJME = cache
     row_B1 = jnp.arange(len(index_BL))[:, None]
-    k_BIJMK = (
-        cache[0]
-        .at[row_B1, :, :, index_BL]
-        .set(k_BIJLK.transpose(0, 3, 1, 2, 4).astype(cache[0].dtype))
-    )
-    v_BJME = cache[1].at[row_B1, :, index_BL].set(v_BJLE.swapaxes(1, 2).astype(cache[1].dtype))
+    new_BLIJK = k_BIJLK.transpose(0, 3, 1, 2, 4).astype(k_BIJMK.dtype)
+    new_BLJE = v_BJLE.swapaxes(1, 2).astype(v_BJME.dtype)
+    k_BIJMK = k_BIJMK.at[row_B1, :, :, index_BL].set(new_BLIJK)
+    v_BJME = v_BJME.at[row_B1, :, index_BL].set(new_BLJE)
     return k_BIJMK, v_BJME
 
 
 class MTP(nnx.Module):
-    """The second head: predicts x_{t+2} from the hidden state at x_t and the embedding of
-    x_{t+1}.
-    """
+    """The second head: predicts x_{t+2} from the state at x_t and the embedding of x_{t+1}."""
 
     def __init__(self, cfg, rngs):
         D = cfg.width
-        self.norm_hidden, self.norm_embed, self.norm_out = (
-            nnx.Param(jnp.ones(D)) for _ in range(3)
-        )
-        self.proj = nnx.Param(
-            cfg.std(2 * D) * jax.random.normal(rngs.params(), (2 * D, D), jnp.float32)
-        )
+        self.norm_hidden = nnx.Param(jnp.ones(D))
+        self.norm_embed = nnx.Param(jnp.ones(D))
+        self.norm_out = nnx.Param(jnp.ones(D))
+        noise_DD = jax.random.normal(rngs.params(), (2 * D, D), jnp.float32)
+        self.proj = nnx.Param(cfg.std(2 * D) * noise_DD)
         self.head = nnx.Param(0.02 * jax.random.normal(rngs.params(), (cfg.vocab, D), jnp.float32))
 
 
 # The backward scan adds the gradients of micro-batches to their sums in place: the sums pass
 # through the forward pass unchanged, their cotangent starts as their value, and each layer adds its
-# gradient. A plain scan would stack the gradients of all layers in a new array and then add that: 4
-# % of a step.
+# gradient. A plain scan would stack the gradients of all layers and then add that: 4 % of a step.
 
 
 @jax.custom_vjp
@@ -412,23 +380,33 @@ def start_gradient(sums, x):
     return x
 
 
-start_gradient.defvjp(lambda sums, x: (x, sums), lambda sums, dx: (sums, dx))
+def _start_forward(sums, x):
+    return x, sums
+
+
+def _start_backward(sums, dx):
+    return sums, dx
+
+
+start_gradient.defvjp(_start_forward, _start_backward)
 
 
 @jax.custom_vjp
 def add_gradient(sums, params, layer):
-    """(params, sums); backwards, the gradient of params is added to row `layer` of the cotangent of
-    sums.
-    """
+    """(params, sums); backwards, row `layer` of sums' cotangent gets the gradient of params."""
     return params, sums
 
 
-def _add_gradient(layer, cotangents):
+def _add_forward(sums, params, layer):
+    return (params, sums), layer
+
+
+def _add_backward(layer, cotangents):
     dparams, dsums = cotangents
     return jax.tree.map(lambda s, d: s.at[layer].add(d), dsums, dparams), None, None
 
 
-add_gradient.defvjp(lambda sums, params, layer: ((params, sums), layer), _add_gradient)
+add_gradient.defvjp(_add_forward, _add_backward)
 
 
 call_layer = jax.jit(Block.__call__)  # without dropout; traced once for all layers
@@ -436,10 +414,10 @@ call_layer = jax.jit(Block.__call__)  # without dropout; traced once for all lay
 
 class PythonCoder(nnx.Module):
     def __init__(self, cfg, rngs, compute=None):
-        self.cfg, self.compute = cfg, compute or Compute()
-        self.embed = nnx.Param(
-            0.02 * jax.random.normal(rngs.params(), (cfg.vocab, cfg.width), jnp.float32)
-        )
+        self.cfg = cfg
+        self.compute = compute or Compute()
+        noise_VD = jax.random.normal(rngs.params(), (cfg.vocab, cfg.width), jnp.float32)
+        self.embed = nnx.Param(0.02 * noise_VD)
         self.layers = Block(cfg, rngs, self.compute)
         self.norm = nnx.Param(jnp.ones(cfg.width))
         if cfg.mtp:
@@ -448,9 +426,8 @@ class PythonCoder(nnx.Module):
     def rope(self, position_BL):
         cfg = self.cfg
         factor = cfg.yarn_factor if self.compute.yarn else 1.0
-        return rope_table(
-            position_BL, *rope_frequencies(cfg.head_size, cfg.theta, factor, cfg.positions)
-        )
+        frequencies = rope_frequencies(cfg.head_size, cfg.theta, factor, cfg.positions)
+        return rope_table(position_BL, *frequencies)
 
     def lookup(self, token_BL):
         """Embeddings [B, L, D] in the activations' dtype."""
@@ -477,11 +454,13 @@ class PythonCoder(nnx.Module):
         start_BL = jnp.zeros((B, L), jnp.int32)
         if segment_BL is not None:
             border_BL = segment_BL[:, 1:] != segment_BL[:, :-1]
-            start_BL = start_BL.at[:, 1:].set(
-                jax.lax.cummax(jnp.where(border_BL, slot_L[1:], 0), axis=1)
-            )
-        rope = self.rope(jnp.broadcast_to(slot_L, (B, L)) if position_BL is None else position_BL)
-        row_B = jnp.arange(B) if row_B is None else row_B
+            border_BL = jnp.where(border_BL, slot_L[1:], 0)
+            start_BL = start_BL.at[:, 1:].set(jax.lax.cummax(border_BL, axis=1))
+        if position_BL is None:
+            position_BL = jnp.broadcast_to(slot_L, (B, L))
+        rope = self.rope(position_BL)
+        if row_B is None:
+            row_B = jnp.arange(B)
         seed_N32 = None  # two seeds for each of the three dropouts of each layer
         if key is not None and self.compute.dropout:
             seed_N32 = jax.random.bits(key, (self.cfg.layers, 3, 2), jnp.uint32)
@@ -492,103 +471,88 @@ class PythonCoder(nnx.Module):
             return nnx.merge(graph, params)(x_BLD, layer, rope, None, start_BL, row_B, seed_32)[0]
 
         if self.compute.remat != "none":
-            apply_layer = jax.checkpoint(
-                apply_layer, policy=REMAT[self.compute.remat], prevent_cse=False
-            )
+            policy = REMAT[self.compute.remat]
+            apply_layer = jax.checkpoint(apply_layer, policy=policy, prevent_cse=False)
 
         def body(carry, inputs):
-            (x_BLD, sums), (params, layer, seed_32) = carry, inputs
+            x_BLD, sums = carry
+            params, layer, seed_32 = inputs
             if sums is not None:
                 params, sums = add_gradient(sums, params, layer)
             return (apply_layer(x_BLD, params, layer, seed_32), sums), None
 
         params = nnx.to_pure_dict(params)
-        params = params if sums is None else jax.lax.stop_gradient(params)
-        (x_BLD, sums), _ = jax.lax.scan(
-            body, (embed_BLD, sums), (params, jnp.arange(self.cfg.layers), seed_N32)
-        )
+        if sums is not None:
+            params = jax.lax.stop_gradient(params)
+        inputs = (params, jnp.arange(self.cfg.layers), seed_N32)
+        (x_BLD, sums), _ = jax.lax.scan(body, (embed_BLD, sums), inputs)
         if sums is not None:
             x_BLD = start_gradient(sums, x_BLD)
         return rms_norm(x_BLD, self.norm[...], self.cfg.eps)
 
     def mtp_hidden(self, hidden_BLD, next_embed_BLD):
-        """Input of the MTP head at t, from the hidden state at t and the embedding of token t + 1;
-        [B, L, D].
-        """
-        mtp, eps = self.mtp, self.cfg.eps
+        """Input [B, L, D] of the MTP head at t: from the state at t and the embedding of t + 1."""
+        mtp = self.mtp
+        eps = self.cfg.eps
         h_BLD = rms_norm(hidden_BLD, mtp.norm_hidden[...], eps)
         e_BLD = rms_norm(next_embed_BLD, mtp.norm_embed[...], eps)
         proj = shard(mtp.proj[...].astype(h_BLD.dtype), None)
         return rms_norm(linear(jnp.concatenate([h_BLD, e_BLD], -1), proj), mtp.norm_out[...], eps)
 
     def logits(self, hidden_BLD, head="embed"):
-        """Float32 logits [B, L, V] of the main head, or of the MTP head (head="mtp"); for few
-        positions at a time.
-        """
-        weight_VD = (self.embed if head == "embed" else self.mtp.head)[...].astype(hidden_BLD.dtype)
+        """Float32 logits [B, L, V] of the main head, or of head="mtp"; for few positions."""
+        weight_VD = self.embed if head == "embed" else self.mtp.head
+        weight_VD = weight_VD[...].astype(hidden_BLD.dtype)
         return jnp.einsum("BLD,VD->BLV", hidden_BLD, weight_VD, preferred_element_type=jnp.float32)
 
-    def losses(
-        self,
-        token_BL,
-        segment_BL,
-        position_BL,
-        key=None,
-        row_B=None,
-        mtp=True,
-        sums=None,
-    ):
+    def losses(self, token_BL, segment_BL, position_BL, key=None, row_B=None, mtp=True, sums=None):
         """Summed losses (main, mtp) of both heads, in nats; divide each by the sum of its mask of
-        `target_masks`.
-
-        mtp=False omits the second head. For the others see `hidden`.
+        `target_masks`. mtp=False omits the second head. For the others see `hidden`.
         """
-        embed_BLD, chunk = (
-            self.lookup(token_BL),
-            self.compute.loss_tokens or (8192 if self.compute.tpu else 2048),
-        )
+        embed_BLD = self.lookup(token_BL)
+        chunk = self.compute.loss_tokens or (8192 if self.compute.tpu else 2048)
         hidden_BLD = self.hidden(embed_BLD, segment_BL, position_BL, key, row_B, sums)
-        main_BL, mtp_BL = target_masks(segment_BL)
         # labels are the tokens one and two positions on; the masks exclude those that wrap around
-        main = cross_entropy(hidden_BLD, self.embed[...], jnp.roll(token_BL, -1, 1), main_BL, chunk)
+        main_BL, mtp_BL = target_masks(segment_BL)
+        next_BL = jnp.roll(token_BL, -1, 1)
+        main = cross_entropy(hidden_BLD, self.embed[...], next_BL, main_BL, chunk)
         if not (mtp and self.cfg.mtp):
             return main, jnp.float32(0)
         draft_BLD = self.mtp_hidden(hidden_BLD, jnp.roll(embed_BLD, -1, 1))
-        return main, cross_entropy(
-            draft_BLD, self.mtp.head[...], jnp.roll(token_BL, -2, 1), mtp_BL, chunk
-        )
+        after_BL = jnp.roll(token_BL, -2, 1)
+        return main, cross_entropy(draft_BLD, self.mtp.head[...], after_BL, mtp_BL, chunk)
 
     def step(self, cache, token_BL, index_BL):
-        """Hidden states [B, L, D] of new tokens at slots (and positions) index_BL of a cache, and
-        the new cache.
-        """
-        x_BLD, rope = self.lookup(token_BL), self.rope(index_BL)
-        start_BL, cache = jnp.zeros_like(index_BL), list(cache)
+        """(hidden states [B, L, D], new cache) of tokens at slots and positions index_BL."""
+        x_BLD = self.lookup(token_BL)
+        rope = self.rope(index_BL)
+        start_BL = jnp.zeros_like(index_BL)
+        cache = list(cache)
         # a cache per layer: slicing a stacked one would copy it for every token
         for i in range(self.cfg.layers):
             layer = jax.tree.map(lambda a, i=i: a[i], self.layers)
-            x_BLD, cache[i] = call_layer(
-                layer, x_BLD, jnp.int32(i), rope, index_BL, start_BL, cache=cache[i]
-            )
+            inputs = (x_BLD, jnp.int32(i), rope, index_BL, start_BL)
+            x_BLD, cache[i] = call_layer(layer, *inputs, cache=cache[i])
         return rms_norm(x_BLD, self.norm[...], self.cfg.eps), cache
 
     def draft(self, hidden_B1D, token_B1):
-        """Logits [B, 1, V] of the token after token_B1, from the hidden state that predicted
-        token_B1.
-        """
+        """Logits [B, 1, V] of the token after token_B1, from the state that predicted token_B1."""
         return self.logits(self.mtp_hidden(hidden_B1D, self.lookup(token_B1)), "mtp")
 
     def new_cache(self, batch, slots):
         """Empty keys and values, a pair for each layer."""
-        I, J, K = self.cfg.maps, self.cfg.kv_heads // self.cfg.maps, self.cfg.head_size
-        shapes = (batch, I, J, slots, K), (batch, J, slots, I * K)
-        return [
-            tuple(jnp.zeros(shape, self.compute.dtype) for shape in shapes)
-            for _ in range(self.cfg.layers)
-        ]
+        I = self.cfg.maps
+        J = self.cfg.kv_heads // I
+        K = self.cfg.head_size
+        dtype = self.compute.dtype
+        cache = []
+        for _ in range(self.cfg.layers):
+            k_BIJMK = jnp.zeros((batch, I, J, slots, K), dtype)
+            cache.append((k_BIJMK, jnp.zeros((batch, J, slots, I * K), dtype)))
+        return cache
 
 
-# ---- losses --------------------------------------------------------------------------------------------------------
+# ---- losses --------------------------------------------------------------------------------------
 
 
 def target_masks(segment_BL):
@@ -608,62 +572,62 @@ def target_masks(segment_BL):
 def cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, chunk_tokens=2048):
     """sum over mask of [logsumexp(z) - z_label], z = hidden weight^T: float32, in nats.
 
-    Never holds [B, L, V]: a scan over chunks of about chunk_tokens tokens makes their logits, and
-    at once their gradients, dz = mask (softmax(z) - onehot). That is three
-    vocabulary matmuls; recomputing the logits in the backward pass would take four. The weight is
-    cast to hidden's dtype, its gradient summed in float32.
+    Never holds [B, L, V]: a scan over chunks makes their logits, and at once their gradients, dz =
+    mask (softmax(z) - onehot). That is three vocabulary matmuls; recomputing the logits in the
+    backward pass would take four. The weight's gradient is summed in float32.
     """
     # the forward pass makes the gradients too; where nobody wants them the compiler drops them
-    return _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, chunk_tokens)[0]
+    return _loss_and_gradients(hidden_BLD, weight_VD, label_BL, mask_BL, chunk_tokens)[0]
 
 
-def _cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, chunk_tokens):
-    """(loss, (dhidden, dweight)). On a mesh each device sums over its own rows; one reduction ends
-    it.
-    """
-    axes = batch_axes() if jax.sharding.get_abstract_mesh().size > 1 else None
-    of_rows = functools.partial(_cross_entropy_of_rows, chunk_tokens=chunk_tokens, axes=axes)
-    if axes:
-        rows, replicated = PS(BATCH), PS()
-        layout = {
-            "in_specs": (rows, replicated, rows, rows),
-            "out_specs": (replicated, (rows, replicated)),
-        }
-        of_rows = jax.shard_map(of_rows, **layout, axis_names=set(axes), check_vma=False)
-    return of_rows(
-        hidden_BLD, shard(weight_VD.astype(hidden_BLD.dtype), "tensor"), label_BL, mask_BL
-    )
+def _loss_and_gradients(hidden_BLD, weight_VD, label_BL, mask_BL, chunk_tokens):
+    """(loss, (dhidden, dweight)). On a mesh each device sums over its own rows."""
+    inputs = (hidden_BLD, shard(weight_VD.astype(hidden_BLD.dtype), "tensor"), label_BL, mask_BL)
+    axes = batch_axes()
+    if not axes or jax.sharding.get_abstract_mesh().size == 1:
+        return _of_rows(*inputs, chunk_tokens)
+
+    def of_device(*inputs):
+        loss, (dhidden_BLD, dweight_VD) = _of_rows(*inputs, chunk_tokens)
+        loss, dweight_VD = jax.lax.psum((loss, dweight_VD), axes)
+        return loss, (dhidden_BLD, dweight_VD)
+
+    rows = PS(BATCH)
+    return jax.shard_map(
+        of_device,
+        in_specs=(rows, PS(), rows, rows),
+        out_specs=(PS(), (rows, PS())),
+        axis_names=set(axes),
+        check_vma=False,
+    )(*inputs)
 
 
-def _cross_entropy_of_rows(hidden_BLD, weight_VD, label_BL, mask_BL, *, chunk_tokens, axes):
+def _of_rows(hidden_BLD, weight_VD, label_BL, mask_BL, chunk_tokens):
+    """(loss, (dhidden, dweight)) of the rows of a device, in chunks of C positions of each."""
     B, L, D = hidden_BLD.shape
-    # the most positions of each row that divide its length and make no more than chunk_tokens
-    # tokens
-    C = next(c for c in range(min(L, max(1, chunk_tokens // B)), 0, -1) if L % c == 0)
+    C = min(L, max(1, chunk_tokens // B))
+    while L % C:
+        C -= 1
 
     # [n, T, ...], T = B C: with one axis of tokens each product is one plain matmul
     def chunks(x_BL):
         x_nBC = x_BL.reshape(B, L // C, C, *x_BL.shape[2:]).swapaxes(0, 1)
         return x_nBC.reshape(L // C, B * C, *x_BL.shape[2:])
 
-    step = functools.partial(_cross_entropy_of_chunk, weight_VD)
-    carry = jnp.float32(0), jnp.zeros(weight_VD.shape, jnp.float32)
-    (loss, dweight_VD), dhidden_nTD = jax.lax.scan(
-        step, carry, jax.tree.map(chunks, (hidden_BLD, label_BL, mask_BL))
-    )
+    carry = (jnp.float32(0), jnp.zeros(weight_VD.shape, jnp.float32))
+    step = functools.partial(_of_chunk, weight_VD)
+    inputs = jax.tree.map(chunks, (hidden_BLD, label_BL, mask_BL))
+    (loss, dweight_VD), dhidden_nTD = jax.lax.scan(step, carry, inputs)
     dhidden_BLD = dhidden_nTD.reshape(L // C, B, C, D).swapaxes(0, 1).reshape(B, L, D)
     # the one-hot part of dweight is a scatter
     dweight_VD = dweight_VD.at[label_BL].add(-hidden_BLD.astype(jnp.float32) * mask_BL[..., None])
-    if axes:
-        loss, dweight_VD = jax.lax.psum((loss, dweight_VD), axes)
     return loss, (dhidden_BLD, dweight_VD)
 
 
-def _cross_entropy_of_chunk(weight_VD, carry, chunk):
-    """A step of the scan: the carry is the loss and dweight so far without its one-hot part, the
-    result is dhidden.
-    """
-    (loss, dweight_VD), (h_TD, label_T, mask_T) = carry, chunk
+def _of_chunk(weight_VD, carry, chunk):
+    """A step of the scan: ((loss, dweight without its one-hot part) so far, dhidden)."""
+    loss, dweight_VD = carry
+    h_TD, label_T, mask_T = chunk
     # e^(logit - label's logit), whose sum is 1 / p(label). As no maximum comes first, a TPU sums
     # while it multiplies. So that their sum over 10^5 ids is finite, no logit counts for more than
     # the label's + 75.
@@ -689,22 +653,20 @@ def _cross_entropy_backward(chunk_tokens, gradients, dloss):
     return dhidden_BLD * dloss.astype(dhidden_BLD.dtype), dweight_VD * dloss, None, None
 
 
-cross_entropy.defvjp(_cross_entropy, _cross_entropy_backward)
+cross_entropy.defvjp(_loss_and_gradients, _cross_entropy_backward)
 
 
-# ---- parameters ----------------------------------------------------------------------------------------------------
+# ---- parameters ----------------------------------------------------------------------------------
 
 
 def new_params(cfg, seed):
-    """Fresh float32 parameters as a plain nested dict of arrays: {"embed", "layers": {"wq", ...},
-    "norm", "mtp"}.
-    """
+    """Fresh float32 parameters: {"embed", "layers": {"wq", ...}, "norm", "mtp"}."""
     return nnx.to_pure_dict(nnx.state(PythonCoder(cfg, nnx.Rngs(seed))))
 
 
 @functools.lru_cache
 def graph_of(cfg, compute):
-    """The model without its parameters: nnx.merge(graph_of(cfg, compute), params) is a PythonCoder."""
+    """The model without parameters: nnx.merge(graph_of(cfg, compute), params) is a PythonCoder."""
     return nnx.split(nnx.eval_shape(lambda: PythonCoder(cfg, nnx.Rngs(0), compute)))[0]
 
 
@@ -715,16 +677,13 @@ def param_shapes(cfg):
 
 def count_params(cfg):
     """{name: parameters} of the parts of the model, and their "total"."""
-    counts = {
-        name: sum(x.size for x in jax.tree.leaves(part)) for name, part in param_shapes(cfg).items()
-    }
+    parts = param_shapes(cfg).items()
+    counts = {name: sum(x.size for x in jax.tree.leaves(part)) for name, part in parts}
     return counts | {"total": sum(counts.values())}
 
 
 def flops_per_token(cfg, length):
-    """Training FLOPs of one token in a row of `length`: 6 per matmul parameter, and causal
-    attention.
-    """
+    """Training FLOPs of a token in a row of `length`: 6 per matmul parameter, and attention."""
     leaves = jax.tree_util.tree_leaves_with_path(param_shapes(cfg))
     matmul = sum(leaf.size for path, leaf in leaves if path[-1].key in {*SHARDING, "w_lambda"})
     # A head takes 2K for a score, a differential head 2E = 4K for a value: 4K per head and
@@ -733,38 +692,61 @@ def flops_per_token(cfg, length):
     return 6 * matmul + 3 * cfg.layers * cfg.heads * 4 * cfg.head_size * length / 2
 
 
-def shardings(mesh, tree):
-    """A NamedSharding for each leaf of a tree of parameters, or of optimizer moments, by its
-    name.
-    """
-
-    def layout(path, _):
-        # the innermost name that SHARDING knows: optimizers wrap parameters in tuples of their own
-        names = [key.key for key in path[::-1] if getattr(key, "key", None) in SHARDING]
-        return jax.NamedSharding(mesh, SHARDING[names[0]] if names else PS())
-
-    return jax.tree_util.tree_map_with_path(layout, tree)
-
-
 def read_config(folder, meta):
     """The Config of a checkpoint in `folder`, from its metadata. ValueError for another family."""
     try:
+        cfg = Config(**meta["model"])
         if (
-            min(
-                meta["model"].get(name, 1)
-                for name in "vocab width layers heads kv_heads head_size ffn".split()
-            )
+            min(cfg.vocab, cfg.width, cfg.layers, cfg.heads, cfg.kv_heads, cfg.head_size, cfg.ffn)
             < 1
         ):
             raise ValueError(f"a size of {meta['model']} is below 1")
-        return Config(**meta["model"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{folder} holds no PythonCoder ({error}); is it a Dream, or of another version?"
         ) from None
+    return cfg
 
 
-# ---- sampling ------------------------------------------------------------------------------------------------------
+# ---- layouts on a mesh of devices -----------------------------------------------------------------
+
+# Of parameters on a mesh (data, fsdp, tensor): tensor splits heads, feed-forward, vocabulary; fsdp
+# the other side, which is gathered where the weight is used. All others are small and replicated.
+SHARDING = {
+    **dict.fromkeys(("embed", "head"), PS(("tensor", "fsdp"), None)),
+    **dict.fromkeys(("wq", "wk", "wv", "w_gate", "w_up"), PS(None, "fsdp", "tensor")),
+    **dict.fromkeys(("wo", "w_down"), PS(None, "tensor", "fsdp")),
+    "proj": PS("fsdp", None),
+}
+BATCH = ("data", "fsdp")  # both axes split the batch
+
+
+def shard(x, *spec):
+    """x with a layout on the mesh in use (jax.set_mesh); without a mesh, x as it is."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, PS(*spec))
+
+
+def batch_axes():
+    """The axes of the mesh that split the batch; None without, and inside shard_map over them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or set(BATCH) & set(mesh.manual_axes) else BATCH
+
+
+def shardings(mesh, tree):
+    """A NamedSharding for each leaf of a tree of parameters, or of optimizer moments."""
+
+    def layout(path, _):  # by the innermost name that SHARDING knows
+        spec = PS()
+        for key in path:
+            spec = SHARDING.get(getattr(key, "key", None), spec)
+        return jax.NamedSharding(mesh, spec)
+
+    return jax.tree_util.tree_map_with_path(layout, tree)
+
+
+# ---- sampling ------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
