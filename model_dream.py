@@ -421,7 +421,7 @@ class Dream(nnx.Module):
         return self.token_nll(hidden_BLD, token_BL, mask_BL)
 
     def readings(self, noised_BL, token_BL, segment_BL, position_BL, block):
-        """The states [B, L, D] that predict each position in blocks, and the clean states before it:
+        """The states [B, L, D] that predict each position in blocks, and the clean ones before it:
         in a causal model they predict it, too.
 
         The noised and the clean row run side by side: a noised token attends to its own block
@@ -775,7 +775,7 @@ def product(x_TD, weight_FD, spec, dtype=jnp.float32, axis=1):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def frozen_product(x_TD, weight, spec, dtype, platform=""):
-    """x W^T [T, F] in float32 of an Int8 or Int4. Its gradient is x's alone, and keeps no wide W."""
+    """x W^T [T, F] in float32 of an Int8 or Int4. Its gradient is x's alone and keeps no wide W."""
     if isinstance(weight, Int8):  # each q is exact in bfloat16, so the scales multiply the product
         return product(x_TD, weight.q_FD, spec) * weight.scale_F1[:, 0]
     if len(x_TD) <= (2048 if platform == "tpu" else 1):

@@ -93,7 +93,7 @@ REMAT = {
 }
 
 
-# ---- the parts of a layer -------------------------------------------------------------------------
+# ---- the parts of a layer -----------------------------------------------------------------------
 
 
 def rms_norm(x, weight, eps):
@@ -139,7 +139,7 @@ def rope_table(position_BL, inv_freq, attention_factor=1.0):
 
 
 def rotate(x_BLK, cos_BLK, sin_BLK, by_matmul=False):
-    """Rotary embedding of both halves: x cos + [-x_2; x_1] sin. cos and sin broadcast against x."""
+    """Rotary embedding of both halves: x cos + [-x_2; x_1] sin; cos and sin broadcast."""
     half = x_BLK.shape[-1] // 2
     if by_matmul:  # with a signed permutation, faster on a TPU than slicing 128 lanes
         eye = np.eye(half)
@@ -181,7 +181,7 @@ def linear(x_BLD, weight_DF, tpu=False):
     return y_TF.reshape(*x_BLD.shape[:-1], -1)
 
 
-# ---- the model -----------------------------------------------------------------------------------
+# ---- the model ----------------------------------------------------------------------------------
 
 
 class Block(nnx.Module):
@@ -298,8 +298,8 @@ class Block(nnx.Module):
             kernel_here = on_each_device(functools.partial(kernel, floor=floor))
             o_BPLE = kernel_here(*inputs, start_BL)
         else:
-            how = {"floor": floor, "block": self.compute.block}
-            o_BPLE = attention(*inputs, index_BL, start_BL, **how)
+            block = self.compute.block
+            o_BPLE = attention(*inputs, index_BL, start_BL, floor, block=block)
         # plain_tpu names its results itself; with two names remat keeps them twice
         if kernel is not plain_tpu:
             o_BPLE = checkpoint_name(o_BPLE, "attn")
@@ -326,7 +326,7 @@ class Block(nnx.Module):
         return shard(getattr(self, name)[...].astype(self.compute.dtype), *spec)
 
     def barrier(self, x):
-        """x; on a TPU no fusion crosses it, which keeps norms out of the matmuls (4 % of a step)."""
+        """x; on a TPU no fusion crosses it, which keeps norms out of matmuls (4 % of a step)."""
         return jax.lax.optimization_barrier(x) if self.compute.tpu else x
 
 
@@ -552,7 +552,7 @@ class PythonCoder(nnx.Module):
         return cache
 
 
-# ---- losses --------------------------------------------------------------------------------------
+# ---- losses -------------------------------------------------------------------------------------
 
 
 def target_masks(segment_BL):
@@ -656,7 +656,7 @@ def _cross_entropy_backward(chunk_tokens, gradients, dloss):
 cross_entropy.defvjp(_loss_and_gradients, _cross_entropy_backward)
 
 
-# ---- parameters ----------------------------------------------------------------------------------
+# ---- parameters ---------------------------------------------------------------------------------
 
 
 def new_params(cfg, seed):
@@ -708,7 +708,7 @@ def read_config(folder, meta):
     return cfg
 
 
-# ---- layouts on a mesh of devices -----------------------------------------------------------------
+# ---- layouts on a mesh of devices ---------------------------------------------------------------
 
 # Of parameters on a mesh (data, fsdp, tensor): tensor splits heads, feed-forward, vocabulary; fsdp
 # the other side, which is gathered where the weight is used. All others are small and replicated.
@@ -746,7 +746,7 @@ def shardings(mesh, tree):
     return jax.tree_util.tree_map_with_path(layout, tree)
 
 
-# ---- sampling ------------------------------------------------------------------------------------
+# ---- sampling -----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -771,9 +771,8 @@ def probabilities(logits_V, rule):
     if rule.temperature == 0:
         return jax.nn.one_hot(jnp.argmax(logits_V, -1), V)
     width = 1 if jax.default_backend() == "cpu" else 3  # for speed alone
-    return diffusion.softmax(
-        diffusion.filter_logits(logits_V, rule.temperature, rule.top_k, rule.top_p, "mdlm", width)
-    )
+    how = (rule.temperature, rule.top_k, rule.top_p, "mdlm", width)
+    return diffusion.softmax(diffusion.filter_logits(logits_V, *how))
 
 
 def without_repeats(logits_BV, token_BM, length_B, n):
@@ -782,11 +781,9 @@ def without_repeats(logits_BV, token_BM, length_B, n):
     """
     if n == 0:
         return logits_BV
-    row_B1, index_M, back_N = (
-        jnp.arange(len(length_B))[:, None],
-        jnp.arange(token_BM.shape[1]),
-        jnp.arange(1, n),
-    )
+    row_B1 = jnp.arange(len(length_B))[:, None]
+    index_M = jnp.arange(token_BM.shape[1])
+    back_N = jnp.arange(1, n)
     # True at tokens that follow an earlier copy of the last n - 1 tokens
     last_BN = token_BM[row_B1, length_B[:, None] - back_N]
     followed_BM = (token_BM[:, index_M[:, None] - back_N] == last_BN[:, None]).all(-1)
@@ -801,8 +798,7 @@ def draw(p_BV, key, position_B, rule):
 
     It is the argmax of log p plus Gumbel noise, which depends on key, row and position alone. A
     draft is accepted where it is the token that the model draws with the same noise, so drafts do
-    not change a text. At most 0.2 % fewer are accepted than by min(1, p/q) (bench/LOG.md). Ref:
-    arXiv:2408.07978.
+    not change a text. At most 0.2 % fewer are accepted than by min(1, p/q). Ref: arXiv:2408.07978.
     """
     if rule.temperature == 0:
         return jnp.argmax(p_BV, -1).astype(jnp.int32)
@@ -819,21 +815,17 @@ def start(model, prompt_BL, length_B, limit_B, key, slots, rule):
     Its cache and texts token_BM have `slots` > limit_B slots. A row ends at limit_B tokens or after
     rule.eos.
     """
-    (B, L), row_B = prompt_BL.shape, jnp.arange(len(prompt_BL))
-    hidden_BLD, cache = model.step(
-        model.new_cache(B, slots), prompt_BL, jnp.broadcast_to(jnp.arange(L), (B, L))
-    )
+    B, L = prompt_BL.shape
+    row_B = jnp.arange(B)
+    slot_BL = jnp.broadcast_to(jnp.arange(L), (B, L))
+    hidden_BLD, cache = model.step(model.new_cache(B, slots), prompt_BL, slot_BL)
     hidden_B1D = hidden_BLD[row_B, length_B - 1][:, None]  # of each prompt's last token
-    logits_BV = without_repeats(
-        model.logits(hidden_B1D)[:, 0], prompt_BL, length_B, rule.no_repeat_ngram
-    )
+    logits_BV = model.logits(hidden_B1D)[:, 0]
+    logits_BV = without_repeats(logits_BV, prompt_BL, length_B, rule.no_repeat_ngram)
     first_B = draw(probabilities(logits_BV, rule), key, length_B, rule)
+    token_BM = jnp.zeros((B, slots), jnp.int32).at[:, :L].set(prompt_BL)
     state = {
-        "token_BM": jnp.zeros((B, slots), jnp.int32)
-        .at[:, :L]
-        .set(prompt_BL)
-        .at[row_B, length_B]
-        .set(first_B),
+        "token_BM": token_BM.at[row_B, length_B].set(first_B),
         "length_B": length_B + 1,
         "limit_B": limit_B,
         "done_B": (first_B == rule.eos) | (length_B + 1 >= limit_B),
@@ -850,9 +842,8 @@ def start(model, prompt_BL, length_B, limit_B, key, slots, rule):
 
 def propose(model, hidden_B1D, token_B, key, position_B, rule):
     """A draft of the token at this position, after token_B, by the MTP head."""
-    return draw(
-        probabilities(model.draft(hidden_B1D, token_B[:, None])[:, 0], rule), key, position_B, rule
-    )
+    logits_BV = model.draft(hidden_B1D, token_B[:, None])[:, 0]
+    return draw(probabilities(logits_BV, rule), key, position_B, rule)
 
 
 @functools.partial(jax.jit, static_argnames="rule", donate_argnames="state")
@@ -867,40 +858,38 @@ def advance(model, state, passes, rule):
     row_B = jnp.arange(len(state["length_B"]))
 
     def body(state):
-        token_BM, length_B, done_B, key = (
-            state["token_BM"],
-            state["length_B"],
-            state["done_B"],
-            state["key"],
-        )
-        # The input is the last token, and the draft of the next one (L = 2).
+        token_BM = state["token_BM"]
+        length_B = state["length_B"]
+        done_B = state["done_B"]
+        key = state["key"]
+
+        # The input is the last token, and the draft of the next one (L = 2), taken for now.
         input_BL = token_BM[row_B, length_B - 1][:, None]
         if rule.speculate:
             input_BL = jnp.concatenate([input_BL, state["draft_B"][:, None]], 1)
-        index_BL = length_B[:, None] + jnp.arange(input_BL.shape[1])
+        L = input_BL.shape[1]
+        index_BL = length_B[:, None] + jnp.arange(L)
         hidden_BLD, cache = model.step(state["cache"], input_BL, index_BL - 1)
-        # the draft, for now
         token_BM = token_BM.at[row_B[:, None], index_BL[:, :-1]].set(input_BL[:, 1:])
         logits_BLV = model.logits(hidden_BLD)
-        texts = [(logits_BLV[:, i], token_BM, length_B + i) for i in range(input_BL.shape[1])]
-        p_BLV = probabilities(
-            jnp.stack([without_repeats(*text, rule.no_repeat_ngram) for text in texts], 1), rule
-        )
+        n = rule.no_repeat_ngram
+        allowed = [without_repeats(logits_BLV[:, i], token_BM, length_B + i, n) for i in range(L)]
+        p_BLV = probabilities(jnp.stack(allowed, 1), rule)
         state = state | {"cache": cache, "passes": state["passes"] - 1}
         newest_B = draw(p_BLV[:, 0], key, length_B, rule)
-        new_BL, extra_B = newest_B[:, None], 0
+        new_BL = newest_B[:, None]
+        extra_B = 0
         if rule.speculate:
             # The token after the draft counts where the draft is what was drawn.
             new_BL = jnp.stack([newest_B, draw(p_BLV[:, 1], key, length_B + 1, rule)], 1)
             accepted_B = newest_B == state["draft_B"]
-            extra_B = (
-                accepted_B & (newest_B != rule.eos) & (length_B + 1 < state["limit_B"])
-            ).astype(jnp.int32)
+            goes_on_B = (newest_B != rule.eos) & (length_B + 1 < state["limit_B"])
+            extra_B = (accepted_B & goes_on_B).astype(jnp.int32)
             # Draft the token after the newest, from the hidden state that predicted the newest.
-            newest_B, of_newest_B1D = new_BL[row_B, extra_B], hidden_BLD[row_B, extra_B][:, None]
-            state["draft_B"] = propose(
-                model, of_newest_B1D, newest_B, key, length_B + 1 + extra_B, rule
-            )
+            newest_B = new_BL[row_B, extra_B]
+            hidden_B1D = hidden_BLD[row_B, extra_B][:, None]
+            position_B = length_B + 1 + extra_B
+            state["draft_B"] = propose(model, hidden_B1D, newest_B, key, position_B, rule)
             state["accepted_B"] += accepted_B & ~done_B
         length_B = jnp.where(done_B, length_B, length_B + 1 + extra_B)
         return state | {
@@ -910,10 +899,10 @@ def advance(model, state, passes, rule):
             "forwards_B": state["forwards_B"] + ~done_B,
         }
 
-    state |= {"passes": passes}
-    return jax.lax.while_loop(
-        lambda state: (state["passes"] > 0) & ~jnp.all(state["done_B"]), body, state
-    )
+    def goes_on(state):
+        return (state["passes"] > 0) & ~jnp.all(state["done_B"])
+
+    return jax.lax.while_loop(goes_on, body, state | {"passes": passes})
 
 
 def generate(model, prompts, max_new, rule, key, on_tokens=None, chunk=16):
@@ -927,11 +916,10 @@ def generate(model, prompts, max_new, rule, key, on_tokens=None, chunk=16):
     """
     cfg = model.cfg
     length_B = np.array([len(prompt) for prompt in prompts], np.int32)
-    longest, reach = int(length_B.max()) + max_new, int(cfg.positions * cfg.yarn_factor)
+    longest = int(length_B.max()) + max_new
+    reach = int(cfg.positions * cfg.yarn_factor)
     if longest > reach:
-        raise ValueError(
-            f"{longest} tokens do not fit: the model reaches {reach} positions; lower max_new"
-        )
+        raise ValueError(f"{longest} tokens do not fit: the model reaches {reach} positions")
     if length_B.min() == 0:
         raise ValueError("an empty prompt: give at least one token")
 
@@ -944,17 +932,17 @@ def generate(model, prompts, max_new, rule, key, on_tokens=None, chunk=16):
     # The rotary table is chosen once, for the longest text: a cache holds rotated keys.
     compute = dataclasses.replace(model.compute, yarn=longest > cfg.positions)
     model = nnx.merge(graph_of(cfg, compute), nnx.state(model))
-    state = start(
-        model, prompt_BL, length_B, length_B + max_new, key, slots=padded(longest + 2), rule=rule
-    )
+    slots = padded(longest + 2)
+    state = start(model, prompt_BL, length_B, length_B + max_new, key, slots=slots, rule=rule)
     while True:  # waits for the device once per chunk
-        token_BM, end_B, done_B = (np.asarray(state[k]) for k in ("token_BM", "length_B", "done_B"))
-        texts = [
-            row[begin:end].tolist()
-            for row, begin, end in zip(token_BM, length_B, end_B, strict=True)
-        ]
-        if (on_tokens and on_tokens(texts)) or done_B.all():
+        token_BM = np.asarray(state["token_BM"])
+        ends = zip(token_BM, length_B, np.asarray(state["length_B"]), strict=True)
+        texts = [row_M[begin:end].tolist() for row_M, begin, end in ends]
+        if (on_tokens and on_tokens(texts)) or np.all(state["done_B"]):
             break
         state = advance(model, state, chunk, rule=rule)
-    stats = {name: int(np.asarray(state[f"{name}_B"]).sum()) for name in ("forwards", "accepted")}
-    return texts, stats | {"tokens": sum(map(len, texts))}
+    return texts, {
+        "forwards": int(state["forwards_B"].sum()),
+        "accepted": int(state["accepted_B"].sum()),
+        "tokens": sum(map(len, texts)),
+    }

@@ -373,16 +373,25 @@ def as_numpy(result):
     return tuple(map(as_numpy, result)) if isinstance(result, tuple) else np.asarray(result)
 
 
-@pytest.fixture(params=["numpy", "jax", "torch"])
-def library_name(request):
-    pytest.importorskip(request.param)
-    return request.param
-
-
-@pytest.fixture(params=["float64", "float32"])
-def library(library_name, request):
+@pytest.fixture(
+    params=[
+        ("numpy", "float64"),
+        ("jax", "float32"),
+        *(
+            pytest.param(form, marks=pytest.mark.slow)
+            for form in (("numpy", "float32"), ("jax", "float64"))
+        ),
+        *(
+            pytest.param(("torch", dtype), marks=pytest.mark.slow)
+            for dtype in ("float64", "float32")
+        ),
+    ],
+    ids="-".join,
+)
+def library(request):
     """numpy, jax under jit, torch under compile(fullgraph=True); each in float64 and float32."""
-    return Library(library_name, request.param)
+    pytest.importorskip(request.param[0])
+    return Library(*request.param)
 
 
 @pytest.fixture(scope="module")

@@ -32,12 +32,14 @@ pytestmark = pytest.mark.usefixtures("exact_matmuls")
 LAMBDAS = ("lq1", "lk1", "lq2", "lk2")
 
 
+def slow(case):
+    return pytest.param(case, marks=pytest.mark.slow)
+
+
 def close(got, want, rel):
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape
-    assert np.abs(got - want).max() <= rel * np.abs(want).max(), (
-        np.abs(got - want).max() / np.abs(want).max()
-    )
+    assert np.abs(got - want).max() <= rel * np.abs(want).max()
 
 
 def random(B, P, J, L, K, I=2):
@@ -59,17 +61,14 @@ def brute_force(q_BIPLK, k_BIJMK, v_BJME, lam, index_BL, start_BL, floor, cap):
     for b, p, l in np.ndindex(B, P, L):
         seen, maps = slice(start_BL[b, l], index_BL[b, l] + 1), []
         for i in range(I):
-            s_M = (
-                np.float64(k_BIJMK[b, i, p // G, seen])
-                @ np.float64(q_BIPLK[b, i, p, l])
-                / np.sqrt(K)
-            )
+            k_MK, q_K = np.float64(k_BIJMK[b, i, p // G, seen]), np.float64(q_BIPLK[b, i, p, l])
+            s_M = k_MK @ q_K / np.sqrt(K)
             e_M = np.exp(cap * np.tanh(s_M / cap) if cap else s_M)
             maps.append(e_M / e_M.sum())
         a_M = maps[0] if I == 1 else maps[0] - lam * maps[1]
-        o_BPLE[b, p, l] = (np.maximum(a_M, 0) if floor and I == 2 else a_M) @ np.float64(
-            v_BJME[b, p // G, seen]
-        )
+        if floor and I == 2:
+            a_M = np.maximum(a_M, 0)
+        o_BPLE[b, p, l] = a_M @ np.float64(v_BJME[b, p // G, seen])
     return o_BPLE
 
 
@@ -81,14 +80,11 @@ run = jax.jit(attention, static_argnames=("floor", "cap", "block"))
 @pytest.mark.parametrize(("L", "block"), [(1, 8), (8, 8), (9, 8), (23, 8), (23, 256)])
 def test_attention_equals_brute_force_at_every_block_border(L, block, I):
     q, k, v, _ = random(2, 4, 2, L, 4, I=I)
-    start_BL, index_BL = (
-        starts([[min(3, L), L - min(3, L)], [L]]),
-        np.broadcast_to(np.arange(L), (2, L)),
-    )
+    start_BL = starts([[min(3, L), L - min(3, L)], [L]])
+    index_BL = np.broadcast_to(np.arange(L), (2, L))
     for floor, cap, index, start in ((True, 0.0, None, start_BL), (False, 1.5, index_BL, None)):
-        want = brute_force(
-            q, k, v, 0.6, index_BL, np.zeros((2, L), int) if start is None else start, floor, cap
-        )
+        first_BL = 0 * index_BL if start is None else start
+        want = brute_force(q, k, v, 0.6, index_BL, first_BL, floor, cap)
         close(run(q, k, v, 0.6, index, start, floor=floor, cap=cap, block=block), want, 1e-6)
 
 
@@ -96,18 +92,18 @@ def test_decoding_through_a_cache_and_left_pads_give_the_whole_rows_answers():
     B, L, pads = 2, 12, 4
     q, k, v, _ = random(B, 3, 1, L, 8)
     whole = run(q, k, v, 0.7, None, None)
-    cache_k, cache_v = (
-        np.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, 5), (0, 0)], constant_values=9.0) for x in (k, v)
-    )
+
+    def padded(x, left, right):
+        sides = [(0, 0)] * (x.ndim - 2) + [(left, right), (0, 0)]
+        return np.pad(x, sides, constant_values=9.0)
+
+    cache_k, cache_v = padded(k, 0, 5), padded(v, 0, 5)
     for low, high in ((0, 7), (7, 8), (8, 12)):
         index_BL = np.broadcast_to(np.arange(low, high), (B, high - low))
         part = run(q[:, :, :, low:high], cache_k, cache_v, 0.7, index_BL, None)
         np.testing.assert_allclose(part, whole[:, :, low:high], atol=1e-6)
-    padded = [
-        np.pad(x, [(0, 0)] * (x.ndim - 2) + [(pads, 0), (0, 0)], constant_values=9.0)
-        for x in (q, k, v)
-    ]
-    shifted = run(*padded, 0.7, None, np.full((B, L + pads), pads))
+    moved = [padded(x, pads, 0) for x in (q, k, v)]
+    shifted = run(*moved, 0.7, None, np.full((B, L + pads), pads))
     assert np.isfinite(shifted).all()  # pads see no key at all
     np.testing.assert_allclose(shifted[:, :, pads:], whole, atol=1e-6)
 
@@ -167,37 +163,29 @@ def golden_layer(t, index_BL, start_BL, init, eps, core, block, floor, cap, clam
         return results, grads, None
     B, M, N, _ = t["k"].shape  # with the identity as V, the result is the map
     eye_BJMM = jnp.broadcast_to(jnp.eye(M), (B, N // 2, M, M))
-    return (
-        results,
-        grads,
-        core(split(t["q"]), split(t["k"]), eye_BJMM, results[0], block=block, **settings),
-    )
+    maps = core(split(t["q"]), split(t["k"]), eye_BJMM, results[0], block=block, **settings)
+    return results, grads, maps
 
 
 @pytest.mark.golden
-@pytest.mark.parametrize("core", [attention, pytest.param(by_kernel, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("core", [attention, slow(by_kernel)])
 def test_golden_differential_attention_and_all_its_gradients(golden_dir, core):
     cases = json.loads((golden_dir("pythoncoder") / "diff_attention.json").read_text())["cases"]
     arrays = np.load(golden_dir("pythoncoder") / "diff_attention.npz")
     for case in cases:
-        t = {
-            key.split("/")[1]: x for key, x in arrays.items() if key.startswith(case["name"] + "/")
-        }
+        name = case["name"] + "/"
+        t = {key.removeprefix(name): x for key, x in arrays.items() if key.startswith(name)}
         B, L, M = *t["q"].shape[:2], t["k"].shape[1]
         if core is by_kernel and (L != M or case["cap"]):
             continue  # not the kernel's task
         index_BL, start_BL = np.broadcast_to(np.arange(M - L, M), (B, L)), None
         if "seg_q" in t:
             start_BL = np.argmax(t["seg_q"][:, :, None] == t["seg_k"][:, None, :], -1)
-        inputs = {
-            name: x for name, x in t.items() if name in ("q", "k", "v", "subln", "cot", *LAMBDAS)
-        }
+        inputs = {name: t[name] for name in ("q", "k", "v", "subln", "cot", *LAMBDAS)}
         static = {name: case[name] for name in ("floor", "cap", "clamp")} | {"core": core}
         static["block"] = 64 if core is attention and "map" in t else 0
-        results = golden_layer(
-            inputs, index_BL, start_BL, lambda_init(case["layer"]), case["eps"], **static
-        )
-        (lam, o_BLPE, out_BLPE), grads, map_BPLM = results
+        places = index_BL, start_BL, lambda_init(case["layer"]), case["eps"]
+        (lam, o_BLPE, out_BLPE), grads, map_BPLM = golden_layer(inputs, *places, **static)
         assert float(lam) == pytest.approx(case["lam"], abs=2e-7)
         close(o_BLPE, t["o"], 2e-5)
         close(out_BLPE, t["out"], 2e-5)
@@ -212,15 +200,10 @@ def test_golden_v2_is_a_difference_of_plain_heads(golden_dir):
     cases = json.loads((golden_dir("pythoncoder") / "diff_v2.json").read_text())["cases"]
     arrays = np.load(golden_dir("pythoncoder") / "diff_v2.npz")
     for case in cases:
-        q, k, v, logit_BLP, want = (
-            arrays[f"{case['index']}/{n}"] for n in ("q", "k", "v", "lambda_logit", "out")
-        )
-        q_BIPLK, k_BIJLK, v_BJLE = (
-            q.swapaxes(1, 2)[:, None],
-            k.swapaxes(1, 2)[:, None],
-            v.swapaxes(1, 2),
-        )
-        o_BPLE = run(q_BIPLK, k_BIJLK, v_BJLE, None, None, None)
+        names = ("q", "k", "v", "lambda_logit", "out")
+        q, k, v, logit_BLP, want = (arrays[f"{case['index']}/{name}"] for name in names)
+        q_BIPLK, k_BIJLK = (x.swapaxes(1, 2)[:, None] for x in (q, k))
+        o_BPLE = run(q_BIPLK, k_BIJLK, v.swapaxes(1, 2), None, None, None)
         gate_BPL1 = jax.nn.sigmoid(logit_BLP).swapaxes(1, 2)[..., None]
         close((o_BPLE[:, 0::2] - gate_BPL1 * o_BPLE[:, 1::2]).swapaxes(1, 2), want, 2e-5)
 
@@ -229,37 +212,24 @@ def test_golden_v2_is_a_difference_of_plain_heads(golden_dir):
 def test_golden_lambda_init_of_ints_arrays_and_tracers(golden_dir):
     values = json.loads((golden_dir("pythoncoder") / "lambda_init.json").read_text())["values"]
     layers = np.arange(len(values))
-    for got in (
-        [lambda_init(int(n)) for n in layers],
-        lambda_init(layers),
-        jax.jit(jax.vmap(lambda_init))(layers),
-    ):
+    one_by_one, traced = [lambda_init(int(n)) for n in layers], jax.jit(jax.vmap(lambda_init))
+    for got in (one_by_one, lambda_init(layers), traced(layers)):
         np.testing.assert_allclose(np.asarray(got), values, rtol=0, atol=1e-7)
 
 
-KERNEL_CASES = {
-    # documents of each row, block_q, block_k, heads P, groups J, floor
+# fmt: off
+KERNEL_CASES = {  # documents of each row, block_q, block_k, heads P, groups J, floor
     "one document": ([[384]], 128, 128, 3, 1, True),
-    "borders before, at and after block borders": (
-        [[127, 129, 128], [129, 127, 128]],
-        128,
-        128,
-        2,
-        2,
-        True,
-    ),
+    "borders before, at and after block borders":
+        ([[127, 129, 128], [129, 127, 128]], 128, 128, 2, 2, True),
     "blocks of queries longer than of keys": ([[100, 156], [255, 1]], 256, 128, 1, 1, True),
-    "blocks of keys longer than of queries, no floor": (
-        [[60, 100, 96], [128, 128]],
-        128,
-        256,
-        3,
-        1,
-        False,
-    ),
+    "blocks of keys longer than of queries, no floor":
+        ([[60, 100, 96], [128, 128]], 128, 256, 3, 1, False),
     "single tokens": ([[1] * 256, [1, 126, 1, 1, 1, 126]], 128, 128, 2, 1, True),
     "blocks that do not divide the length, no floor": ([[200, 184]], 256, 512, 1, 1, False),
 }
+# fmt: on
+SLOW = [name for name in KERNEL_CASES if "borders" not in name]
 
 
 def with_gradients(core, q, k, v, lam, do):
@@ -267,24 +237,17 @@ def with_gradients(core, q, k, v, lam, do):
     return {"o": o} | dict(zip(("dq", "dk", "dv", "dlam"), vjp(do), strict=True))
 
 
-KERNEL_DEFAULT = {"borders before, at and after block borders"}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=() if x in KERNEL_DEFAULT else pytest.mark.slow) for x in KERNEL_CASES],
-)
+@pytest.mark.parametrize("name", ["borders before, at and after block borders", *map(slow, SLOW)])
 def test_kernel_equals_einsums_forward_and_in_every_gradient(name):
     documents, block_q, block_k, P, J, floor = KERNEL_CASES[name]
     inputs, start_BL = random(len(documents), P, J, sum(documents[0]), 16), starts(documents)
 
     @jax.jit
     def both(q, k, v, do, start_BL):
-        blocks = {"block_q": block_q, "block_k": block_k}
-        einsums = functools.partial(attention, index_BL=None, start_BL=start_BL, floor=floor)
-        kernel = functools.partial(
-            attention_tpu, start_BL=start_BL, floor=floor, interpret=True, **blocks
-        )
+        settings = {"start_BL": start_BL, "floor": floor}
+        blocks = {"block_q": block_q, "block_k": block_k, "interpret": True}
+        einsums = functools.partial(attention, index_BL=None, **settings)
+        kernel = functools.partial(attention_tpu, **settings, **blocks)
         return [with_gradients(core, q, k, v, jnp.float32(0.6), do) for core in (einsums, kernel)]
 
     want, got = both(*inputs, start_BL)
@@ -300,13 +263,9 @@ def test_the_library_s_kernel_for_one_map_equals_einsums_forward_and_in_every_gr
 
     @jax.jit
     def both(*inputs):
-        cores = (
-            functools.partial(attention, index_BL=None),
-            functools.partial(plain_tpu, interpret=True),
-        )
-        return [
-            with_gradients(functools.partial(core, start_BL=start_BL), *inputs) for core in cores
-        ]
+        einsums = functools.partial(attention, index_BL=None, start_BL=start_BL)
+        kernel = functools.partial(plain_tpu, start_BL=start_BL, interpret=True)
+        return [with_gradients(core, *inputs) for core in (einsums, kernel)]
 
     want, got = both(q, k, v, jnp.float32(0), do)
     for key in ("o", "dq", "dk", "dv"):
@@ -330,15 +289,10 @@ def test_kernel_in_bfloat16_errs_at_most_twice_as_much_as_einsums():
         return with_gradients(functools.partial(core, start_BL=start_BL, interpret=True), *inputs)
 
     inputs = q, k, v, jnp.float32(0.6), do
-    exact, plain, fused = (
-        einsums(*inputs, dtype="float32"),
-        einsums(*inputs, dtype="bfloat16"),
-        kernel(*inputs),
-    )
-    for key, want in exact.items():
-        error_plain, error_fused = (
-            np.linalg.norm(np.float32(x[key]) - want) for x in (plain, fused)
-        )
+    plain, fused = einsums(*inputs, dtype="bfloat16"), kernel(*inputs)
+    for key, want in einsums(*inputs, dtype="float32").items():
+        errors = (np.linalg.norm(np.float32(x[key]) - want) for x in (plain, fused))
+        error_plain, error_fused = errors
         assert error_fused <= 2 * error_plain + 1e-3 * np.linalg.norm(want), key
 
 
@@ -357,12 +311,10 @@ def test_a_change_reaches_later_positions_of_its_document_and_nothing_else(by):
     start_BL, moved = starts([[130, end - 130, L - end]]), random(1, 1, 1, L, 16)[:3]
     for x in moved:
         x[..., changed, :] += 1
-    core = functools.partial(attention, index_BL=None, start_BL=start_BL)
+    core = functools.partial(attention, index_BL=None)
     if by == "tpu":
-        core = functools.partial(
-            attention_tpu, start_BL=start_BL, block_q=128, block_k=128, interpret=True
-        )
-    core = jax.jit(core)
+        core = functools.partial(attention_tpu, block_q=128, block_k=128, interpret=True)
+    core = jax.jit(functools.partial(core, start_BL=start_BL))
     differs_L = np.any(core(*moved, 0.6) != core(*random(1, 1, 1, L, 16)[:3], 0.6), (0, 1, 3))
     assert not differs_L[:changed].any()
     assert differs_L[changed:end].mean() > 0.9  # a weight that the floor held at 0 may stay there
@@ -387,9 +339,7 @@ def test_the_calls_on_a_gpu_equal_einsums_forward_and_in_every_gradient(I):
 
 def test_sizes_that_do_not_fit_are_refused():
     q, k, v, _ = random(1, 2, 1, 130, 8)
-    with pytest.raises(
-        ValueError, match="rows of 130 tokens, blocks 512, 512: a TPU takes multiples of 128"
-    ):
+    with pytest.raises(ValueError, match="rows of 130 tokens, blocks 512, 512: a TPU takes mult"):
         attention_tpu(q, k, v, 0.5, None)
     with pytest.raises(AssertionError, match="1 maps: the kernel is for two"):
         attention_tpu(q[:, :1], k[:, :1], v, 0.5, None)
@@ -432,14 +382,9 @@ print("compiled")
 )
 def test_both_kernels_compile_for_a_v6e_chip(L, dtype):
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    env |= {
-        "JAX_PLATFORMS": "cpu",
-        "TPU_ACCELERATOR_TYPE": "v6e-1",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-    }
-    env |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    env |= {"JAX_PLATFORMS": "cpu", "TPU_ACCELERATOR_TYPE": "v6e-1", "TPU_SKIP_MDS_QUERY": "1"}
+    env |= {"TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     command, root = [sys.executable, "-c", COMPILE, str(L), dtype], Path(__file__).parent.parent
-    done = subprocess.run(
-        command, env=env, cwd=root, capture_output=True, text=True, timeout=600, check=False
-    )
+    pipes = {"capture_output": True, "text": True, "timeout": 600, "check": False}
+    done = subprocess.run(command, env=env, cwd=root, **pipes)
     assert done.stdout.endswith("compiled\n"), done.stderr[-3000:]

@@ -31,9 +31,8 @@ def pad_id(golden_dir):
 
 
 def schedules(arrays):
-    found = sorted(
-        {name.split(".")[0] for name in arrays.files if name.split(".")[0] in diffusion.SCHEDULES}
-    )
+    names = {name.split(".")[0] for name in arrays.files}
+    found = sorted(names & diffusion.SCHEDULES.keys())
     assert found
     return found
 
@@ -64,17 +63,17 @@ def test_schedules(load, library):
     assert schedules(golden) == sorted(diffusion.SCHEDULES)
 
     def all_of_them(t, t_positive, rate):
-        return tuple(
-            (diffusion.mask_rate(t, s), diffusion.SCHEDULES[s].slope(t), diffusion.nelbo_weight(t_positive, s),
-             diffusion.time_of_rate(rate, s))
-            for s in schedules(golden)
-        )  # fmt: skip
+        results = []
+        for s in schedules(golden):
+            slope, weight = diffusion.SCHEDULES[s].slope(t), diffusion.nelbo_weight(t_positive, s)
+            time = diffusion.time_of_rate(rate, s)
+            results.append((diffusion.mask_rate(t, s), slope, weight, time))
+        return tuple(results)
 
     got = library(all_of_them, golden["t"], golden["t_positive"], golden["rate"])
+    names = ("mask_rate", "slope", "weight", "time_of_rate")
     for s, values in zip(schedules(golden), got, strict=True):
-        for value, name in zip(
-            values, ("mask_rate", "slope", "weight", "time_of_rate"), strict=True
-        ):
+        for value, name in zip(values, names, strict=True):
             library.close(value, golden[f"{s}.{name}"])
     assert library(lambda t: diffusion.mask_rate(t, "cosine"), np.ones(1)) == 1
 
@@ -82,9 +81,8 @@ def test_schedules(load, library):
 def test_antithetic_times(load, library):
     golden = load("times")
     names = [name for name in golden.files if name[0] == "u"]
-    got = library(
-        lambda *u: tuple(map(diffusion.antithetic_times, u)), *(golden[name] for name in names)
-    )
+    arrays = (golden[name] for name in names)
+    got = library(lambda *u: tuple(map(diffusion.antithetic_times, u)), *arrays)
     for name, t in zip(names, got, strict=True):
         library.close(t, golden[f"t{name[1:]}"])
 
@@ -120,17 +118,13 @@ def test_losses(load, library, mask_id, pad_id):
 
     def all_of_them(logits, x0, mask, t, counted):
         nll = diffusion.masked_nll(logits, x0, mask, mask_id)
-        bounds = tuple(
-            (diffusion.nelbo_weight(t, s) * nll.sum(-1), diffusion.nelbo_per_token(nll, t, counted, s),
-             diffusion.nelbo_weight(t, s))
-            for s in schedules(golden)
-        )  # fmt: skip
-        return (
-            nll,
-            nll.sum() / mask.sum(),
-            diffusion.masked_accuracy(logits, x0, mask, mask_id),
-            bounds,
-        )
+        bounds = []
+        for s in schedules(golden):
+            weight = diffusion.nelbo_weight(t, s)
+            bound = diffusion.nelbo_per_token(nll, t, counted, s)
+            bounds.append((weight * nll.sum(-1), bound, weight))
+        accuracy = diffusion.masked_accuracy(logits, x0, mask, mask_id)
+        return nll, nll.sum() / mask.sum(), accuracy, tuple(bounds)
 
     nll, masked_ce, accuracy, bounds = library(all_of_them, logits, x0, mask, t, x0 != pad_id)
     library.close(nll, golden["ce"])
@@ -163,9 +157,8 @@ def test_masking_exactly_m_tokens_estimates_the_likelihoods(load, library):
     chance = golden["mask_weight"] * held / counted.shape[1]  # of each mask
     for ce_sum, nll in zip(golden["ce_sum"], golden["nll"], strict=True):
         deviation = (chance @ (ce_sum * counted.shape[1] / held - nll) ** 2) ** 0.5
-        np.testing.assert_allclose(
-            (ce_sum[index] * weight).mean(), nll, rtol=0, atol=5 * deviation / draws**0.5
-        )
+        error = 5 * deviation / draws**0.5
+        np.testing.assert_allclose((ce_sum[index] * weight).mean(), nll, rtol=0, atol=error)
 
 
 def test_reverse_process(load, library, mask_id):
@@ -177,18 +170,13 @@ def test_reverse_process(load, library, mask_id):
     def all_of_them(t, before, logits, xt, post_t, post_s, *ends):
         keep = tuple(diffusion.keep_prob(t, before, s) for s in schedules(golden))
         after = tuple(posterior(logits, xt, post_t, post_s, s, mask_id) for s in schedules(golden))
-        named = zip(grids, ends, strict=True)
-        return (
-            keep,
-            after,
-            tuple(
-                diffusion.keep_prob(end[:-1], end[1:], name.split(".")[0]) for name, end in named
-            ),
-        )
+        on_grids = []
+        for end, name in zip(ends, grids, strict=True):
+            on_grids.append(diffusion.keep_prob(end[:-1], end[1:], name.split(".")[0]))
+        return keep, after, tuple(on_grids)
 
-    got = library(
-        all_of_them, *(golden[name] for name in ("t", "s", "logits", "xt")), *times, *ends
-    )
+    inputs = (golden[name] for name in ("t", "s", "logits", "xt"))
+    got = library(all_of_them, *inputs, *times, *ends)
     for s, keep, after in zip(schedules(golden), *got[:2], strict=True):
         library.close(keep, golden[f"{s}.keep_prob"])
         library.close(after, golden[f"{s}.posterior"])
@@ -214,10 +202,8 @@ def test_confidence_and_unmasking_the_surest(load, library, mask_id):
     def all_of_them(logits, xt, k):
         kinds = [{"low_confidence": "max_prob"}.get(name, name) for name in names]
         scores = [diffusion.confidence(diffusion.softmax(logits), kind) for kind in kinds]
-        return tuple(
-            (score, diffusion.unmask_top(xt, logits.argmax(-1), score, k, mask_id))
-            for score in scores
-        )
+        best = logits.argmax(-1)
+        return tuple((x, diffusion.unmask_top(xt, best, x, k, mask_id)) for x in scores)
 
     for name, (score, after) in zip(names, library(all_of_them, logits, xt, k), strict=True):
         masked = xt == mask_id
@@ -231,9 +217,8 @@ def test_filters(load, library):
     rules = [[float(part[1:]) for part in name.split("_")] for name in names]
 
     def all_of_them(logits):
-        return tuple(
-            diffusion.softmax(diffusion.filter_logits(logits, t, int(k), p)) for t, k, p in rules
-        )
+        filtered = [diffusion.filter_logits(logits, t, int(k), p) for t, k, p in rules]
+        return tuple(map(diffusion.softmax, filtered))
 
     for name, got in zip(names, library(all_of_them, golden["logits"]), strict=True):
         library.close(got, golden[name])
@@ -247,13 +232,10 @@ def test_sampling_with_given_noise(load, library, mask_id):
     def all_of_them(xt, logits, u, u_keep, t, time):
         token = diffusion.sample_tokens(diffusion.ban(logits, [mask_id]), u)
         keeps = [diffusion.keep_prob(t, time, s) for s in schedules(golden)]
-        tokens = tuple(
-            diffusion.sample_tokens(logits, u, float(name.removeprefix("token.t")))
-            for name in names
-        )
-        return tokens, tuple(
-            diffusion.ancestral_step(xt, token, u_keep, keep, mask_id) for keep in keeps
-        )
+        temperatures = [float(name.removeprefix("token.t")) for name in names]
+        tokens = tuple(diffusion.sample_tokens(logits, u, each) for each in temperatures)
+        after = [diffusion.ancestral_step(xt, token, u_keep, keep, mask_id) for keep in keeps]
+        return tokens, tuple(after)
 
     inputs = (golden[name] for name in ("xt", "logits", "u_token", "u_keep"))
     tokens, after = library(all_of_them, *inputs, *times)

@@ -49,6 +49,10 @@ def golden_cross_entropy(cross_entropy, cap, z_loss, chunk=None):
     return call
 
 
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 def relative(got, want):
     return np.abs(np.asarray(got, np.float64) - want).max() / np.abs(want).max()
 
@@ -61,15 +65,8 @@ def test_rope_and_yarn_tables_and_rotation(golden_dir):
     settings, arrays = read(golden_dir("pythoncoder"), "rope_yarn")
     for case in settings["cases"]:
         i = case["index"]
-        inv_freq, factor = pc.rope_frequencies(
-            case["head_dim"],
-            case["theta"],
-            case["factor"],
-            case["original_max_position"],
-            case["beta_fast"],
-            case["beta_slow"],
-            case["truncate"],
-        )
+        names = "head_dim theta factor original_max_position beta_fast beta_slow truncate"
+        inv_freq, factor = pc.rope_frequencies(*(case[name] for name in names.split()))
         assert relative(inv_freq, arrays[f"{i}/inv_freq"]) < 1e-6
         assert factor == pytest.approx(case["attention_factor"], rel=1e-12)
         cos, sin = pc.rope_table(jnp.asarray(arrays["positions"])[None], inv_freq, factor)
@@ -82,16 +79,12 @@ def test_rope_and_yarn_tables_and_rotation(golden_dir):
         np.testing.assert_allclose(sin[0, :, half:], arrays[f"{i}/sin"], atol=2e-3)
 
 
-@pytest.mark.parametrize(
-    "chunk", [5, 1000, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 8))]
-)
+@pytest.mark.parametrize("chunk", [5, slow(1000), slow(1), slow(8)])
 def test_cross_entropy_and_its_gradients_in_any_chunking(golden_dir, chunk):
     settings, arrays = read(golden_dir("pythoncoder"), "cross_entropy")
     for case in settings["cases"]:
-        get = {
-            k: jnp.asarray(arrays[f"{case['index']}/{k}"])
-            for k in ("hidden", "weight", "labels", "mask")
-        }
+        names = ("hidden", "weight", "labels", "mask")
+        get = {name: jnp.asarray(arrays[f"{case['index']}/{name}"]) for name in names}
 
         def loss(hidden, weight, get=get, case=case):
             golden = golden_cross_entropy(pc.cross_entropy, case["softcap"], case["z_loss"], chunk)
@@ -110,9 +103,8 @@ def test_cross_entropy_and_its_gradients_in_any_chunking(golden_dir, chunk):
 def test_mtp_loss_masks_and_means(golden_dir):
     settings, arrays = read(golden_dir("pythoncoder"), "mtp_loss")
     for case in settings["cases"]:
-        get = {
-            k.split("/")[1]: arrays[k] for k in arrays.files if k.startswith(f"{case['index']}/")
-        }
+        index = f"{case['index']}/"
+        get = {k.removeprefix(index): arrays[k] for k in arrays.files if k.startswith(index)}
         masks = pc.target_masks(jnp.asarray(get["segments"]))
         losses = []
         for ahead, mask, name in zip((1, 2), masks, ("main", "mtp"), strict=True):
@@ -120,10 +112,8 @@ def test_mtp_loss_masks_and_means(golden_dir):
             assert int(mask.sum()) == case[f"{name}_tokens"]
             label = jnp.roll(jnp.asarray(get["tokens"]), -ahead, 1)
             # the golden gives logits: a head that returns its input
-            identity = jnp.eye(case["vocab"])
-            total = jax.jit(pc.cross_entropy)(
-                jnp.asarray(get[f"{name}_logits"]), identity, label, mask
-            )
+            logits_BLV = jnp.asarray(get[f"{name}_logits"])
+            total = jax.jit(pc.cross_entropy)(logits_BLV, jnp.eye(case["vocab"]), label, mask)
             losses.append(float(total) / float(mask.sum()))
             assert losses[-1] == pytest.approx(case[f"{name}_loss"], rel=1e-5)
         assert losses[0] + case["mtp_weight"] * losses[1] == pytest.approx(case["total"], rel=1e-5)
@@ -132,110 +122,87 @@ def test_mtp_loss_masks_and_means(golden_dir):
 def tiny_config(base, changes):
     """The golden's names -> our Config."""
     b = base | changes
-    return pc.Config(
-        vocab=b["vocab"],
-        width=b["hidden"],
-        layers=b["layers"],
-        heads=b["heads"],
-        kv_heads=b["kv_heads"],
-        head_size=b["head_dim"],
-        ffn=b["ffn"],
-        theta=b["theta"],
-        positions=b["yarn_original"],
-        yarn_factor=b["yarn_factor"],
-        diff="seed" if b["floor"] else "paper",
-        eps=b["eps"],
-        subln_eps=b["subln_eps"],
-    )
+    sizes = "vocab hidden layers heads kv_heads head_dim ffn theta yarn_original yarn_factor"
+    diff = "seed" if b["floor"] else "paper"
+    norms = {"eps": b["eps"], "subln_eps": b["subln_eps"]}
+    return pc.Config(*(b[name] for name in sizes.split()), diff=diff, **norms)
 
 
 def tiny_params(arrays, cfg):
     return stack_layers({k[6:]: arrays[k] for k in arrays.files if k.startswith("param/")}, cfg)
 
 
-@pytest.mark.parametrize(
-    "remat", ["none", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qkvo", "full"))]
-)
-def test_whole_model_logits_losses_and_gradients(golden_dir, remat, monkeypatch):
+@pytest.mark.parametrize("remat", ["none", slow("qkvo"), slow("full")])
+@pytest.mark.parametrize("name", ["seed", slow("nofloor"), "caps", slow("yarn")])
+def test_whole_model_logits_losses_and_gradients(golden_dir, name, remat, monkeypatch):
     attention, cross_entropy = pc.attention, pc.cross_entropy
     methods = {name: getattr(pc.PythonCoder, name) for name in ("hidden", "mtp_hidden")}
     settings, arrays = read(golden_dir("pythoncoder"), "tiny_model")
     token_BL, segment_BL, position_BL = (
         jnp.asarray(arrays[k]) for k in ("tokens", "segments", "positions")
     )
-    for name, variant in settings["variants"].items():
-        cfg = tiny_config(settings["base"], variant["config"])
-        params = tiny_params(arrays, cfg)
-        b = settings["base"] | variant["config"]
-        graph = pc.graph_of(
-            cfg, pc.Compute(remat=remat, block=7, loss_tokens=8, yarn=b["yarn_factor"] > 1)
-        )
-        monkeypatch.setattr(pc, "attention", functools.partial(attention, cap=b["attn_cap"]))
-        calls = iter(
-            (b["z_loss"], 0.0) * 9
-        )  # the term is of the main head alone, which comes first
-        monkeypatch.setattr(
-            pc,
-            "cross_entropy",
-            lambda *args, b=b, calls=calls: golden_cross_entropy(
-                cross_entropy, b["final_cap"], next(calls)
-            )(*args),
-        )
-        monkeypatch.setattr(pc, "lambda_value", functools.partial(clamped, b["clamp"]))
-        states = {}  # what hidden and mtp_hidden return inside losses
-        for method, original in methods.items():
+    assert len(settings["variants"]) == 4
+    variant = settings["variants"][name]
+    b = settings["base"] | variant["config"]
+    cfg = tiny_config(settings["base"], variant["config"])
+    compute = pc.Compute(remat=remat, block=7, loss_tokens=8, yarn=b["yarn_factor"] > 1)
+    graph, params = pc.graph_of(cfg, compute), tiny_params(arrays, cfg)
+    z_losses = iter((b["z_loss"], 0.0))  # the term is of the main head alone, which comes first
 
-            def recorded(*args, method=method, original=original, states=states):
-                states[method] = original(*args)
-                return states[method]
+    def golden_loss(*args):
+        return golden_cross_entropy(cross_entropy, b["final_cap"], next(z_losses))(*args)
 
-            monkeypatch.setattr(pc.PythonCoder, method, recorded)
+    monkeypatch.setattr(pc, "attention", functools.partial(attention, cap=b["attn_cap"]))
+    monkeypatch.setattr(pc, "cross_entropy", golden_loss)
+    monkeypatch.setattr(pc, "lambda_value", functools.partial(clamped, b["clamp"]))
+    states = {}  # what hidden and mtp_hidden return inside losses
+    for method, original in methods.items():
 
-        def loss(params, graph=graph, b=b, states=states):
-            model = nnx.merge(graph, params)
-            main, mtp = model.losses(token_BL, segment_BL, position_BL)
-            main_BL, mtp_BL = pc.target_masks(segment_BL)
-            main, mtp = main / main_BL.sum(), mtp / mtp_BL.sum()
-            tensors = {
-                "hidden": states["hidden"],
-                "logits": capped(model.logits(states["hidden"]), b["final_cap"]),
-            }
-            tensors["mtp_logits"] = capped(
-                model.logits(states["mtp_hidden"], "mtp"), b["final_cap"]
-            )
-            return main + b["mtp_weight"] * mtp, (main, mtp, tensors)
+        def recorded(*args, method=method, original=original):
+            states[method] = original(*args)
+            return states[method]
 
-        (total, (main, mtp, tensors)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(
-            params
-        )
-        assert float(total) == pytest.approx(variant["total"], rel=1e-5)
-        assert float(main) == pytest.approx(variant["main"], rel=1e-5)
-        assert float(mtp) == pytest.approx(variant["mtp"], rel=1e-5)
-        for key, got in tensors.items():
-            end = -1 if key == "mtp_logits" else None  # the last position has no next token
-            np.testing.assert_allclose(
-                got[:, :end], arrays[f"{name}/{key}"][:, :end], atol=1e-4, err_msg=key
-            )
+        monkeypatch.setattr(pc.PythonCoder, method, recorded)
 
-        flat = checkpoints.flatten(grads)
-        for tensor, want in variant["directional_derivatives"].items():
-            parts = tensor.split(".")
-            grad = (
-                flat[f"layers.{parts[2]}"][int(parts[1])] if parts[0] == "layers" else flat[tensor]
-            )
-            grad = np.asarray(grad, np.float64).ravel()
-            assert grad @ np.cos(0.7 + 1.3 * np.arange(grad.size)) == pytest.approx(
-                want, rel=1e-3
-            ), tensor
+    def loss(params):
+        model = nnx.merge(graph, params)
+        main, mtp = model.losses(token_BL, segment_BL, position_BL)
+        main_BL, mtp_BL = pc.target_masks(segment_BL)
+        main, mtp = main / main_BL.sum(), mtp / mtp_BL.sum()
+        tensors = {
+            "hidden": states["hidden"],
+            "logits": capped(model.logits(states["hidden"]), b["final_cap"]),
+            "mtp_logits": capped(model.logits(states["mtp_hidden"], "mtp"), b["final_cap"]),
+        }
+        return main + b["mtp_weight"] * mtp, (main, mtp, tensors)
+
+    results, grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    total, (main, mtp, tensors) = results
+    for got, key in ((total, "total"), (main, "main"), (mtp, "mtp")):
+        assert float(got) == pytest.approx(variant[key], rel=1e-5)
+    for key, got in tensors.items():
+        end = -1 if key == "mtp_logits" else None  # the last position has no next token
+        want = arrays[f"{name}/{key}"][:, :end]
+        np.testing.assert_allclose(got[:, :end], want, atol=1e-4, err_msg=key)
+    flat = checkpoints.flatten(grads)
+    for tensor, want in variant["directional_derivatives"].items():
+        first, _, rest = tensor.partition(".")
+        if first == "layers":
+            layer, _, part = rest.partition(".")
+            grad = flat[f"layers.{part}"][int(layer)]
+        else:
+            grad = flat[tensor]
+        grad = np.asarray(grad, np.float64).ravel()
+        along = grad @ np.cos(0.7 + 1.3 * np.arange(grad.size))
+        assert along == pytest.approx(want, rel=1e-3), tensor
 
 
 @pytest.mark.parametrize("speculate", [False, True])
 def test_greedy_text_with_and_without_the_draft_head(golden_dir, speculate, monkeypatch):
     settings, arrays = read(golden_dir("pythoncoder"), "tiny_model")
     monkeypatch.setattr(pc, "lambda_value", functools.partial(clamped, settings["base"]["clamp"]))
-    monkeypatch.setattr(
-        pc, "attention", functools.partial(pc.attention, cap=settings["base"]["attn_cap"])
-    )
+    attention = functools.partial(pc.attention, cap=settings["base"]["attn_cap"])
+    monkeypatch.setattr(pc, "attention", attention)
     assert settings["base"]["yarn_factor"] == 1
     # the golden runs past yarn_original
     cfg = dataclasses.replace(tiny_config(settings["base"], {}), positions=4096)
@@ -243,15 +210,12 @@ def test_greedy_text_with_and_without_the_draft_head(golden_dir, speculate, monk
     # always n rows: one compiled program
     rule, n = pc.Sampling(speculate=speculate), len(settings["greedy"])
     for case in settings["greedy"]:
-        texts, stats = pc.generate(
-            model, [case["prompt"]] * n, len(case["greedy"]), rule, jax.random.key(0)
-        )
+        prompts, new = [case["prompt"]] * n, len(case["greedy"])
+        texts, stats = pc.generate(model, prompts, new, rule, jax.random.key(0))
         assert texts == [case["greedy"]] * n
         if speculate:
-            assert (stats["forwards"], stats["accepted"]) == (
-                n * case["calls"],
-                n * case["accepted"],
-            )
+            assert stats["forwards"] == n * case["calls"]
+            assert stats["accepted"] == n * case["accepted"]
         else:
             assert stats["forwards"] == sum(map(len, texts))
     prompts = [case["prompt"] for case in settings["greedy"]]
@@ -277,38 +241,31 @@ def test_acceptance_rule_and_residual(golden_dir):
     probabilities, check = (jax.jit(f, static_argnames="rule") for f in (pc.probabilities, verify))
     for case in rules:
         rule = pc.Sampling(temperature=case["temperature"], top_p=case["top_p"])
-        p_V, q_V = (
-            probabilities(jnp.asarray(case[f"{k}_logits"]), rule=rule) for k in ("target", "draft")
-        )
+        logits = [jnp.asarray(case[f"{name}_logits"]) for name in ("target", "draft")]
+        p_V, q_V = (probabilities(logits_V, rule=rule) for logits_V in logits)
         np.testing.assert_allclose(p_V, case["p"], atol=1e-6)
         np.testing.assert_allclose(q_V, case["q"], atol=1e-6)
         V, n = len(case["p"]), 4000
-        one_hot_V = jax.nn.one_hot(case["greedy_draft"]["token"], V)
-        drafts = [
-            (d, q_V, accept, case["residual"])
-            for d, accept in enumerate(case["accept_probability"])
-        ]
+        drafts = [(d, q_V, p, case["residual"]) for d, p in enumerate(case["accept_probability"])]
         greedy = case["greedy_draft"]
-        drafts.append(
-            (greedy["token"], one_hot_V, greedy["accept_probability"], greedy["residual"])
-        )
+        one_hot_V = jax.nn.one_hot(greedy["token"], V)
+        expected = greedy["accept_probability"], greedy["residual"]
+        drafts.append((greedy["token"], one_hot_V, *expected))
         for d, q, accept, residual in drafts:
             if accept is None:  # the draft head never proposes this token
                 continue
             u_B = (jnp.arange(n) + 0.5) / n  # a grid: the fraction accepted is the probability
             p_BV, q_BV = (np.broadcast_to(x, (n, V)) for x in (p_V, q))
-            token_B, accepted_B = map(
-                np.asarray,
-                check(p_BV, q_BV, np.full(n, d), u_B, jax.random.key(d), rule=pc.Sampling(1.0)),
-            )
+            draft_B, key = np.full(n, d), jax.random.key(d)
+            results = check(p_BV, q_BV, draft_B, u_B, key, rule=pc.Sampling(1.0))
+            token_B, accepted_B = map(np.asarray, results)
             assert float(accepted_B.mean()) == pytest.approx(accept, abs=1 / n)
             assert np.all(token_B[accepted_B] == d)
             rejected = token_B[~accepted_B]
             if len(rejected) > 100:
                 frequency_V = np.bincount(rejected, minlength=V) / len(rejected)
-                np.testing.assert_allclose(
-                    frequency_V, residual, atol=4 * np.sqrt(0.25 / len(rejected))
-                )
+                error = 4 * np.sqrt(0.25 / len(rejected))
+                np.testing.assert_allclose(frequency_V, residual, atol=error)
 
 
 def test_self_speculation_on_a_table_language_model(golden_dir):
@@ -344,9 +301,8 @@ def test_self_speculation_on_a_table_language_model(golden_dir):
         prompt_BL[0, : len(prompt)] = prompt
         for speculate in (False, True):
             rule = pc.Sampling(speculate=speculate)
-            state = pc.start(
-                model, prompt_BL, length_B, length_B + new, key, slots=slots, rule=rule
-            )
+            begin = functools.partial(pc.start, model, prompt_BL, length_B, length_B + new, key)
+            state = begin(slots=slots, rule=rule)
             committed, length = [], len(prompt)
             while True:
                 end = int(state["length_B"][0])

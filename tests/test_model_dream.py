@@ -17,20 +17,8 @@ import diffusion
 import model_dream as md
 import sample_dream as sd
 
-TINY = md.DreamConfig(
-    48,
-    32,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_size=8,
-    ffn=40,
-    positions=64,
-    mask_id=47,
-    pad_id=0,
-    bos_id=1,
-    eos_id=2,
-)
+IDS = {"mask_id": 47, "pad_id": 0, "bos_id": 1, "eos_id": 2, "positions": 64}
+TINY = md.DreamConfig(48, 32, 2, 4, 2, 8, ffn=40, **IDS)
 # what does not depend on depth compiles in half the time
 SHALLOW = dataclasses.replace(TINY, layers=1)
 MASK = TINY.mask_id
@@ -42,13 +30,11 @@ def params_of(cfg, seed=0):
 
     def random(path, leaf):
         name = path[-1].key
-        size = (
-            0.5
-            if "bias" in name or "norm" in name
-            else 2.0
-            if "embed" in name
-            else 1.5 * leaf.shape[-1] ** -0.5
-        )
+        size = 1.5 * leaf.shape[-1] ** -0.5
+        if "bias" in name or "norm" in name:
+            size = 0.5
+        if "embed" in name:
+            size = 2.0
         return jnp.asarray(rng.normal("norm" in name, size, leaf.shape), jnp.float32)
 
     return jax.tree_util.tree_map_with_path(random, md.param_shapes(cfg))
@@ -67,6 +53,15 @@ apply = jax.jit(lambda model, *args: model(*args))
 hidden = jax.jit(lambda model, *args: model.hidden(*args))
 
 
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+def mesh_of(*shape):
+    names = ("data", "fsdp", "tensor")
+    return jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * 3)
+
+
 def tokens(B, L, seed=0):
     return np.random.default_rng(seed).integers(3, MASK, (B, L)).astype(np.int32)
 
@@ -75,7 +70,7 @@ def masked(B, P, new, seed=0):
     return np.pad(tokens(B, P, seed), ((0, 0), (0, new)), constant_values=MASK)
 
 
-# ---- the forward pass ----------------------------------------------------------------------------------------------
+# ---- the forward pass ----------------------------------------------------------------------------
 
 
 def brute_force(params, cfg, token_L, position_L, see_L, wrong=""):
@@ -92,22 +87,19 @@ def brute_force(params, cfg, token_L, position_L, see_L, wrong=""):
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
 
     def rotate(x):
-        return x * np.cos(angle_LK) + np.concatenate([-x[:, half:], x[:, :half]], -1) * np.sin(
-            angle_LK
-        )
+        swapped = np.concatenate([-x[:, half:], x[:, :half]], -1)
+        return x * np.cos(angle_LK) + swapped * np.sin(angle_LK)
 
     x = p["embed_tokens"][token_L]
     for i in range(cfg.layers):
         w = {k.split(".")[2]: v for k, v in p.items() if k.startswith(f"layers.{i}.")}
         n, heads = norm(x, w["input_layernorm"]), []
-        q, k, v = (
-            n @ w[f"{c}_proj"].T + (0 if wrong == "biases" else w[f"{c}_bias"]) for c in "qkv"
-        )
+        biases = 0 if wrong == "biases" else 1
+        q, k, v = (n @ w[f"{c}_proj"].T + biases * w[f"{c}_bias"] for c in "qkv")
         for h in range(cfg.heads):
             j = h % cfg.kv_heads if wrong == "tile" else h // (cfg.heads // cfg.kv_heads)
-            score = (
-                rotate(q[:, h * K : (h + 1) * K]) @ rotate(k[:, j * K : (j + 1) * K]).T / np.sqrt(K)
-            )
+            q_LK, k_LK = rotate(q[:, h * K : (h + 1) * K]), rotate(k[:, j * K : (j + 1) * K])
+            score = q_LK @ k_LK.T / np.sqrt(K)
             see_LL = np.broadcast_to(True if wrong == "mask" else see_L, (L, L))
             see_LL = np.tril(see_LL) if wrong == "causal" else see_LL
             e = np.where(see_LL, np.exp(score - score.max()), 0)
@@ -119,10 +111,7 @@ def brute_force(params, cfg, token_L, position_L, see_L, wrong=""):
     return norm(x, p["norm"]) @ p["embed_tokens" if cfg.tie else "lm_head"].T
 
 
-@pytest.mark.parametrize(
-    ("tie", "block"),
-    [(False, 5), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((False, 256), (True, 5)))],
-)
+@pytest.mark.parametrize(("tie", "block"), [(False, 5), slow(False, 256), slow(True, 5)])
 def test_logits_are_those_of_the_formulas_and_of_none_of_the_known_mistakes(tie, block):
     cfg = dataclasses.replace(TINY, tie=tie)
     model, token_BL = build(cfg, block=block), tokens(2, 14)
@@ -163,23 +152,14 @@ def test_left_and_right_padding_and_offsets_change_nothing(model):
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [
-        (2, 2, 2),
-        *(
-            pytest.param(x, marks=pytest.mark.slow)
-            for x in ((1, 1, 8), (1, 2, 4), (4, 1, 2), (1, 8, 1))
-        ),
-    ],
+    "shape", [(2, 2, 2), *map(slow, ((1, 1, 8), (1, 2, 4), (4, 1, 2), (1, 8, 1)))]
 )
 def test_eight_devices_give_the_logits_of_one(model, shape):
-    mesh = jax.make_mesh(
-        shape, ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
-    )
-    params = params_of(TINY)
+    mesh, params = mesh_of(*shape), params_of(TINY)
     split = jax.device_put(params, md.shardings(mesh, params))
-    assert split["layers"]["0"]["gate_proj"].sharding.spec == jax.P("tensor", "fsdp")
-    assert len(split["layers"]["0"]["gate_proj"].addressable_shards[0].data) == TINY.ffn // shape[2]
+    gate = split["layers"]["0"]["gate_proj"]
+    assert gate.sharding.spec == jax.P("tensor", "fsdp")
+    assert len(gate.addressable_shards[0].data) == TINY.ffn // shape[2]
     spread = nnx.merge(md.graph_of(TINY, md.Compute()), split)
     token_BL = tokens(8, 10)
     want = apply(model, token_BL)
@@ -188,70 +168,56 @@ def test_eight_devices_give_the_logits_of_one(model, shape):
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
-# ---- configuration and files ---------------------------------------------------------------------------------------
-
-
-def test_the_7b_preset_has_the_parameters_of_the_spec():
-    shapes = checkpoints.flatten(md.param_shapes(md.CONFIGS["7b"]))
-    assert (md.count_params(md.CONFIGS["7b"])["total"], len(shapes)) == (7_615_616_512, 339)
-    assert sum(leaf.size for name, leaf in shapes.items() if name.endswith("_bias")) == 28 * 4608
-    assert shapes["layers.27.k_proj"].shape == (512, 3584)
+# ---- configuration and files ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("preset", "count", "tensors"), [("500m", 494_032_768, 290), ("1500m", 1_543_714_304, 338)]
+    ("preset", "count", "tensors"),
+    [("7b", 7_615_616_512, 339), ("500m", 494_032_768, 290), ("1500m", 1_543_714_304, 338)],
 )
-def test_small_presets_are_as_large_as_qwen2_5_is(preset, count, tensors):
+def test_presets_have_the_parameters_of_dream_7b_and_of_qwen2_5(preset, count, tensors):
     shapes = checkpoints.flatten(md.param_shapes(md.CONFIGS[preset]))
     assert (md.count_params(md.CONFIGS[preset])["total"], len(shapes)) == (count, tensors)
+    if preset == "7b":
+        assert sum(x.size for name, x in shapes.items() if name.endswith("_bias")) == 28 * 4608
+        assert shapes["layers.27.k_proj"].shape == (512, 3584)
 
 
 def test_every_preset_counts_what_it_allocates_and_survives_its_config_json(tmp_path):
     for name, cfg in md.CONFIGS.items():
         # all layers are alike; those of 0.5 to 7 B are counted above
         few = dataclasses.replace(cfg, layers=2)
-        assert md.count_params(few)["total"] == sum(
-            x.size for x in jax.tree.leaves(md.param_shapes(few))
-        )
+        sizes = [x.size for x in jax.tree.leaves(md.param_shapes(few))]
+        assert md.count_params(few)["total"] == sum(sizes)
         (tmp_path / "config.json").write_text(json.dumps(md.config_to_hf(cfg)))
         assert md.config_from_hf(tmp_path) == cfg, name
 
 
 def test_wrong_configs_are_refused_and_unknown_keys_ignored(tmp_path):
     good, path = md.config_to_hf(TINY), tmp_path / "config.json"
-    extra = {
-        "use_mrope": True,
-        "max_window_layers": 3,
-        "sliding_window": 4096,
-        "torch_dtype": "float16",
-    }
-    path.write_text(json.dumps(good | extra))
-    assert md.config_from_hf(tmp_path) == TINY
-    path.write_text(
-        json.dumps({k: v for k, v in good.items() if k not in ("head_dim", "bos_token_id")})
-    )
-    assert md.config_from_hf(tmp_path) == dataclasses.replace(TINY, bos_id=TINY.eos_id)
-    causal = dataclasses.replace(TINY, block_length=8, causal=True)
-    path.write_text(json.dumps(md.config_to_hf(causal)))
-    assert md.config_from_hf(tmp_path) == causal
-    # no blocks of 4 any more
-    whole = dataclasses.replace(TINY, bias=False, qk_norm=True, shift=False, family="sdar")
-    path.write_text(json.dumps(md.config_to_hf(whole)))
-    assert md.config_from_hf(tmp_path) == whole
-    grows = dataclasses.replace(TINY, expand_id=46)
-    path.write_text(json.dumps(md.config_to_hf(grows)))
-    assert md.config_from_hf(tmp_path) == grows
+
+    def read(keys):
+        path.write_text(json.dumps(keys))
+        return md.config_from_hf(tmp_path)
+
+    extra = {"use_mrope": True, "max_window_layers": 3, "sliding_window": 4096}
+    assert read(good | extra | {"torch_dtype": "float16"}) == TINY
+    few = {k: v for k, v in good.items() if k not in ("head_dim", "bos_token_id")}
+    assert read(few) == dataclasses.replace(TINY, bos_id=TINY.eos_id)
+    # a causal one, one without its family's blocks, one that grows
+    own = {"bias": False, "qk_norm": True, "shift": False, "family": "sdar"}
+    for changes in ({"block_length": 8, "causal": True}, own, {"expand_id": 46}):
+        changed = dataclasses.replace(TINY, **changes)
+        assert read(md.config_to_hf(changed)) == changed
     sampling = tmp_path / "generation_config.json"
     # beside DreamOn's config.json
     sampling.write_text('{"expand_token_id": 46, "delete_token_id": 2}')
-    path.write_text(json.dumps(good))
-    assert md.config_from_hf(tmp_path) == grows
+    assert read(good) == dataclasses.replace(TINY, expand_id=46)
     sampling.write_text('{"eos_token_id": [2, 3]}')
-    assert md.config_from_hf(tmp_path) == TINY
+    assert read(good) == TINY
     rope = {"rope_theta": good["rope_theta"], "rope_type": "default"}  # as transformers 5 saves it
     rest = {k: v for k, v in good.items() if k not in ("rope_theta", "rope_scaling")}
-    path.write_text(json.dumps(rest | {"rope_parameters": rope}))
-    assert md.config_from_hf(tmp_path) == TINY
+    assert read(rest | {"rope_parameters": rope}) == TINY
     changes = {
         "rope_parameters": rope | {"rope_type": "yarn", "factor": 4.0},
         "hidden_act": "gelu",
@@ -266,9 +232,8 @@ def test_wrong_configs_are_refused_and_unknown_keys_ignored(tmp_path):
         "pad_token_id": MASK,
     }
     for key, value in changes.items():
-        path.write_text(json.dumps(good | {key: value}))
         with pytest.raises(ValueError, match="does not describe a Dream model") as error:
-            md.config_from_hf(tmp_path)
+            read(good | {key: value})
         assert "\n" not in str(error.value)
     for text in ("{", "[1]", ""):
         path.write_text(text)
@@ -279,19 +244,13 @@ def test_wrong_configs_are_refused_and_unknown_keys_ignored(tmp_path):
 
 
 def test_a_saved_model_loads_bit_for_bit_also_onto_a_mesh(tmp_path):
-    mesh = jax.make_mesh(
-        (2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
-    )
+    mesh = mesh_of(2, 2, 2)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params_of(TINY))
     model = nnx.merge(md.graph_of(TINY, md.Compute()), params)
     (tmp_path / "tokenizer.json").write_text("{}")
     checkpoints.save(md, tmp_path / "ckpt", model, files=[tmp_path / "tokenizer.json"])
-    assert {p.name for p in (tmp_path / "ckpt").iterdir()} == {
-        "config.json",
-        "meta.json",
-        "params",
-        "tokenizer.json",
-    }
+    names = {p.name for p in (tmp_path / "ckpt").iterdir()}
+    assert names == {"config.json", "meta.json", "params", "tokenizer.json"}
     for where in (None, mesh):
         back = checkpoints.load(md, tmp_path / "ckpt", mesh=where)[0]
         assert back.cfg == TINY
@@ -299,9 +258,8 @@ def test_a_saved_model_loads_bit_for_bit_also_onto_a_mesh(tmp_path):
         for name, x in checkpoints.flatten(params).items():
             assert np.asarray(got[name]).tobytes() == np.asarray(x).tobytes(), name
         assert len(got["lm_head"].sharding.device_set) == (8 if where else 1)
-    assert (
-        checkpoints.load(md, tmp_path / "ckpt", dtype=jnp.float32)[0].norm[...].dtype == jnp.float32
-    )
+    wide, _ = checkpoints.load(md, tmp_path / "ckpt", dtype=jnp.float32)
+    assert wide.norm[...].dtype == jnp.float32
 
 
 # Orbax drops its own futures
@@ -313,12 +271,10 @@ def test_damaged_checkpoints_are_one_clear_line(tmp_path):
     meta = json.loads((tmp_path / "ckpt" / "meta.json").read_text())
     meta["sums"]["layers.1.o_proj"] += 1
     (tmp_path / "ckpt" / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(ValueError, match=r"layers\.1\.o_proj differ from what was saved"):
+    with pytest.raises(ValueError, match=r"layers\.1\.o_proj differs? from what was saved"):
         checkpoints.load(md, tmp_path / "ckpt")
-    largest = max(
-        (p for p in (tmp_path / "ckpt" / "params").rglob("*") if p.is_file()),
-        key=lambda p: p.stat().st_size,
-    )
+    files = [p for p in (tmp_path / "ckpt" / "params").rglob("*") if p.is_file()]
+    largest = max(files, key=lambda p: p.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:100])
     with pytest.raises(ValueError, match="cannot be read") as error:
         checkpoints.load(md, tmp_path / "ckpt")
@@ -372,11 +328,8 @@ def test_int4_groups_are_off_by_half_a_step_at_most_and_exact_where_they_can_be(
     weight_FD[:, 8] *= 1e-6
     weight_FD[130, 9] = 100  # spoils its group alone
     int4 = md.to_int4(weight_FD)
-    assert (int4.q_FE.dtype, int4.q_FE.shape, int4.scale_GD.shape) == (
-        jnp.uint8,
-        (256, 20),
-        (4, 40),
-    )
+    shapes = int4.q_FE.shape, int4.scale_GD.shape
+    assert (int4.q_FE.dtype, *shapes) == (jnp.uint8, (256, 20), (4, 40))
     error_GSD = np.abs(dense(int4) - weight_FD).reshape(4, 64, 40)
     step_GD = np.asarray(int4.scale_GD, np.float32)
     largest_GD = np.abs(weight_FD).reshape(4, 64, 40).max(1)
@@ -419,10 +372,7 @@ def test_int4_is_for_matrices_of_layers_with_two_halves():
         assert isinstance(md.quantise(weight_FD[:, :columns], 4, name), md.Int8)
 
 
-@pytest.mark.parametrize(
-    ("bits", "tie"),
-    [(4, False), *(pytest.param(8, tie, marks=pytest.mark.slow) for tie in (False, True))],
-)
+@pytest.mark.parametrize(("bits", "tie"), [(4, False), slow(8, False), slow(8, True)])
 def test_quantised_logits_are_those_of_the_matrices_that_the_numbers_stand_for(bits, tie):
     cfg = dataclasses.replace(SHALLOW, tie=tie)
     narrow = quantised(params_of(cfg), bits=bits)
@@ -430,10 +380,8 @@ def test_quantised_logits_are_those_of_the_matrices_that_the_numbers_stand_for(b
     assert narrow["layers"]["0"]["down_proj"][0].dtype == (jnp.int8 if bits == 8 else jnp.uint8)
     same = jax.tree.map(dense, narrow, is_leaf=lambda x: isinstance(x, md.Int8 | md.Int4))
     token_BL = tokens(2, 14)
-    got, want, full = (
-        np.asarray(apply(nnx.merge(md.graph_of(cfg, md.Compute()), params), token_BL))
-        for params in (narrow, same, params_of(cfg))
-    )
+    models = [nnx.merge(md.graph_of(cfg, md.Compute()), x) for x in (narrow, same, params_of(cfg))]
+    got, want, full = (np.asarray(apply(model, token_BL)) for model in models)
     assert np.abs(got - want).max() < 2e-5 * np.abs(want).max()
     error = np.sqrt(np.mean((got - full) ** 2) / np.mean(full**2))
     low, high = (1e-3, 0.1) if bits == 8 else (1e-2, 0.5)
@@ -443,10 +391,8 @@ def test_quantised_logits_are_those_of_the_matrices_that_the_numbers_stand_for(b
 @pytest.mark.parametrize("bits", [0, 4, 8])
 def test_a_tpu_multiplies_in_another_order_and_has_the_same_logits(bits):
     params = quantised(params_of(SHALLOW), bits=bits) if bits else params_of(SHALLOW)
-    cpu, tpu = (
-        nnx.merge(md.graph_of(SHALLOW, md.Compute(platform=name)), params)
-        for name in ("cpu", "tpu")
-    )
+    graphs = [md.graph_of(SHALLOW, md.Compute(platform=name)) for name in ("cpu", "tpu")]
+    cpu, tpu = (nnx.merge(graph, params) for graph in graphs)
     for shape in ((1, 1), (2, 7)):
         want = np.asarray(apply(cpu, tokens(*shape)))
         assert want.shape == (*shape, SHALLOW.vocab)
@@ -455,22 +401,15 @@ def test_a_tpu_multiplies_in_another_order_and_has_the_same_logits(bits):
     assert "pad" not in str(jax.make_jaxpr(tpu)(tokens(1, 2)))
 
 
-@pytest.mark.parametrize(
-    "bits", [*(pytest.param(bits, marks=pytest.mark.slow) for bits in (0, 8)), 4]
-)
+@pytest.mark.parametrize("bits", [slow(0), slow(8), 4])
 def test_joined_matrices_give_the_same_states(bits):
     cfg = dataclasses.replace(SHALLOW, ffn=128)
     params = quantised(params_of(cfg), bits=bits) if bits else params_of(cfg)
-    alone, joined = (
-        nnx.merge(md.graph_of(cfg, md.Compute()), jax.tree.map(jnp.asarray, params))
-        for _ in range(2)
-    )
+    copies = [jax.tree.map(jnp.asarray, params) for _ in range(2)]
+    alone, joined = (nnx.merge(md.graph_of(cfg, md.Compute()), copy) for copy in copies)
     layer = md.join(joined).layers["0"]
-    rows = [
-        len(jax.tree.leaves(getattr(layer, name).get_value())[0])
-        for name in ("gate_proj", "up_proj")
-    ]
-    assert rows == [256, 0]
+    parts = [jax.tree.leaves(part.get_value())[0] for part in (layer.gate_proj, layer.up_proj)]
+    assert [len(part) for part in parts] == [256, 0]
     token_BL = tokens(2, 14)
 
     @jax.jit
@@ -489,24 +428,17 @@ def test_quantised_checkpoints_load_layer_by_layer_also_onto_a_mesh(tmp_path, bi
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params_of(cfg))
     checkpoints.save(md, tmp_path / "ckpt", nnx.merge(md.graph_of(cfg, md.Compute()), params))
     model = checkpoints.load(md, tmp_path / "ckpt", dtype=jnp.float32, bits=bits)[0]
-    want, got = (
-        checkpoints.flatten(x)
-        for x in (quantised(params, bits=bits), nnx.to_pure_dict(nnx.state(model)))
-    )
+    want = checkpoints.flatten(quantised(params, bits=bits))
+    got = checkpoints.flatten(nnx.to_pure_dict(nnx.state(model)))
     assert want.keys() == got.keys()
     for name, x in want.items():
         assert got[name].dtype == x.dtype
         np.testing.assert_array_equal(got[name], x, err_msg=name)
-    mesh = jax.make_mesh(
-        (2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
-    )
-    like = {"dtype": "float32", "bits": bits}
-    needed = checkpoints.bytes_needed(
-        md, cfg, checkpoints.inference_mesh(cfg, jax.devices()[:1], 1), "bfloat16", **like
-    )
-    kept, layer = (
-        sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (got, params["layers"]["1"])
-    )
+    mesh = mesh_of(2, 2, 2)
+    one = checkpoints.inference_mesh(cfg, jax.devices()[:1], 1)
+    needed = checkpoints.bytes_needed(md, cfg, one, "bfloat16", dtype="float32", bits=bits)
+    trees = (got, params["layers"]["1"])
+    kept, layer = (sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in trees)
     assert kept < needed <= kept + layer  # one layer at a time lies there as it is stored
     alone = apply(model, tokens(8, 10))
     with jax.set_mesh(mesh):
@@ -515,9 +447,8 @@ def test_quantised_checkpoints_load_layer_by_layer_also_onto_a_mesh(tmp_path, bi
         assert gate[0].sharding.spec == jax.P("tensor", "fsdp")
         assert len(gate[0].addressable_shards[0].data) == cfg.ffn // 2
         np.testing.assert_allclose(apply(spread, tokens(8, 10)), alone, atol=1e-4)
-    row, _ = sd.fill(
-        model, masked(1, 4, 6), None, sd.Sampling(block_length=6, cache="dual", threshold=0.5)
-    )
+    rule = sd.Sampling(block_length=6, cache="dual", threshold=0.5)
+    row, _ = sd.fill(model, masked(1, 4, 6), None, rule)
     assert (row != MASK).all()
 
 
@@ -537,14 +468,11 @@ def test_7b_takes_half_of_16_gb_in_int8_and_of_8_gb_five_in_int4():
     # while it is read the largest array is there as stored; JAX takes three quarters of a GPU's
     # memory
     mesh = checkpoints.inference_mesh(cfg, jax.devices()[:1], 1)
-    assert (
-        checkpoints.bytes_needed(md, cfg, mesh, "bfloat16", "bfloat16", 4)
-        == size(4) + 2 * parts["embed_tokens"]
-        < 0.75 * 2**33
-    )
+    needed = checkpoints.bytes_needed(md, cfg, mesh, "bfloat16", "bfloat16", 4)
+    assert needed == size(4) + 2 * parts["embed_tokens"] < 0.75 * 2**33
 
 
-# ---- training ------------------------------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 
 
 SEGMENT_BL = jnp.array([[1] * 6 + [2] * 9 + [3] * 3 + [0] * 2, [1] * 20])
@@ -562,21 +490,18 @@ def nelbo_by_hand(params, cfg, token_BL, t_BL, u_BL, fixed_BL, schedule, wrong="
     """The bound in float64: every document alone, each masked token read one place to its left,
     MASK impossible.
     """
-    rate = {"linear": lambda t: t, "cosine": lambda t: 1 - np.cos(np.pi / 2 * t)}[schedule]
-    weight = {"linear": lambda t: 1 / t, "cosine": lambda t: np.pi / 2 / np.tan(np.pi / 4 * t)}[
-        schedule
-    ]
+    linear = schedule == "linear"
+    rate = (lambda t: t) if linear else (lambda t: 1 - np.cos(np.pi / 2 * t))
+    weight = (lambda t: 1 / t) if linear else (lambda t: np.pi / 2 / np.tan(np.pi / 4 * t))
     total = 0.0
     for b, s in ((0, 1), (0, 2), (0, 3), (1, 1)):
         here_L = np.asarray(SEGMENT_BL[b] == s)
-        token_L, t_L, u_L, fixed_L = (
-            np.asarray(x)[b][here_L] for x in (token_BL, t_BL, u_BL, fixed_BL)
-        )
+        rows = (token_BL, t_BL, u_BL, fixed_BL)
+        token_L, t_L, u_L, fixed_L = (np.asarray(x)[b][here_L] for x in rows)
         mask_L = (u_L < rate(t_L)) & ((fixed_L == 0) | (wrong == "prompt"))
         noised_L = np.where(mask_L, cfg.mask_id, token_L)
-        logits_LV = brute_force(
-            params, cfg, noised_L, np.asarray(POSITION_BL[b])[here_L], np.ones(len(token_L), bool)
-        )
+        position_L, see_L = np.asarray(POSITION_BL[b])[here_L], np.ones(len(token_L), bool)
+        logits_LV = brute_force(params, cfg, noised_L, position_L, see_L)
         if wrong != "mask possible":
             logits_LV[:, cfg.mask_id] = -np.inf
         logp_LV = logits_LV - np.log(np.exp(logits_LV).sum(-1, keepdims=True))
@@ -592,16 +517,10 @@ FIXED_BL = jnp.array([[0] * 6 + [1] * 4 + [0] * 10, [1] * 12 + [0] * 8])
 
 def batch_of_four():
     """The arguments of nelbo for the two rows twice, each with a noise of its own."""
-    token_BL, segment_BL, position_BL, fixed_BL = (
-        jnp.tile(jnp.asarray(x), (2, 1)) for x in (tokens(2, 20), SEGMENT_BL, POSITION_BL, FIXED_BL)
-    )
-    return (
-        token_BL,
-        segment_BL,
-        position_BL,
-        *noise(jax.random.key(0), 4, jnp.arange(4), segment_BL),
-        fixed_BL,
-    )
+    rows = (tokens(2, 20), SEGMENT_BL, POSITION_BL, FIXED_BL)
+    token_BL, segment_BL, position_BL, fixed_BL = (jnp.tile(jnp.asarray(x), (2, 1)) for x in rows)
+    t_BL, u_BL = noise(jax.random.key(0), 4, jnp.arange(4), segment_BL)
+    return token_BL, segment_BL, position_BL, t_BL, u_BL, fixed_BL
 
 
 def bound_and_gradient(**run):
@@ -624,11 +543,8 @@ def same_gradients(got, want, rtol):
 
 def test_the_bound_is_that_of_the_formulas_and_of_none_of_the_likely_mistakes():
     token_BL, (t_BL, u_BL) = jnp.asarray(tokens(2, 20)), noised(1)
-    got = float(
-        bound(
-            build(loss_tokens=8), token_BL, SEGMENT_BL, POSITION_BL, t_BL, u_BL, FIXED_BL, "cosine"
-        )
-    )
+    batch = token_BL, SEGMENT_BL, POSITION_BL, t_BL, u_BL, FIXED_BL
+    got = float(bound(build(loss_tokens=8), *batch, "cosine"))
     args = params_of(TINY), TINY, token_BL, t_BL, u_BL, FIXED_BL, "cosine"
     assert got == pytest.approx(nelbo_by_hand(*args), rel=2e-5)
     for wrong in ("prompt", "mask possible", "shift", "weight"):
@@ -639,22 +555,16 @@ def test_what_is_computed_twice_or_in_blocks_gives_the_same_bound_and_gradient(p
     saving = bound_and_gradient(remat="qkvo", block=7, loss_tokens=8)(params_of(SHALLOW))
     same_gradients(saving, plain, rtol=1e-4)
     token_BL, _, _, t_BL, u_BL, fixed_BL = batch_of_four()
-    halves = [slice(0, 2), slice(2, 4)]
-    want = sum(
-        nelbo_by_hand(
-            params_of(SHALLOW), SHALLOW, token_BL[i], t_BL[i], u_BL[i], fixed_BL[i], "linear"
-        )
-        for i in halves
-    )
+    rows, want = (token_BL, t_BL, u_BL, fixed_BL), 0
+    for i in (slice(0, 2), slice(2, 4)):
+        want += nelbo_by_hand(params_of(SHALLOW), SHALLOW, *(x[i] for x in rows), "linear")
     assert float(saving[0]) == pytest.approx(want, rel=2e-5)
 
 
 @pytest.mark.slow
 def test_the_gradient_on_a_mesh_of_eight_devices_is_that_of_one(plain):
     params = params_of(SHALLOW)
-    mesh = jax.make_mesh(
-        (2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
-    )
+    mesh = mesh_of(2, 2, 2)
     with jax.set_mesh(mesh):
         split = bound_and_gradient(remat="full")(jax.device_put(params, md.shardings(mesh, params)))
     same_gradients(split, plain, rtol=1e-3)
@@ -665,9 +575,8 @@ def test_the_bound_of_uniform_logits_is_the_logarithm_of_the_vocabulary_without_
     model, token_BL = nnx.merge(md.graph_of(SHALLOW, md.Compute()), params), tokens(2, 20)
     (t_BL, u_BL), in_BL = noised(), SEGMENT_BL > 0
     want = float(np.log(TINY.vocab - 1) * (in_BL * (u_BL < t_BL) / t_BL).sum())
-    assert float(bound(model, token_BL, SEGMENT_BL, POSITION_BL, t_BL, u_BL)) == pytest.approx(
-        want, rel=1e-5
-    )
+    got = float(bound(model, token_BL, SEGMENT_BL, POSITION_BL, t_BL, u_BL))
+    assert got == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -685,9 +594,8 @@ def test_a_model_without_the_shift_is_read_at_the_masks_themselves():
 def test_documents_of_a_row_do_not_see_each_other():
     for block in (256, 7):
         model, token_BL = build(SHALLOW, block=block), tokens(1, 20)
-        see = jax.jit(
-            lambda model, token_BL: model.hidden(token_BL, place=diffusion.Place(SEGMENT_BL[:1]))[0]
-        )
+        place = diffusion.Place(SEGMENT_BL[:1])
+        see = jax.jit(lambda model, token_BL, place=place: model.hidden(token_BL, place=place)[0])
         before = np.asarray(see(model, token_BL))
         for i in (0, 7, 16, 19):
             changed_BL = token_BL.copy()
@@ -720,9 +628,8 @@ def test_noise_is_a_function_of_the_row_and_even_over_rows_and_documents():
     segment_BL = jnp.tile(1 + jnp.arange(L) // 4, (R, 1))  # ten documents in each row
     t_BL, u_BL = map(np.asarray, noise(jax.random.key(3), R, jnp.arange(R), segment_BL))
     pick = jnp.array([41, 5])
-    for got, want in zip(
-        noise(jax.random.key(3), R, pick, segment_BL[pick]), (t_BL, u_BL), strict=True
-    ):
+    picked = noise(jax.random.key(3), R, pick, segment_BL[pick])
+    for got, want in zip(picked, (t_BL, u_BL), strict=True):
         np.testing.assert_array_equal(got, want[pick])
     assert not np.array_equal(noise(jax.random.key(4), R, pick, segment_BL[pick])[1], u_BL[pick])
     assert (t_BL.reshape(R, 10, 4).std(-1) == 0).all()  # one level a document

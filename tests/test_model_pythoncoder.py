@@ -1,6 +1,4 @@
-"""PythonCoder apart from its reference values: counts, packing, caches, dropout, sharding,
-sampling, names.
-"""
+"""PythonCoder apart from its reference values: packing, caches, dropout, sharding, sampling."""
 
 import dataclasses
 import functools
@@ -16,16 +14,17 @@ import diff_attention
 import model_pythoncoder as pc
 import runs
 
-TINY = pc.Config(
-    vocab=64, width=32, layers=2, heads=4, kv_heads=2, head_size=8, ffn=48, positions=64
-)
+TINY = pc.Config(64, 32, 2, 4, 2, head_size=8, ffn=48, positions=64)
 # what does not depend on depth compiles in half the time
 SHALLOW = dataclasses.replace(TINY, layers=1)
+
+
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 # "paper" is "seed" without a floor, "none" is "v2" without its gate
-MARKS = {"seed": (), "v2": (), "paper": pytest.mark.slow, "none": pytest.mark.slow}
-forms = pytest.mark.parametrize(
-    "diff", [pytest.param(diff, marks=marks) for diff, marks in MARKS.items()]
-)
+forms = pytest.mark.parametrize("diff", ["seed", "v2", slow("paper"), slow("none")])
 
 
 @functools.cache
@@ -63,25 +62,19 @@ def test_the_1b_preset_has_the_parameters_of_the_spec():
     assert pc.flops_per_token(pc.CONFIGS["1b"], 2048) == pytest.approx(6.90e9, rel=1e-3)
 
 
-@pytest.mark.parametrize("init_std", [pytest.param("paper", marks=pytest.mark.slow), "fan_in"])
+@pytest.mark.parametrize("init_std", [slow("paper"), "fan_in"])
 def test_new_matrices_have_the_size_that_their_form_says(init_std):
     cfg = dataclasses.replace(TINY, vocab=512, heads=8, init_std=init_std)
     params, N = checkpoints.flatten(new_params(cfg)), cfg.layers
     # and rows
-    matrices = {
-        "layers.wq": 32,
-        "layers.w_up": 32,
-        "layers.wo": 64,
-        "layers.w_down": 48,
-        "mtp.proj": 64,
-    }
+    matrices = {"layers.wq": 32, "layers.w_up": 32, "layers.wo": 64, "layers.w_down": 48}
+    matrices["mtp.proj"] = 64
     for name, fan_in in matrices.items():
         std = fan_in**-0.5 if init_std == "fan_in" else 0.02
         std /= np.sqrt(2 * N) if name in ("layers.wo", "layers.w_down") else 1
         assert np.std(params[name]) == pytest.approx(std, rel=0.08), name
-    size = np.std(
-        nnx.merge(pc.graph_of(cfg, pc.Compute()), new_params(cfg)).lookup(tokens((8, 64), 512))
-    )
+    model = nnx.merge(pc.graph_of(cfg, pc.Compute()), new_params(cfg))
+    size = np.std(model.lookup(tokens((8, 64), 512)))
     assert size == pytest.approx(1 if init_std == "fan_in" else 0.02, rel=0.08)
 
 
@@ -99,11 +92,8 @@ def test_tokens_reach_what_comes_later_in_their_document_also_through_a_cache(di
     assert not moved_BL[1].any()
     # the first 10 tokens of one row, then the first 14 of the other
     packed_BL = jnp.concatenate([token_BL[:1, :10], token_BL[1:, :14]], 1)
-    segment_BL, position_BL = (
-        jnp.array([[1] * 10 + [2] * 14]),
-        jnp.array([[*range(10), *range(14)]]),
-    )
-    packed = [jnp.tile(x, (2, 1)) for x in (packed_BL, segment_BL, position_BL)]
+    segment_BL, position_BL = [[1] * 10 + [2] * 14], [[*range(10), *range(14)]]
+    packed = [jnp.tile(jnp.array(x), (2, 1)) for x in (packed_BL, segment_BL, position_BL)]
     got = logits(model, *packed)[0]
     np.testing.assert_allclose(got[:10], before[0, :10], atol=1e-5)
     np.testing.assert_allclose(got[10:], before[1, :14], atol=1e-5)
@@ -138,19 +128,15 @@ def test_a_token_however_unlikely_has_a_finite_loss_and_gradient():
 
     for gap in (0.0, 20.0, 70.0, 1000.0):  # of the others above the label
         logits = jnp.full((1, 1, 5), gap).at[0, 0, 3].set(0.0)
-        ours = jax.value_and_grad(lambda logits: pc.cross_entropy(logits, jnp.eye(5), label, mask))(
-            logits
-        )
+        ours = jax.value_and_grad(pc.cross_entropy)(logits, jnp.eye(5), label, mask)
         for got, want in zip(ours, jax.value_and_grad(plain)(jnp.minimum(logits, 75)), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
 
 
 def test_dropout_drops_its_rate_scales_the_rest_and_depends_on_seed_and_place():
     x, rate = jnp.ones((64, 128, 32)), 0.1
-    a, b = (
-        np.asarray(pc.dropout(x, jnp.arange(64), jnp.array([s, 7], jnp.uint32), rate))
-        for s in (1, 2)
-    )
+    seeds = [jnp.array([s, 7], jnp.uint32) for s in (1, 2)]
+    a, b = (np.asarray(pc.dropout(x, jnp.arange(64), seed, rate)) for seed in seeds)
     n = x.size
     for mask in (a == 0, b == 0):
         assert mask.mean() == pytest.approx(rate, abs=5 * np.sqrt(rate * (1 - rate) / n))
@@ -192,7 +178,7 @@ def test_the_fused_kernel_is_taken_where_it_fits(kernel, cfg, want):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "qkvo"])
+@pytest.mark.parametrize("remat", ["none", "qkvo"])
 def test_the_gradient_of_sums_is_sums_plus_that_of_the_layers(remat):
     graph, params = nnx.split(build(dataclasses.replace(TINY, layers=3), remat=remat, dropout=0.1))
     params, token_BL = nnx.to_pure_dict(params), tokens((2, 16))
@@ -200,10 +186,8 @@ def test_the_gradient_of_sums_is_sums_plus_that_of_the_layers(remat):
     sums = jax.tree.map(lambda x: jnp.sin(jnp.arange(x.size)).reshape(x.shape), params["layers"])
 
     def loss(params, sums):
-        main, mtp = nnx.merge(graph, params).losses(
-            token_BL, segment, position, jax.random.key(0), sums=sums
-        )
-        return main + mtp
+        key = jax.random.key(0)
+        return sum(nnx.merge(graph, params).losses(token_BL, segment, position, key, sums=sums))
 
     want, want_grads = jax.jit(jax.value_and_grad(loss))(params, None)
     got, (grads, new_sums) = jax.jit(jax.value_and_grad(loss, (0, 1)))(params, sums)
@@ -215,34 +199,23 @@ def test_the_gradient_of_sums_is_sums_plus_that_of_the_layers(remat):
         np.testing.assert_allclose(grad, want, atol=1e-5 * np.abs(want).max(), err_msg=name)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "remat"),
-    [(2, "none"), *(pytest.param(n, "qkvo", marks=pytest.mark.slow) for n in (1, 2))],
-)
+@pytest.mark.parametrize(("tensor", "remat"), [(2, "none"), slow(1, "qkvo"), slow(2, "qkvo")])
 def test_eight_devices_give_the_losses_and_gradients_of_one(tensor, remat):
     cfg = dataclasses.replace(TINY, kv_heads=4)
     params, token_BL = new_params(cfg), tokens((8, 32))
     segment_BL = jnp.asarray(np.sort(np.random.default_rng(0).integers(1, 4, (8, 32)), 1))
     position_BL = jnp.broadcast_to(jnp.arange(32), (8, 32))
-    graph, key = (
-        pc.graph_of(cfg, pc.Compute(dropout=0.1, remat=remat, loss_tokens=16)),
-        jax.random.key(3),
-    )
+    graph = pc.graph_of(cfg, pc.Compute(dropout=0.1, remat=remat, loss_tokens=16))
 
     def loss(params, *batch):
-        main, mtp = nnx.merge(graph, params).losses(*batch, key)
-        return main + mtp
+        return sum(nnx.merge(graph, params).losses(*batch, jax.random.key(3)))
 
-    want, want_grads = jax.jit(jax.value_and_grad(loss))(params, token_BL, segment_BL, position_BL)
-    mesh = jax.make_mesh(
-        (2, 4 // tensor, tensor),
-        ("data", "fsdp", "tensor"),
-        axis_types=(jax.sharding.AxisType.Auto,) * 3,
-    )
+    batch = token_BL, segment_BL, position_BL
+    want, want_grads = jax.jit(jax.value_and_grad(loss))(params, *batch)
+    names, shape = ("data", "fsdp", "tensor"), (2, 4 // tensor, tensor)
+    mesh = jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * 3)
     params = jax.device_put(params, pc.shardings(mesh, params))
-    batch = jax.device_put(
-        (token_BL, segment_BL, position_BL), jax.NamedSharding(mesh, jax.P(pc.BATCH))
-    )
+    batch = jax.device_put(batch, jax.NamedSharding(mesh, jax.P(pc.BATCH)))
     with jax.set_mesh(mesh):
         got, grads = jax.jit(jax.value_and_grad(loss))(params, *batch)
     assert float(got) == pytest.approx(float(want), rel=1e-5)
@@ -253,49 +226,24 @@ def test_eight_devices_give_the_losses_and_gradients_of_one(tensor, remat):
 
 @pytest.mark.slow
 def test_bfloat16_computation_is_near_float32():
-    token_BL, segment, position = (
-        tokens((2, 32)),
-        jnp.ones((2, 32), jnp.int32),
-        jnp.arange(32)[None],
-    )
-    main = [
-        float(build(TINY, dtype=d).losses(token_BL, segment, position)[0])
-        for d in (jnp.float32, jnp.bfloat16)
-    ]
-    assert main[0] == pytest.approx(main[1], rel=5e-3)
+    batch = tokens((2, 32)), jnp.ones((2, 32), jnp.int32), jnp.arange(32)[None]
+    wide, narrow = (build(TINY, dtype=d).losses(*batch)[0] for d in (jnp.float32, jnp.bfloat16))
+    assert float(wide) == pytest.approx(float(narrow), rel=5e-3)
 
 
 @pytest.mark.parametrize(
-    "how",
-    [
-        (1.0, 6, 0.95),
-        *(
-            pytest.param(how, marks=pytest.mark.slow)
-            for how in ((0.0, 0, 1.0), (0.7, 0, 0.9), (1.3, 0, 1.0))
-        ),
-    ],
-    ids=str,
+    "how", [(1.0, 6, 0.95), *map(slow, ((0.0, 0, 1.0), (0.7, 0, 0.9), (1.3, 0, 1.0)))], ids=str
 )
 def test_a_text_is_the_same_with_and_without_drafts_and_alone(how):
-    model, prompts = (
-        build(dataclasses.replace(TINY, vocab=16)),
-        [[1, 5, 2], [7], [3, 3, 9, 4, 1]] * 7,
-    )
-    (texts, plain), (drafted, stats) = (
-        pc.generate(
-            model, prompts, 20, pc.Sampling(*how, eos=0, speculate=speculate), jax.random.key(7)
-        )
-        for speculate in (False, True)
-    )
-    assert drafted == texts
-    assert (
-        stats["tokens"]
-        == plain["tokens"]
-        == plain["forwards"]
-        <= stats["forwards"] + stats["accepted"]
-    )
+    model = build(dataclasses.replace(TINY, vocab=16))
+    prompts, key = [[1, 5, 2], [7], [3, 3, 9, 4, 1]] * 7, jax.random.key(7)
     rule = pc.Sampling(*how, eos=0)
-    assert pc.generate(model, prompts[:2], 20, rule, jax.random.key(7), chunk=3)[0] == texts[:2]
+    texts, plain = pc.generate(model, prompts, 20, dataclasses.replace(rule, speculate=False), key)
+    drafted, stats = pc.generate(model, prompts, 20, rule, key)
+    assert drafted == texts
+    assert stats["tokens"] == plain["tokens"] == plain["forwards"]
+    assert plain["forwards"] <= stats["forwards"] + stats["accepted"]
+    assert pc.generate(model, prompts[:2], 20, rule, key, chunk=3)[0] == texts[:2]
     if how[0]:
         assert stats["forwards"] < plain["forwards"]
         assert pc.generate(model, prompts, 20, rule, jax.random.key(8))[0] != texts
@@ -308,14 +256,12 @@ def test_texts_are_distributed_as_the_model_says():
     assert stats["accepted"] > n / 4  # else nothing was tested
     index = np.stack(np.meshgrid(*[np.arange(8)] * 2, indexing="ij"), -1).reshape(-1, 2)
     prompts = np.array([[1, 5, 2, *two] for two in index])
-    hidden, _ = model.step(
-        model.new_cache(64, 5), prompts, jnp.broadcast_to(jnp.arange(5), (64, 5))
-    )
+    slots = jnp.broadcast_to(jnp.arange(5), (64, 5))
+    hidden, _ = model.step(model.new_cache(64, 5), prompts, slots)
     p = np.asarray(pc.probabilities(model.logits(hidden)[:, 2:], rule))  # of the three new tokens
-    chance = (p[:, 0][np.arange(64), index[:, 0]] * p[:, 1][np.arange(64), index[:, 1]])[
-        :, None
-    ] * p[:, 2]
-    want = n * chance.reshape(-1)
+    row = np.arange(64)
+    first_two = p[row, 0, index[:, 0]] * p[row, 1, index[:, 1]]
+    want = n * (first_two[:, None] * p[:, 2]).reshape(-1)
     found = np.bincount([a * 64 + b * 8 + c for a, b, c in texts], minlength=512)
     assert found[want == 0].sum() == 0
     common = want >= 10
@@ -327,32 +273,29 @@ def test_texts_are_distributed_as_the_model_says():
 
 def test_top_k_top_p_and_banned_ids_shape_the_distribution():
     logits_V = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05]))
-    assert np.allclose(
-        pc.probabilities(logits_V, pc.Sampling(1.0, top_k=2)), [0.625, 0.375, 0, 0], atol=1e-6
-    )
-    assert np.allclose(
-        pc.probabilities(logits_V, pc.Sampling(1.0, top_p=0.6)), [0.625, 0.375, 0, 0], atol=1e-6
-    )
-    assert np.allclose(pc.probabilities(logits_V, pc.Sampling(1.0, top_p=1e-9)), [1, 0, 0, 0])
-    assert np.allclose(
-        pc.probabilities(logits_V, pc.Sampling(1.0, vocab=2)), [0.625, 0.375, 0, 0], atol=1e-6
-    )
-    hot = pc.probabilities(logits_V, pc.Sampling(0.5))
-    assert np.allclose(hot, np.array([0.25, 0.09, 0.0225, 0.0025]) / 0.365, atol=1e-6)
+    two = [0.625, 0.375, 0, 0]
+    for rule, want in (
+        ({"top_k": 2}, two),
+        ({"top_p": 0.6}, two),
+        ({"vocab": 2}, two),
+        ({"top_p": 1e-9}, [1, 0, 0, 0]),
+        ({"temperature": 0.5}, np.array([0.25, 0.09, 0.0225, 0.0025]) / 0.365),
+    ):
+        got = pc.probabilities(logits_V, pc.Sampling(**{"temperature": 1.0} | rule))
+        assert np.allclose(got, want, atol=1e-6), rule
     # first of equals
     assert np.array_equal(pc.probabilities(jnp.array([1.0, 3.0, 3.0]), pc.Sampling()), [0, 1, 0])
 
 
-@pytest.mark.parametrize("speculate", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("speculate", [True, slow(False)])
 def test_no_run_of_tokens_stands_in_a_text_twice(speculate):
     """Every token of a greedy text is the likeliest that repeats nothing, in rows whose prompts
     differ in length.
     """
     model, n, barred = build(dataclasses.replace(SHALLOW, vocab=12)), 3, 0
     prompts = [[3, 4, 3, 4, 3], [1], [2, 2]]
-    texts, _ = pc.generate(
-        model, prompts, 24, pc.Sampling(no_repeat_ngram=n, speculate=speculate), jax.random.key(0)
-    )
+    rule = pc.Sampling(no_repeat_ngram=n, speculate=speculate)
+    texts, _ = pc.generate(model, prompts, 24, rule, jax.random.key(0))
     for prompt, text in zip(prompts, texts, strict=True):
         whole = prompt + text
         logits_LV = logits(model, jnp.array([(whole + [0] * 32)[:32]]))[0]
@@ -382,9 +325,8 @@ def test_generation_ends_at_eos_and_at_its_limit():
 
 
 def test_long_texts_switch_to_the_yarn_table():
-    (text,), _ = pc.generate(
-        build(SHORT), [[1, 2, 3]], 27, pc.Sampling(speculate=False), jax.random.key(0)
-    )
+    rule = pc.Sampling(speculate=False)
+    (text,), _ = pc.generate(build(SHORT), [[1, 2, 3]], 27, rule, jax.random.key(0))
     token_BL = jnp.array([[1, 2, 3, *text]])
     assert np.array_equal(np.argmax(logits(build(SHORT, yarn=True), token_BL)[0, 2:-1], -1), text)
 
