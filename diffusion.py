@@ -89,16 +89,13 @@ def softmax(logits_BLV):
 
 
 class Schedule(typing.NamedTuple):
-    """A noise schedule: rate(t) = P(masked at time t), its derivative slope(t), and inverse(rate) =
-    t.
+    """A noise schedule: rate(t) = P(masked at time t), and its derivative slope(t).
 
-    rate rises from 0 at 0 to exactly 1 at 1. The functions take arrays of any of the three
-    libraries, or numbers.
+    rate rises from 0 at 0 to exactly 1 at 1. The functions take arrays of any library, or numbers.
     """
 
     rate: typing.Callable
     slope: typing.Callable
-    inverse: typing.Callable
 
 
 def _cosine(t):
@@ -107,19 +104,17 @@ def _cosine(t):
     return xp.where(t < 0.5, 2 * xp.sin(math.pi / 4 * t) ** 2, 1 - xp.sin(math.pi / 2 * (1 - t)))
 
 
-# A new entry here is a schedule for the trainers of MDLM and Dream and for the samplers of MDLM.
-# `cosine` is that of MDLM; MaskGIT's, sin(pi t / 2), is another function.
+# A new entry here is a schedule for the bound of Dream and for the samplers of MDLM. `cosine` is
+# that of MDLM; MaskGIT's, sin(pi t / 2), is another function.
 SCHEDULES = {
-    "linear": Schedule(rate=lambda t: t, slope=lambda t: 0 * t + 1, inverse=lambda rate: rate),
+    "linear": Schedule(rate=lambda t: t, slope=lambda t: 0 * t + 1),
     "cosine": Schedule(
         rate=_cosine,
         slope=lambda t: math.pi / 2 * _namespace(t).sin(math.pi / 2 * t),
-        inverse=lambda rate: 4 / math.pi * _namespace(rate).arcsin((rate / 2) ** 0.5),
     ),
     "cosine_sq": Schedule(
         rate=lambda t: _namespace(t).sin(math.pi / 2 * t) ** 2,
         slope=lambda t: math.pi / 2 * _namespace(t).sin(math.pi * t),
-        inverse=lambda rate: 2 / math.pi * _namespace(rate).arcsin(rate**0.5),
     ),
 }
 
@@ -132,11 +127,6 @@ def mask_rate(t, schedule):
 def nelbo_weight(t, schedule):
     """slope / rate, for t > 0; linear 1 / t."""
     return SCHEDULES[schedule].slope(t) / mask_rate(t, schedule)
-
-
-def time_of_rate(rate, schedule):
-    """The time at which `rate` of the tokens are masked: the inverse of mask_rate."""
-    return SCHEDULES[schedule].inverse(rate)
 
 
 def antithetic_times(u_B, eps=1e-3):

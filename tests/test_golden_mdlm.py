@@ -62,16 +62,15 @@ def test_schedules(load, library):
     golden = load("schedules")
     assert schedules(golden) == sorted(diffusion.SCHEDULES)
 
-    def all_of_them(t, t_positive, rate):
+    def all_of_them(t, t_positive):
         results = []
         for s in schedules(golden):
             slope, weight = diffusion.SCHEDULES[s].slope(t), diffusion.nelbo_weight(t_positive, s)
-            time = diffusion.time_of_rate(rate, s)
-            results.append((diffusion.mask_rate(t, s), slope, weight, time))
+            results.append((diffusion.mask_rate(t, s), slope, weight))
         return tuple(results)
 
-    got = library(all_of_them, golden["t"], golden["t_positive"], golden["rate"])
-    names = ("mask_rate", "slope", "weight", "time_of_rate")
+    got = library(all_of_them, golden["t"], golden["t_positive"])
+    names = ("mask_rate", "slope", "weight")
     for s, values in zip(schedules(golden), got, strict=True):
         for value, name in zip(values, names, strict=True):
             library.close(value, golden[f"{s}.{name}"])

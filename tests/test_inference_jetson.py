@@ -168,9 +168,7 @@ def test_the_step_over_registered_operators_fills_canvases():
 
 @pytest.mark.parametrize("schedule", [*diffusion.SCHEDULES, "square"])
 def test_each_step_fills_its_share(schedule, monkeypatch):
-    square = diffusion.Schedule(
-        rate=lambda t: t**2, slope=lambda t: 2 * t, inverse=lambda rate: rate**0.5
-    )
+    square = diffusion.Schedule(rate=lambda t: t**2, slope=lambda t: 2 * t)
     monkeypatch.setitem(diffusion.SCHEDULES, "square", square)  # a new schedule is one entry
     N, L = 8, 4000
     rate_N, keep_N = mdlm.step_tables(N, schedule)
