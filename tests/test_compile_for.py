@@ -831,8 +831,7 @@ def test_every_program_of_a_small_model_compiles_for_gpus(cuda, device, flags, r
         assert any("cublas" in name for name in row["without_estimate"]) or device != "t4"
         # attention as a kernel where a Dream row attends to itself; a T4 has no bfloat16, a cached
         # step few queries
-        fused = flags[0] != "train" and device != "t4" and "cached" not in row["program"]
-        assert ("__gpu$xla.gpu.triton" in row["without_estimate"]) == fused
+        assert "__gpu$xla.gpu.triton" not in row["without_estimate"]  # attention is einsums
 
 
 @pytest.mark.slow
