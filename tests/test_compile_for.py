@@ -829,8 +829,6 @@ def test_every_program_of_a_small_model_compiles_for_gpus(cuda, device, flags, r
         assert row["roofline_s"] > 0
         assert (row["collective_s"] > 0) == (":" in device)
         assert any("cublas" in name for name in row["without_estimate"]) or device != "t4"
-        # attention as a kernel where a Dream row attends to itself; a T4 has no bfloat16, a cached
-        # step few queries
         assert "__gpu$xla.gpu.triton" not in row["without_estimate"]  # attention is einsums
 
 

@@ -173,7 +173,7 @@ def test_eight_devices_give_the_logits_of_one(model, shape):
 
 @pytest.mark.parametrize(
     ("preset", "count", "tensors"),
-    [("7b", 7_615_616_512, 339), ("500m", 494_032_768, 290), ("1500m", 1_543_714_304, 338)],
+    [("7b", 7_615_616_512, 339), ("500m", 494_032_768, 290), slow("1500m", 1_543_714_304, 338)],
 )
 def test_presets_have_the_parameters_of_dream_7b_and_of_qwen2_5(preset, count, tensors):
     shapes = checkpoints.flatten(md.param_shapes(md.CONFIGS[preset]))
@@ -388,7 +388,7 @@ def test_quantised_logits_are_those_of_the_matrices_that_the_numbers_stand_for(b
     assert low < error < high  # not exact, and near
 
 
-@pytest.mark.parametrize("bits", [0, 4, 8])
+@pytest.mark.parametrize("bits", [slow(0), 4, slow(8)])
 def test_a_tpu_multiplies_in_another_order_and_has_the_same_logits(bits):
     params = quantised(params_of(SHALLOW), bits=bits) if bits else params_of(SHALLOW)
     graphs = [md.graph_of(SHALLOW, md.Compute(platform=name)) for name in ("cpu", "tpu")]

@@ -243,7 +243,9 @@ def test_a_text_is_the_same_with_and_without_drafts_and_alone(how):
     assert drafted == texts
     assert stats["tokens"] == plain["tokens"] == plain["forwards"]
     assert plain["forwards"] <= stats["forwards"] + stats["accepted"]
-    assert pc.generate(model, prompts[:2], 20, rule, key, chunk=3)[0] == texts[:2]
+    # beside other texts; without any in a slow case, as another number of rows is compiled anew
+    beside = [] if how[0] == 0.7 else [[9]] * 19
+    assert pc.generate(model, prompts[:2] + beside, 20, rule, key, chunk=3)[0][:2] == texts[:2]
     if how[0]:
         assert stats["forwards"] < plain["forwards"]
         assert pc.generate(model, prompts, 20, rule, jax.random.key(8))[0] != texts
