@@ -55,88 +55,21 @@ class Case(typing.NamedTuple):
     damage: typing.Callable | None = None  # of a copy
 
 
-# ---- numbers -------------------------------------------------------------------------------------------------------
-
-TRAINER = {
-    "lr weight_decay save_minutes": "-1 nan inf",
-    "clip epochs": "0 -1 nan inf",
-    "seq_len batch_size steps warmup micro_batch fsdp eval_every seed": "-1 3000000000",
-    "tensor log_every eval_rows keep": "0 -1",
-}
-NUMBERS = {
-    "train_tpu.py": TRAINER | {"mtp_weight": "-1 nan", "dropout": "-0.1 1 2 nan"},
-    "train_dream.py": TRAINER | {"block_length block_warmup lora_rank anneal_steps": "-1"},
-    "train_gpu.py": {
-        "lr muon_lr clip": "0 -1 nan inf",
-        "weight_decay": "-1 nan inf",
-        "dropout crop_rate ema": "-0.1 2 nan inf",
-        "seq_len warmup micro_batch eval_every save_every seed": "-1",
-        "batch_size steps log_every eval_rows eval_draws keep": "0 -1",
-    },
-    "coupled_grpo.py": {
-        "lr temperature": "0 -1 nan inf",
-        "beta epsilon_high": "-1 nan inf",
-        "epsilon threshold": "-1 2 nan inf",
-        "top_p": "0 1.5 nan",
-        "reward_weights": "nan inf",
-        "group": "0 1 -1",
-        "rounds micro_batch generation_batch block_length sync_every lora_rank seed": "-1",
-        "tasks iterations max_prompt max_new eval_every eval_tasks": "0 -1",
-    },
-    "data_prep.py": {
-        "heldout fim_rate spm_rate": "-1 2 nan inf",
-        "vocab_size": "-1 260 1000000000",
-        "seq_len": "-1 10000000",
-        "workers": "-1 100000",
-        "shard_bytes max_bytes": "0 -1",
-        "seed": "-1",
-    },
-    "rl_tasks.py": {"heldout": "-1 2 nan inf", "max_prompt": "0 -1", "seed": "-1"},
-    "extra/tinypython.py": {"n tasks": "0 -1", "seed": "-1"},
-    "extra/serve.py": {"port": "-1 70000", "batch_size queue grace": "0 -1"},
-    "generate.py": {
-        "temperature": "-1 nan inf",
-        "top_p": "0 -1 1.5 nan",
-        "n max_new": "0 -1",
-        "top_k step devices no_repeat_ngram seed": "-1",
-    },
-    "generate_dream.py": {
-        "temperature alg_temp entropy_bound": "-1 nan inf",
-        "threshold": "-0.5 1.5 nan",
-        "n max_new batch_size": "0 -1",
-        "steps block_length": "-1",
-    },
-    "benchmarks.py": {
-        "temperature entropy_bound": "-1 nan inf",
-        "threshold": "-0.5 1.5 nan",
-        "top_p": "0 -1 1.5 nan",
-        "timeout_s": "0 -1 nan inf",
-        "n batch_size k": "0 -1",
-        "step steps block_length problems seed max_new": "-1",
-        "workers": "-1 100000",
-    },
-    "convert_weights.py": {"step block_length": "-1"},
-    "export_jetson.py": {"step": "-1", "length": "0 -1"},
-    "inference_jetson.py": {
-        "temperature": "-1 nan inf",
-        "top_p": "0 nan 1.5",
-        "steps n max_new": "0 -1",
-        "top_k seed block": "-1",
-    },
-}
+def table(heading):
+    """The rows of a section of bad_input.txt, three columns each."""
+    text = (ROOT / "tests" / "bad_input.txt").read_text()
+    section = text.partition(f"# {heading}")[2].partition("\n\n#")[0]
+    lines = section.partition("\n\n")[2].splitlines()
+    return [[part.strip() for part in line.split(" | ", 2)] for line in lines]
 
 
 def numbers():
-    for script, table in NUMBERS.items():
+    for script, names, values in table("Numbers"):
         before = "python " if script == "data_prep.py" else ""
-        for names, values in table.items():
-            for name, value in itertools.product(names.split(), values.split()):
-                flags = (
-                    f"{before}--{name} {value}"
-                    if name in ("k", "reward_weights")
-                    else f"{before}--{name}={value}"
-                )
-                yield Case(script, flags, f"--{name}={value.removesuffix('.0')}")
+        for name, value in itertools.product(names.split(), values.split()):
+            between = " " if name in ("k", "reward_weights") else "="
+            flags = f"{before}--{name}{between}{value}"
+            yield Case(script, flags, f"--{name}={value.removesuffix('.0')}")
 
 
 # ---- files that are no text ----------------------------------------------------------------------------------------
@@ -148,50 +81,17 @@ KINDS = {
     "deep": b"[" * 100_000,
     "nul": b"\0" * 5000,
 }
-READERS = {  # script: {flags with a file: kinds of file that it does not refuse}
-    "generate.py": {"--ckpt={pythoncoder} --file={file}": ""},
-    "data_prep.py": {
-        "pairs {file} --out=out": "",
-        "pairs {pairs} --tokenizer={file} --out=out": "",
-        "text {file} --out=out": "deep",  # a document
-        "parquet --roots {file} --tokenizer={parquet_tokenizer} --out=out": "",
-        "python --roots {code} --benchmarks {file} --out=out": "",
-    },
-    "rl_tasks.py": {
-        "--roots {file} --out=out": "",
-        "--humaneval={file} --roots {acecode} --difficulty=all --out=out": "",
-    },
-    "coupled_grpo.py": {
-        "--ckpt={dream} --prompts={file}": "",
-        "--ckpt={dream} --prompts={tasks} --heldout={file}": "",
-    },
-    "benchmarks.py": {
-        "--tasks_file={file} --samples={samples}": "",
-        "--task=mbpp --tasks_file={file} --samples={samples}": "",
-        "--tasks_file={humaneval} --samples={file}": "",
-    },
-    "extra/fetch_pypi.py": {"{file}": "deep nul binary"},  # names of packages
-}
+PATHS = {"fifo": "{files}/fifo.txt", "zero": "/dev/zero", "gone": "{files}/gone.txt"}
 
 
 def files():
-    for script, readers in READERS.items():
-        for flags, fine in readers.items():
-            for kind in (*KINDS, "fifo", "zero", "gone"):
-                if kind in fine.split():
-                    continue
-                path = {"zero": "/dev/zero", "gone": "{files}/gone.txt"}.get(
-                    kind, f"{{files}}/{kind}.txt"
-                )
-                if script == "extra/fetch_pypi.py" and kind == "zero":
-                    continue  # no name of a file there
-                part = path.rpartition("/")[2]
-                if (
-                    script == "data_prep.py"
-                    and flags.startswith("text")
-                    and kind not in ("fifo", "zero", "gone")
-                ):
-                    part = "1 binary"  # among others it would be left out
+    for script, flags, fine in table("Files"):
+        for kind in sorted({*KINDS, *PATHS} - {*fine.split()}):
+            path = PATHS.get(kind, f"{{files}}/{kind}.txt")
+            part = path.rpartition("/")[2]
+            if flags.startswith("text") and kind in KINDS:
+                part = "1 binary"  # among others it would be left out
+            if script != "extra/fetch_pypi.py" or kind != "zero":  # no name of a file there
                 yield Case(script, flags.replace("{file}", path), part)
 
 
@@ -375,62 +275,7 @@ MODELS = [  # script, flags, source, [(damage, part)]
         )
     ),
 ]  # fmt: skip
-SETTINGS = [  # what does not go together, or is not there
-    ("generate.py", "--ckpt={pythoncoder} --prompt=x --file={pairs}", "not both"),
-    (
-        "generate.py",
-        "--ckpt={dream} --prompt=x",
-        "holds a Dream: python generate_dream.py --ckpt=",
-    ),
-    ("generate.py", "--ckpt={pythoncoder} --prompt=x --devices=99", "--devices=99"),
-    ("generate.py", "--ckpt={pythoncoder} --prompt=x --max_new=100000", "positions"),
-    ("generate.py", "--ckpt={files} --prompt=x", "holds no checkpoint"),
-    ("generate.py", "--ckpt={pythoncoder} --file={empty}", "holds no prompts"),
-    ("generate_dream.py", "--ckpt={pythoncoder} --prompt=x", "holds a PythonCoder: python gen"),
-    ("generate.py", "--n=1e30", "1e30"),
-    ("inference_jetson.py", "--n=1e30", "1e30"),
-    ("data_prep.py", "pairs {empty} --out=out", "no document to train on"),
-    ("data_prep.py", "pairs {hollow} --out=out", "all prompts and responses are empty"),
-    ("data_prep.py", "python --fim_rate=0.5 --rows=padded", "--fim_rate"),
-    ("data_prep.py", "pairs {pairs} --chat --out=out", "--chat"),
-    ("data_prep.py", "python --roots {files} --out=out", "no .py"),
-    ("data_prep.py", "python --seq_len=1 --out=out", "--seq_len=1"),
-    ("train_tpu.py", "--data={rows} --out=out --tensor=3", "--tensor=3"),
-    ("train_tpu.py", "--data={rows} --out=out --hosts=localhost:1", "--hosts=localhost:1 ("),
-    ("train_tpu.py", "--data={rows} --out=out --hosts=localhost,2,0", "--hosts=localhost,2,0 ("),
-    ("train_tpu.py", "--data={rows} --out=out --hosts=localhost:1,2,x", "ADDRESS:PORT,COUNT,INDEX"),
-    ("train_tpu.py", "--data={rows} --out=out --fsdp=3", "--fsdp=3"),
-    ("train_tpu.py", "--data={rows} --out=out --batch_size=1000000", "a step takes 1000000"),
-    ("train_tpu.py", "--data={rows} --out=out --model=none", "--model=none"),
-    ("train_tpu.py", "--data={pairs_rows} --out=out --batch_size=2", "holds pairs"),
-    ("train_tpu.py", "--data={files} --out=out", "holds no finished data"),
-    ("train_tpu.py", "--resume={files}", "config.json does not exist"),
-    ("train_dream.py", "--data={rows} --out=out --tensor=3", "--tensor=3"),
-    ("train_dream.py", "--data={rows} --out=out --seq_len=128", "the run wants 128"),
-    ("train_dream.py", "--data={rows} --out=out --block_warmup=2", "needs --block_length"),
-    (
-        "train_dream.py",
-        "--data={rows} --out=out --init={dream} --model=tiny",
-        "leave --model=tiny out",
-    ),
-    ("train_gpu.py", "--data={rows} --out=out", "--rows=padded"),
-    ("train_gpu.py", "--data={padded} --out=out --batch_size=3 --micro_batch=2", "no multiple"),
-    ("coupled_grpo.py", "--ckpt={dream}", "belong together"),
-    ("coupled_grpo.py", "--rewards=none", "none"),
-    ("benchmarks.py", "--chat", "python extra/protocols.py"),
-    ("benchmarks.py", "--n=2 --temperature=0", "--temperature=0"),
-    ("benchmarks.py", "--tasks_file={humaneval} --samples={empty}", "holds no samples"),
-    ("extra/fetch_pypi.py", "top:0", "names no package"),
-    ("extra/fetch_pypi.py", "a==b==c", "a==b==c"),
-    ("rl_tasks.py", "--roots {empty} --out=out", "no task is left"),
-    ("rl_tasks.py", "--roots {empty} --out=out --tokenizer={pairs}", "--tokenizer="),
-    ("extra/serve.py", "--api_key=sk-mine", "names an environment variable"),
-    ("convert_weights.py", "--source={hub} --out={dream}", "exists"),
-    ("convert_weights.py", "--source={files} --out=out", "config.json"),
-    ("export_jetson.py", "--ckpt={files} --out=out", "holds no"),
-    ("export_jetson.py", "--bundle={mdlm}", "--tensorrt"),
-]
-CASES = [*numbers(), *files(), *itertools.starmap(Case, SETTINGS)]
+CASES = [*numbers(), *files(), *itertools.starmap(Case, table("Settings"))]
 CASES += [
     Case(script, flags, part, source, damage)
     for script, flags, source, table in MODELS
@@ -476,7 +321,6 @@ def inputs(tmp_path_factory, code_rows):
     data_prep.main(
         data_prep.Pairs(source=str(found["pairs"]), out=str(top / "pairs_rows"), **settings)
     )
-    found["parquet_tokenizer"] = top / "pairs_rows" / "tokenizer.json"
     write_hub_folder(top / "hub")
     convert_weights.main(convert_weights.Config(str(top / "hub"), str(top / "dream")))
 
