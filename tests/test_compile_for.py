@@ -30,82 +30,7 @@ OUR_FOLDERS = os.pathsep.join(str(ROOT / name) for name in ("", "tests", "bench"
 
 # ---- text written by hand: 3 rounds of {matmul in a fusion, all-gather}, a conditional, collectives of every form
 
-HLO = """HloModule by_hand, is_scheduled=true
-
-%fused_matmul (p0: bf16[8,16], p1: bf16[4,16,32], p2: s32[]) -> bf16[8,32] {
-  %p0 = bf16[8,16]{1,0:T(8,128)(2,1)} parameter(0)
-  %p1 = bf16[4,16,32]{2,1,0:T(8,128)(2,1)} parameter(1)
-  %p2 = s32[]{:T(128)} parameter(2)
-  %zero = s32[] constant(0)
-  %slice = bf16[1,16,32]{2,1,0:T(8,128)(2,1)} dynamic-slice(%p1, %p2, %zero, %zero), dynamic_slice_sizes={1,16,32}
-  %weight = bf16[16,32]{1,0:T(8,128)(2,1)} bitcast(%slice)
-  ROOT %conv = bf16[8,32]{1,0:T(8,128)(2,1)S(1)} convolution(%p0, %weight), dim_labels=bf_io->bf
-}
-
-%body (arg: (s32[], bf16[8,16], bf16[4,16,32], f32[64])) -> (s32[], bf16[8,16], bf16[4,16,32], f32[64]) {
-  %arg = (s32[], bf16[8,16]{1,0}, bf16[4,16,32]{2,1,0}, f32[64]{0}) parameter(0)
-  %i = s32[] get-tuple-element(%arg), index=0
-  %one = s32[] constant(1)
-  %next = s32[] add(%i, %one)
-  %x = bf16[8,16]{1,0} get-tuple-element(%arg), index=1
-  %w = bf16[4,16,32]{2,1,0} get-tuple-element(%arg), index=2
-  %g = f32[64]{0} get-tuple-element(%arg), index=3
-  %fusion.7 = bf16[8,32]{1,0:S(1)} fusion(%x, %w, %i), kind=kOutput, calls=%fused_matmul, metadata={op_name="jit(f)/dot"}, backend_config={"window_config":{"estimated_cycles":"100"}}
-  %all-gather.1 = f32[256]{0} all-gather(%g), replica_groups={{0,1,2,3}}, dimensions={0}
-  ROOT %tuple.1 = (s32[], bf16[8,16]{1,0}, bf16[4,16,32]{2,1,0}, f32[64]{0}) tuple(%next, %x, %w, /*index=3*/%g)
-}
-
-%condition (arg: (s32[], bf16[8,16], bf16[4,16,32], f32[64])) -> pred[] {
-  %arg.1 = (s32[], bf16[8,16]{1,0}, bf16[4,16,32]{2,1,0}, f32[64]{0}) parameter(0)
-  %i.1 = s32[] get-tuple-element(%arg.1), index=0
-  %n = s32[] constant(LIMIT)
-  ROOT %less = pred[] compare(%i.1, %n), direction=LT
-}
-
-%cheap (c: f32[64]) -> f32[64] {
-  ROOT %c = f32[64]{0} parameter(0)
-}
-
-%dear (d: f32[64]) -> f32[64] {
-  %d = f32[64]{0} parameter(0)
-  ROOT %exp = f32[64]{0} exponential(%d), metadata={op_name="jit(f)/exp"}, backend_config={"estimated_cycles":"7"}
-}
-
-%all-reduce-scatter (r: bf16[64,4]) -> bf16[16,4] {
-  %r = bf16[64,4]{1,0} parameter(0)
-  %all-reduce.2 = bf16[64,4]{1,0} all-reduce(%r), replica_groups={{0,1,2,3}}, to_apply=%sum
-  %at = s32[] constant(0)
-  ROOT %mine = bf16[16,4]{1,0} dynamic-slice(%all-reduce.2, %at, %at), dynamic_slice_sizes={16,4}
-}
-
-%sparsecore_gather (s: s32[32], t: f32[1000,2]) -> f32[32,2] {
-  %s = s32[32]{0} parameter(0)
-  %t = f32[1000,2]{1,0} parameter(1)
-  ROOT %offload.3 = f32[32,2]{1,0} gather(%t, %s), offset_dims={1}, backend_config={"estimated_cycles":"9223372036854775807"}
-}
-
-ENTRY %main (x.2: bf16[8,16], w.2: bf16[4,16,32], g.2: f32[64], pick: pred[], r.2: bf16[64,4]) -> f32[64] {
-  %x.2 = bf16[8,16]{1,0} parameter(0)
-  %w.2 = bf16[4,16,32]{2,1,0} parameter(1)
-  %g.2 = f32[64]{0} parameter(2)
-  %pick = pred[] parameter(3)
-  %r.2 = bf16[64,4]{1,0} parameter(4)
-  %start = s32[] constant(START)
-  %init = (s32[], bf16[8,16]{1,0}, bf16[4,16,32]{2,1,0}, f32[64]{0}) tuple(%start, %x.2, %w.2, %g.2)
-  %loop = (s32[], bf16[8,16]{1,0}, bf16[4,16,32]{2,1,0}, f32[64]{0}) while(%init), condition=%condition, body=%body KNOWN
-  %branch = f32[64]{0} conditional(%pick, %g.2, %g.2), true_computation=%cheap, false_computation=%dear
-  %scattered = bf16[16,4]{1,0} fusion(%r.2), kind=kCustom, calls=%all-reduce-scatter
-  %ag-start = (f32[64]{0}, f32[256]{0}, u32[], u32[]) all-gather-start(%g.2), replica_groups={{0,1,2,3}}, dimensions={0}
-  %ag-done = f32[256]{0} all-gather-done(%ag-start)
-  %indices = s32[32]{0} iota(), iota_dimension=0
-  %table = f32[1000,2]{1,0} broadcast(%start), dimensions={}
-  %sc-start = ((s32[32]{0}, f32[1000,2]{1,0}), f32[32,2]{1,0}, u32[]{:S(8)}) async-start(%indices, %table), calls=%sparsecore_gather
-  %sc-done = f32[32,2]{1,0} async-done(%sc-start)
-  %kernel.12.clone = f32[64]{0} custom-call(%g.2), custom_call_target="tpu_custom_call"
-  %space = f32[99999]{0} custom-call(), custom_call_target="AllocateBuffer"
-  ROOT %copied = f32[64]{0} copy(%kernel.12.clone), metadata={op_name="jit(f)/copy"}, backend_config={"estimated_cycles":"20"}
-}
-"""  # noqa: E501
+HLO = (ROOT / "tests/hlo/by_hand.txt").read_text()
 
 
 def by_hand(start=0, limit=3, known=""):
@@ -224,41 +149,7 @@ def test_links_are_counted_at_the_worst_placed_chip():
         assert compile_for.link_rate(name) == rate
 
 
-GPU_HLO = """HloModule for_a_gpu, is_scheduled=true
-
-%fused_dot (p0: bf16[8,16], p1: bf16[16,32]) -> f32[8,32] {
-  %p0 = bf16[8,16]{1,0} parameter(0)
-  %p1 = bf16[16,32]{1,0} parameter(1)
-  ROOT %dot = f32[8,32]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}, backend_config={"sizes":["16"]}
-}
-
-%body (arg: (s32[], f32[8,32])) -> (s32[], f32[8,32]) {
-  %arg = (s32[], f32[8,32]{1,0}) parameter(0)
-  %i = s32[] get-tuple-element(%arg), index=0
-  %y = f32[8,32]{1,0} get-tuple-element(%arg), index=1
-  %z = f32[8,32]{1,0} add(%y, %y)
-  ROOT %next = (s32[], f32[8,32]{1,0}) tuple(%i, %z)
-}
-
-%condition (arg.1: (s32[], f32[8,32])) -> pred[] {
-  %arg.1 = (s32[], f32[8,32]{1,0}) parameter(0)
-  ROOT %go = pred[] constant(true)
-}
-
-ENTRY %main (x: bf16[8,16], w: bf16[16,32], v: f32[4,32,64]) -> f32[4,8,64] {
-  %x = bf16[8,16]{1,0} parameter(0)
-  %w = bf16[16,32]{1,0} parameter(1)
-  %v = f32[4,32,64]{2,1,0} parameter(2)
-  %gemm = f32[8,32]{1,0} fusion(%x, %w), kind=kCustom, calls=%fused_dot, backend_config={"fusion_backend_config":{"kind":"__triton_nested_gemm_fusion"}}
-  %zero = s32[] constant(0)
-  %init = (s32[], f32[8,32]{1,0}) tuple(%zero, %gemm)
-  %loop = (s32[], f32[8,32]{1,0}) while(%init), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"5"}}
-  %last = f32[8,32]{1,0} get-tuple-element(%loop), index=1
-  %many = f32[4,8,32]{2,1,0} broadcast(%last), dimensions={1,2}
-  %call = (f32[4,8,64]{2,1,0}, s8[4194304]{0}) custom-call(%many, %v), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["1"],"lhs_batch_dimensions":["0"],"rhs_batch_dimensions":["0"]}}}
-  ROOT %out = f32[4,8,64]{2,1,0} get-tuple-element(%call), index=0
-}
-"""  # noqa: E501
+GPU_HLO = (ROOT / "tests/hlo/gpu.txt").read_text()
 
 
 def test_a_gpus_roofline_adds_up_its_kernels():
