@@ -1,10 +1,10 @@
 """Score a model, or samples from elsewhere, on HumanEval and MBPP: pass@k. Asks a model.
 
     python benchmarks.py                               # pass@1 on HumanEval
-    python benchmarks.py --task=mbpp --n=10 --k 1 10   # pass@1, pass@10, and the best of 10
-    python benchmarks.py --model=dream --ckpt=out/diffucoder --entropy_bound=0.1
-    python benchmarks.py --task=humaneval_infilling --split=random-span --model=dream    # holes
-    python benchmarks.py --task=humaneval+ --samples=mine.jsonl --watch    # programs from elsewhere
+    python benchmarks.py --task=mbpp --n=10 --k 1 10   # and the best of 10
+    python benchmarks.py --model=dream --ckpt=out/diffucoder
+    python benchmarks.py --task=humaneval_infilling --model=dream   # holes
+    python benchmarks.py --samples=mine.jsonl --watch   # from elsewhere
 
 Reads a run folder of a trainer, a folder of convert_weights.py, or weights/; downloads an official
 task file once. Writes --out: samples.jsonl (the model's texts), results.jsonl (the same with
@@ -786,6 +786,7 @@ def describe(row):
 MOVED = {
     "repair": "python extra/repair.py",
     "protocol": "python extra/protocols.py",
+    "since": "python extra/protocols.py",
     "chat": "python extra/protocols.py --protocol=ours_chat",
     "json": "summary.json in --out is the report",
 }

@@ -170,9 +170,10 @@ def parse_lines(lines, keys, either=()):
             texts = [row[key] for key in either if key in row] if complete else []
             complete = bool(texts) and all(isinstance(text, str) for text in texts)
         if not complete:
-            needed = ", ".join([*keys, *filter(None, [" or ".join(either)])])
-            wrong = f"line {number} is not a JSON object with {needed}"
-            raise ValueError(f"{wrong}; samples are texts")
+            needed = ", ".join(keys)
+            if either:
+                needed += f", and as a text {' or '.join(either)}"
+            raise ValueError(f"line {number} is not a JSON object with {needed}")
         yield row
 
 

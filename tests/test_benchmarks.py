@@ -406,7 +406,7 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path):
         cfg = config("humaneval", tmp_path, good)
         with open(cfg.samples, "a") as file:
             file.write(line + "\n")
-        refused(cfg, "line 2 is not a JSON object with task_id, completion or solution")
+        refused(cfg, "line 2 is not a JSON object with task_id, and as a text completion or")
     refused(dataclasses.replace(cfg, samples=str(tmp_path / "none")), "No such file")
     assert not (tmp_path / "out").exists()
 
