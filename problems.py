@@ -498,7 +498,7 @@ class Ours:
 
     def __init__(self, cfg):
         self.task = cfg.task.removesuffix("+")
-        self.name = f"ours/{self.task}"
+        self.name = f"ours/{self.task.removeprefix('humaneval_')}"
         self.files = [tasks_path(cfg)]
 
     def ids(self, problem, model):

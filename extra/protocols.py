@@ -1,39 +1,32 @@
-"""Ask, cut and score as public harnesses do, and LiveCodeBench. Asks a model.
+"""Ask, cut and score as public harnesses do. Asks a model.
 
-    python extra/protocols.py --protocol=dream_instruct --model=dream --ckpt=out/dream
-    python extra/protocols.py --protocol=lm_eval --task=mbpp --samples=mine.jsonl
-    python extra/protocols.py --protocol=ours_chat --model=dream    # the model's own chat template
-    python extra/protocols.py --task=livecodebench --tasks_file=test6.jsonl --since=2025-01-01
+    python extra/protocols.py --protocol=dream_instruct --model=dream
+    python extra/protocols.py --protocol=lm_eval --task=mbpp
+    python extra/protocols.py --protocol=evalplus_base --samples=mine.jsonl
+    python extra/protocols.py --protocol=ours_chat --model=dream
 
-All else is as in benchmarks.py, which generates and scores. Most scores that do not reproduce
-differ in the protocol, not in the model. Prompts, candidates and tests equal those of a harness
-byte for byte: tests/extra/test_protocols.py. It does not run the harnesses themselves.
+The last asks in our way, through the model's own chat template. All else is as in benchmarks.py,
+which generates and scores. Most scores that do not reproduce differ in the protocol, not in the
+model. Prompts, candidates and tests equal those of a harness byte for byte, see
+tests/extra/test_protocols.py. It does not run the harnesses themselves.
 
     prompt(protocol, problem)           text for the tokenizer
     candidate(protocol, text, problem)  the code in a model's text
-    program(protocol, code, problem)    the code that runs before target(protocol, problem), the tests
+    program(protocol, code, problem)    what runs before target(protocol, problem), the tests
 
 Sources: lm_eval 4e7e0d4; Dream fac0a7f; Fast-dLLM 24cc59e; Dream-Coder 87409da with d3LLM e5bfcac;
 evalplus 26d6d00; Qwen2.5-Coder d5ead97; human-eval 6d43fb9; bigcode-evaluation-harness 8fc5bae;
-simple-evals ee3b031; DARE's OpenCompass 83ae8a3; LiveCodeBench 28fef95.
+simple-evals ee3b031; DARE's OpenCompass 83ae8a3.
 """
 
 import ast
-import base64
 import contextlib
 import dataclasses
 import functools
-import gzip
-import inspect
-import json
-import math
-import pickletools
 import re
 import sys
 import typing
 import warnings
-import zlib
-from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -41,24 +34,19 @@ import benchmarks
 import problems as tasks
 import prompts
 import runs
-import sandbox
-from problems import first_of, without_future
-from runs import Natural, TopP
+from problems import first_of
+from runs import Natural
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(benchmarks.Config):
     protocol: str = "ours"  # harness, or its record: dream_instruct, lm_eval/humaneval_instruct
-    task: typing.Literal[(*tasks.MAKERS, "livecodebench")] = "humaneval"  # which benchmark
     shots: typing.Annotated[int, (0, 3, "0 .. 3")] | None = (
         None  # MBPP: solved problems; default: protocol's
     )
-    top_p: TopP | None = None  # nucleus sampling; default: the protocol's
     max_new: Natural = 0  # new tokens at most; default: the protocol's
     # chat: strip the end of the prompt, as transformers 4.46; 4.49 does not
     trim_prefix: bool = True
-    since: str = ""  # LiveCodeBench: only contests from this day on, such as 2024-10-01
-    until: str = ""  # LiveCodeBench: only contests up to the first minute of this day
 
 
 class Protocol(typing.NamedTuple):
@@ -92,7 +80,6 @@ class Protocol(typing.NamedTuple):
 FULL_MBPP = (
     "https://raw.githubusercontent.com/google-research/google-research/master/mbpp/mbpp.jsonl"
 )
-BROKEN = EOFError, zlib.error, gzip.BadGzipFile  # what a damaged .gz raises
 DATA = {  # file of the problems, and how many it holds
     "humaneval": ("HumanEval.jsonl.gz", (164,)),
     "mbpp": ("mbpp.jsonl, the full MBPP, ids 11-510", (500,)),
@@ -100,7 +87,7 @@ DATA = {  # file of the problems, and how many it holds
     "sanitized": ("sanitized-mbpp.json", (257, 427)),
 }
 
-# ---- prompts -------------------------------------------------------------------------------------------------------
+# ---- prompts -------------------------------------------------------------------------------------
 
 EXPERT = "You are an expert Python programmer, and here is your task:"
 
@@ -151,12 +138,12 @@ def prompt(protocol, q, trim_prefix=True):
     return text.rstrip() if trim_prefix and protocol.trims else text
 
 
-# ---- rules: from a text to a candidate -----------------------------------------------------------------------------
+# ---- rules: from a text to a candidate -----------------------------------------------------------
 
 # tokens that Qwen2.5's and Dream's tokenizer remove with skip_special_tokens=True
 SPECIAL = re.compile(
-    r"<\|(endoftext|im_start|im_end|mask|beginoftext|object_ref_start|object_ref_end|box_start|box_end|quad_start|"
-    r"quad_end|vision_start|vision_end|vision_pad|image_pad|video_pad)\|>"
+    r"<\|(endoftext|im_start|im_end|mask|beginoftext|object_ref_start|object_ref_end|box_start|"
+    r"box_end|quad_start|quad_end|vision_start|vision_end|vision_pad|image_pad|video_pad)\|>"
 )
 
 
@@ -197,18 +184,7 @@ def dream_fence(text, q):
     return text.split("```python\n", 1)[-1].split("```")[0]
 
 
-def last_block(text, q):
-    """LiveCodeBench's rule: the lines between the last two fences; the whole text if it has
-    none.
-    """
-    lines = text.split("\n")
-    fences = [i for i, line in enumerate(lines) if "```" in line]
-    if not fences:
-        return text
-    return "\n".join(lines[fences[-2] + 1 : fences[-1]]) if len(fences) > 1 else ""
-
-
-# ---- the sanitisers of Dream and EvalPlus --------------------------------------------------------------------------
+# ---- the sanitisers of Dream and EvalPlus --------------------------------------------------------
 
 
 def parsed(code):
@@ -369,7 +345,7 @@ def evalplus_names(node):
     return names
 
 
-# ---- the table -----------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
 
 IM_END = ("<|im_end|>", "<|endoftext|>")
 # Chen et al., arXiv:2107.03374, as in lm_eval
@@ -383,12 +359,14 @@ QWEN_CODER = "You are an intelligent programming assistant to produce Python alg
 WRITE = "Write a solution to the following problem and make sure that it passes the tests:\n"
 COMPLETED = "Here is the completed function:\n```python\n"
 BELOW = (
-    "Below is a Python script with a self-contained function that solves the problem and passes corresponding tests:\n"
+    "Below is a Python script with a self-contained function that solves the problem and passes "
+    "corresponding tests:\n"
     "```python\n"
 )
 ask_prompt = asks("{prompt}")
 ask_evalplus = asks(
-    "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
+    "Please provide a self-contained Python script that solves the following problem in a markdown "
+    "code block:\n"
     "```\n{stripped}\n```\n"
 )
 ask_evalplus_base = asks("{stripped}\n")
@@ -409,66 +387,149 @@ PROTOCOLS = {  # "harness/task"; the comments say who quotes its scores
     "openai/humaneval": Protocol(ask_prompt, temperature=0.2, top_p=0.95, prompt_first=True),
     # LLaDA, and most papers on base models; equal in 0.4.8, which has no instruct tasks, and
     # 0.4.9.2
-    "lm_eval/humaneval": Protocol(ask_prompt, max_new=1024, drops=True, stops=CHEN, rules=(prepend_prompt,)),
-    "lm_eval/mbpp": Protocol(ask_austin, ("mbpp",), shots=3, max_new=256, drops=True, stops=("[DONE]",)),
+    "lm_eval/humaneval": Protocol(
+        ask_prompt, max_new=1024, drops=True, stops=CHEN, rules=(prepend_prompt,)
+    ),
+    "lm_eval/mbpp": Protocol(
+        ask_austin, ("mbpp",), shots=3, max_new=256, drops=True, stops=("[DONE]",)
+    ),
     "lm_eval/humaneval_instruct": Protocol(
-        asks(WRITE + "```python\n{prompt}\n```\n"), system=ASSISTANT, prefix=COMPLETED + "{prompt}\n", trims=True,
-        max_new=1024, drops=True, stops=CHEN, rules=(cut_at_fence, prepend_prompt),
+        asks(WRITE + "```python\n{prompt}\n```\n"),
+        system=ASSISTANT,
+        prefix=COMPLETED + "{prompt}\n",
+        trims=True,
+        max_new=1024,
+        drops=True,
+        stops=CHEN,
+        rules=(cut_at_fence, prepend_prompt),
     ),
     # Dream; its postprocess_code.py scores HumanEval from the log of lm_eval
-    "dream_base/humaneval": Protocol(ask_prompt, bos=True, temperature=0.2, top_p=0.95, rules=DREAM_RULES),
+    "dream_base/humaneval": Protocol(
+        ask_prompt, bos=True, temperature=0.2, top_p=0.95, rules=DREAM_RULES
+    ),
     "dream_base/mbpp": Protocol(
         ask_austin, ("mbpp",), shots=3, bos=True, temperature=0.2, top_p=0.95, stops=("[DONE]",)
     ),
     "dream_instruct/humaneval_instruct": Protocol(
-        asks(WRITE + "```{prompt}"), system=ASSISTANT, prefix=COMPLETED + "{prompt}\n", trims=True, prompt_tokens=1024,
-        max_new=768, temperature=0.1, top_p=0.9, stops=CHEN, rules=DREAM_RULES,
+        asks(WRITE + "```{prompt}"),
+        system=ASSISTANT,
+        prefix=COMPLETED + "{prompt}\n",
+        trims=True,
+        prompt_tokens=1024,
+        max_new=768,
+        temperature=0.1,
+        top_p=0.9,
+        stops=CHEN,
+        rules=DREAM_RULES,
     ),
     "dream_instruct/mbpp_instruct": Protocol(
-        asks(EXPERT + " {text} Your code should pass these tests:\n\n{tests}"), ("mbpp",), system=ASSISTANT,
-        prefix=COMPLETED, trims=True, prompt_tokens=1024, max_new=1024, temperature=0.1, top_p=0.9, stops=("```",),
+        asks(EXPERT + " {text} Your code should pass these tests:\n\n{tests}"),
+        ("mbpp",),
+        system=ASSISTANT,
+        prefix=COMPLETED,
+        trims=True,
+        prompt_tokens=1024,
+        max_new=1024,
+        temperature=0.1,
+        top_p=0.9,
+        stops=("```",),
     ),
     # Fast-dLLM
     "fast_dllm/humaneval": Protocol(ask_prompt, bos=True, max_new=256, rules=DREAM_RULES),
     # Dream-Coder; its MBPP is mbppplus of the Hub, 378 of the sanitized problems. d3LLM scores
     # instruct models alike
     "dreamcoder_base/humaneval": Protocol(
-        ask_prompt, bos=True, temperature=0.2, top_p=0.9, stops=("```python\n", "```"),
+        ask_prompt,
+        bos=True,
+        temperature=0.2,
+        top_p=0.9,
+        stops=("```python\n", "```"),
         rules=(prepend_prompt_line, dream_sanitize),
     ),
     "dreamcoder_base/mbpp": Protocol(
-        asks("{text}\nThe code should pass these tests:\n\n{tests}\n\n"), ("sanitized",), prefix=COMPLETED, bos=True,
-        temperature=0.1, top_p=0.9, stops=("```",), frame=("", "\n\n"),
+        asks("{text}\nThe code should pass these tests:\n\n{tests}\n\n"),
+        ("sanitized",),
+        prefix=COMPLETED,
+        bos=True,
+        temperature=0.1,
+        top_p=0.9,
+        stops=("```",),
+        frame=("", "\n\n"),
     ),
     "dreamcoder_instruct/humaneval": Protocol(
-        ask_evalplus, system=ASSISTANT, prefix=BELOW, max_new=768, temperature=0.1, top_p=0.9, top_k=50, ends=(),
-        drops=True, stops=(*EVALPLUS, "\n```\n"), rules=(first_10000, tabs_to_spaces, evalplus_sanitize), limit_s=1,
+        ask_evalplus,
+        system=ASSISTANT,
+        prefix=BELOW,
+        max_new=768,
+        temperature=0.1,
+        top_p=0.9,
+        top_k=50,
+        ends=(),
+        drops=True,
+        stops=(*EVALPLUS, "\n```\n"),
+        rules=(first_10000, tabs_to_spaces, evalplus_sanitize),
+        limit_s=1,
         factor=4,
     ),
     # EvalPlus, and d3LLM's table of Qwen2.5-Coder-Instruct
     "evalplus_base/humaneval": Protocol(
-        ask_evalplus_base, max_new=768, ends=(), drops=True, stops=EVALPLUS_HUMANEVAL, rules=EVALPLUS_BASE_RULES,
-        limit_s=4, factor=4,
+        ask_evalplus_base,
+        max_new=768,
+        ends=(),
+        drops=True,
+        stops=EVALPLUS_HUMANEVAL,
+        rules=EVALPLUS_BASE_RULES,
+        limit_s=4,
+        factor=4,
     ),
     "evalplus_base/mbpp": Protocol(
-        ask_evalplus_base, PLUS, max_new=768, ends=(), drops=True, stops=EVALPLUS_MBPP, rules=EVALPLUS_BASE_RULES,
-        limit_s=4, factor=4,
+        ask_evalplus_base,
+        PLUS,
+        max_new=768,
+        ends=(),
+        drops=True,
+        stops=EVALPLUS_MBPP,
+        rules=EVALPLUS_BASE_RULES,
+        limit_s=4,
+        factor=4,
     ),
     "evalplus_instruct/humaneval": Protocol(
-        ask_evalplus, system=QWEN, prefix=BELOW, max_new=768, ends=(), drops=True, stops=(*EVALPLUS, "\n```\n"),
-        rules=(first_10000, tabs_to_spaces, without_colours, evalplus_sanitize), limit_s=4, factor=4,
+        ask_evalplus,
+        system=QWEN,
+        prefix=BELOW,
+        max_new=768,
+        ends=(),
+        drops=True,
+        stops=(*EVALPLUS, "\n```\n"),
+        rules=(first_10000, tabs_to_spaces, without_colours, evalplus_sanitize),
+        limit_s=4,
+        factor=4,
     ),
     # Qwen2.5-Coder; DiffuCoder has its harness. It runs the prompt twice; here once, so that a
     # future import can follow
     "qwen_base/humaneval": Protocol(
-        ask_evalplus_base, max_new=768, ends=IM_END, drops=True, stops=(*EVALPLUS_HUMANEVAL, "\n```\n", "```"),
-        rules=(tabs_to_spaces, prepend_stripped_prompt), limit_s=1, factor=4,
+        ask_evalplus_base,
+        max_new=768,
+        ends=IM_END,
+        drops=True,
+        stops=(*EVALPLUS_HUMANEVAL, "\n```\n", "```"),
+        rules=(tabs_to_spaces, prepend_stripped_prompt),
+        limit_s=1,
+        factor=4,
     ),
     "qwen_instruct/humaneval": Protocol(
-        ask_qwen, system=QWEN_CODER, prefix="```python\n", max_new=2048, ends=IM_END, drops=True,
-        stops=(*EVALPLUS, "\n#", "\n```"), rules=(tabs_to_spaces, cut_at_fence), limit_s=1, factor=4,
+        ask_qwen,
+        system=QWEN_CODER,
+        prefix="```python\n",
+        max_new=2048,
+        ends=IM_END,
+        drops=True,
+        stops=(*EVALPLUS, "\n#", "\n```"),
+        rules=(tabs_to_spaces, cut_at_fence),
+        limit_s=1,
+        factor=4,
     ),
-}  # fmt: skip
+}
 base, qwen = PROTOCOLS["qwen_base/humaneval"], PROTOCOLS["qwen_instruct/humaneval"]
 PROTOCOLS["qwen_base/mbpp"] = base._replace(data=PLUS, stops=(*EVALPLUS_MBPP, "\n```\n", "```"))
 # Qwen2.5-Coder scores the answers of instruct models as they are, and sanitised.
@@ -506,7 +567,7 @@ def ask_docstring(q, solved):
 
 
 def lm_eval_fence(text, q):
-    """The first block of a text that began inside one. A leading word counts as the block's language."""
+    """The first block of a text that began inside one. A leading word is the block's language."""
     blocks = re.findall(r"```(?:\w+)?\n?(.*?)\n?```", "```" + text, re.DOTALL)
     return blocks[0] if blocks else ""
 
@@ -522,15 +583,34 @@ def strip_left(text, q):
 
 BEGINS = r"\[BEGIN\]\s*'", r"BEGIN\s*'", r"\[BEGIN\]\s*", r"BEGIN\s*"
 ENDINGS = r"'\s*\[DONE\]", r"'\s*DONE", r"\s*\[DONE\]", r"\s*DONE"
-PATTERNS = [  # tried in this order: quoted answers, those without the second quote, without any, then fences
-    *(begin + "(.*)" + end for begin, end in (
-        (BEGINS[0], ENDINGS[0]), (BEGINS[1], ENDINGS[0]), (BEGINS[0], ENDINGS[1]), (BEGINS[1], ENDINGS[1]),
-        (BEGINS[0], ENDINGS[2]), (BEGINS[1], ENDINGS[2]), (BEGINS[0], ENDINGS[3]), (BEGINS[1], ENDINGS[3]),
-        (BEGINS[2], ENDINGS[2]), (BEGINS[3], ENDINGS[2]), (BEGINS[2], ENDINGS[3]), (BEGINS[3], ENDINGS[3]),
-    )),
-    r"```python\s*(.*)\s*```", r"```\s*(.*)\s*```", r"```python\s*(.*)\s*$", r"```\s*(.*)\s*$", r"(.*)\s*```.*",
-    r"\[BEGIN\]\s*'(.*)", r"\[BEGIN\](.*)", r"'(.*)'\s*\[DONE\]",
-]  # fmt: skip
+# tried in this order: quoted answers, those without the second quote, without any, then fences
+PATTERNS = [
+    *(
+        begin + "(.*)" + end
+        for begin, end in (
+            (BEGINS[0], ENDINGS[0]),
+            (BEGINS[1], ENDINGS[0]),
+            (BEGINS[0], ENDINGS[1]),
+            (BEGINS[1], ENDINGS[1]),
+            (BEGINS[0], ENDINGS[2]),
+            (BEGINS[1], ENDINGS[2]),
+            (BEGINS[0], ENDINGS[3]),
+            (BEGINS[1], ENDINGS[3]),
+            (BEGINS[2], ENDINGS[2]),
+            (BEGINS[3], ENDINGS[2]),
+            (BEGINS[2], ENDINGS[3]),
+            (BEGINS[3], ENDINGS[3]),
+        )
+    ),
+    r"```python\s*(.*)\s*```",
+    r"```\s*(.*)\s*```",
+    r"```python\s*(.*)\s*$",
+    r"```\s*(.*)\s*$",
+    r"(.*)\s*```.*",
+    r"\[BEGIN\]\s*'(.*)",
+    r"\[BEGIN\](.*)",
+    r"'(.*)'\s*\[DONE\]",
+]
 
 
 def opencompass_answer(text, q):
@@ -544,19 +624,23 @@ def opencompass_answer(text, q):
 
 
 def ask_opencompass(q, solved):
-    """Each solved problem is a turn of the chat; answers are quoted; asserts end in a space, but the very first."""
+    """Each solved problem is a turn of the chat; asserts end in a space, but the very first."""
     chat = ""
     for shot in solved:
         asserts = "".join(f"{test.strip()} \n" for test in shot.tests)
         asserts = asserts if chat else asserts.replace(" \n", "\n", 1)
         chat += f"{EXPERT} {shot.text} Your code should pass these tests:\n\n {asserts}<|im_end|>\n"
-        chat += f"<|im_start|>assistant\n[BEGIN]\n '{shot.reference.strip()}' \n[DONE] \n\n <|im_end|>\n<|im_start|>user\n"
+        answer = f"[BEGIN]\n '{shot.reference.strip()}' \n[DONE] \n\n <|im_end|>\n"
+        chat += f"<|im_start|>assistant\n{answer}<|im_start|>user\n"
     asserts = "\n".join(q.tests)
     return f"{chat}{EXPERT} {q.text} Your code should pass these tests:\n\n {asserts}  \n"
 
 
 EXPERT_BLOCK = EXPERT + "\n{text}\nYour code should pass these tests:\n{tests}"
-READ = "Read the following function signature and docstring, and fully implement the function described."
+READ = (
+    "Read the following function signature and docstring, and fully implement the function "
+    "described."
+)
 BIGCODE_STOPS = (
     "\nclass",
     "\ndef",
@@ -581,7 +665,7 @@ BIGCODE_MBPP_STOPS = (
 
 
 def evalplus_031(name):
-    """Version 0.3.1: colours stay, and the least limit is 1 s. It never passes HumanEval/32, whatever is written."""
+    """Version 0.3.1: colours stay, the least limit is 1 s. It never passes HumanEval/32."""
     record = PROTOCOLS[name]
     rules = tuple(rule for rule in record.rules if rule is not without_colours)
     return record._replace(rules=rules, limit_s=1)
@@ -589,23 +673,43 @@ def evalplus_031(name):
 
 # Of prompt and answer together BigCode allows 512 tokens.
 BIGCODE = Protocol(
-    asks("{stripped}"), temperature=0.2, top_p=0.95, ends=(), stops=BIGCODE_STOPS,
-    rules=(prepend_bare_prompt,), frame=("\n", ""),
-)  # fmt: skip
+    asks("{stripped}"),
+    temperature=0.2,
+    top_p=0.95,
+    ends=(),
+    stops=BIGCODE_STOPS,
+    rules=(prepend_bare_prompt,),
+    frame=("\n", ""),
+)
 LM_EVAL_BLOCK = Protocol(
-    asks(EXPERT_BLOCK, answer="\n```python\n{code}\n```\n\n"), ("mbpp",), system=ASSISTANT,
-    prefix="\n```python\n", trims=True, shots=3, max_new=256, drops=True, rules=(lm_eval_fence,),
-)  # fmt: skip
+    asks(EXPERT_BLOCK, answer="\n```python\n{code}\n```\n\n"),
+    ("mbpp",),
+    system=ASSISTANT,
+    prefix="\n```python\n",
+    trims=True,
+    shots=3,
+    max_new=256,
+    drops=True,
+    rules=(lm_eval_fence,),
+)
 PROTOCOLS |= {
     "bigcode/humaneval": BIGCODE,
     "bigcode/humaneval-unstripped": BIGCODE._replace(ask=ask_prompt, rules=(prepend_prompt,)),
     "bigcode/mbpp": Protocol(
-        ask_docstring, ("mbpp",), temperature=0.2, top_p=0.95, ends=(), stops=BIGCODE_MBPP_STOPS,
+        ask_docstring,
+        ("mbpp",),
+        temperature=0.2,
+        top_p=0.95,
+        ends=(),
+        stops=BIGCODE_MBPP_STOPS,
         rules=(prepend_prompt,),
     ),
     "simple_evals/humaneval": Protocol(
-        asks(READ + " Your response should only contain the code for this function.\n{prompt}"), ends=(),
-        drops=True, rules=(simple_evals_fence, without_signature), prompt_first=True,
+        asks(READ + " Your response should only contain the code for this function.\n{prompt}"),
+        ends=(),
+        drops=True,
+        rules=(simple_evals_fence, without_signature),
+        prompt_first=True,
     ),
     # the score that lm_eval itself prints of Dream's base model, which Dream does not use
     "dream_base_lm_eval/humaneval": PROTOCOLS["dream_base/humaneval"]._replace(
@@ -617,20 +721,34 @@ PROTOCOLS |= {
     ),
     # DARE's OpenCompass: it quotes 78.05 % on HumanEval and 56.40 % on MBPP for Dream-Instruct.
     "opencompass_dare/humaneval": Protocol(
-        asks("Complete the following python code:\n{prompt}"), system=ASSISTANT, temperature=0.2,
-        top_p=0.95, ends=(), drops=True, rules=(opencompass_fence, strip_left), prompt_first=True,
+        asks("Complete the following python code:\n{prompt}"),
+        system=ASSISTANT,
+        temperature=0.2,
+        top_p=0.95,
+        ends=(),
+        drops=True,
+        rules=(opencompass_fence, strip_left),
+        prompt_first=True,
     ),
     "opencompass_dare/mbpp": Protocol(
-        ask_opencompass, ("mbpp",), system=ASSISTANT, shots=3, temperature=0.2, top_p=0.95, ends=(),
-        drops=True, rules=(opencompass_answer,), limit_s=9,
+        ask_opencompass,
+        ("mbpp",),
+        system=ASSISTANT,
+        shots=3,
+        temperature=0.2,
+        top_p=0.95,
+        ends=(),
+        drops=True,
+        rules=(opencompass_answer,),
+        limit_s=9,
     ),
     "evalplus_0.3.1_base/humaneval": evalplus_031("evalplus_base/humaneval"),
     "evalplus_0.3.1_base/mbpp": evalplus_031("evalplus_base/mbpp"),
     "evalplus_0.3.1_instruct/humaneval": evalplus_031("evalplus_instruct/humaneval"),
     "evalplus_0.3.1_instruct/mbpp": evalplus_031("evalplus_instruct/mbpp"),
-}  # fmt: skip
+}
 
-# ---- from a text to a program ---------------------------------------------------------------------
+# ---- from a text to a program --------------------------------------------------------------------
 
 
 def named(name, task):
@@ -756,236 +874,13 @@ def chat_template(cfg):
     return wrap
 
 
-# ---- LiveCodeBench -------------------------------------------------------------------------------
-#
-# Rules of lcb_runner/evaluation/testing_util.py, MIT. Ref: Jain et al., arXiv:2403.07974. Here a
-# program runs as a script. There it is the body of a function with a copy of sys.stdin, so that
-# these fail: looping over sys.stdin, more than one line of sys.stdin.buffer, EOFError at the end of
-# input, `global`, quit(), os._exit(), sys.stdout.buffer, imports from the future. Its limits are
-# wall-clock seconds, ours processor seconds.
-
-LIVE_KEYS = """question_content question_id contest_date starter_code public_test_cases private_test_cases
-metadata""".split()
-LIVE_MODULES = """string re datetime collections heapq bisect copy math random statistics itertools functools operator
-io sys json""".split()
-LIVE_HEAD = "\n".join([f"from {name} import *" for name in [*LIVE_MODULES, "builtins", "typing"]])
-LIVE_HEAD += "".join(f"\nimport {name}" for name in LIVE_MODULES)
-LIVE_HEAD += "\nsys.setrecursionlimit(50000)\nsys.set_int_max_str_digits(50000)\n\n"
-LIVE_STARTER = """You will use the following starter code to write the solution to the problem and enclose your code \
-within delimiters.
-```python
-{}
-```"""
-LIVE_STDIN = """Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on \
-the sample inputs). Enclose your code within delimiters as follows. Ensure that when the python program runs, it reads \
-the inputs, runs the algorithm and writes output to STDOUT.
-```python
-# YOUR CODE HERE
-```"""
-LIVE_PROMPT = "### Question:\n{}\n\n### Format: {}\n\n### Answer: (use the provided format with backticks)\n\n"
-TEXT_PICKLE = {
-    "PROTO",
-    "FRAME",
-    "MEMOIZE",
-    "PUT",
-    "BINPUT",
-    "LONG_BINPUT",
-    "STOP",
-}  # opcodes around that of a text
-
-
-class Live(typing.NamedTuple):
-    """The tests of a problem, packed as in the file: unpacked they would fill the memory."""
-
-    public: str  # JSON
-    private: str  # JSON, or base64(zlib(pickle(JSON)))
-
-
-class LiveCodeBench(OursInChat):
-    """Asks as LiveCodeBench does; --protocol=ours_chat through the model's chat template."""
-
-    ends = IM_END
-
-    def __init__(self, cfg):
-        tasks.Ours.__init__(self, cfg)
-        self.wrap = None
-        if cfg.protocol == "ours_chat":
-            self.name = "ours_chat/livecodebench"
-            self.wrap = None if cfg.samples else chat_template(cfg)
-        self.settings = {"since": cfg.since, "until": cfg.until}
-        self.skips = bool(cfg.since or cfg.until)
-        self.files = live_files(cfg)
-
-    def ask(self, problem):
-        return problem.prompt
-
-    def ids(self, problem, model):
-        if self.wrap:
-            return super().ids(problem, model)
-        model.tokenizer.encode_special_tokens = True
-        return model.tokenizer.encode(problem.prompt, add_special_tokens=False).ids
-
-    def candidate(self, text, problem, cut=True):
-        return last_block(without_special(cut_at(IM_END, text, problem), problem), problem)
-
-    def ended(self, text, problem):
-        return False
-
-    def program(self, code, problem):
-        return code
-
-
-class LiveScorer(benchmarks.Scorer):
-    def __init__(self, cfg, problems, protocol, samples):
-        super().__init__(cfg, problems, protocol, samples)
-        self.flags |= {"memory_mb": 4096, "threads": True}
-
-    def expect(self, keys):
-        self.expected = {key: live_cases(self.problems[key]) for key in keys}
-
-    def program(self, code, problem):
-        return LIVE_HEAD + without_future(code)
-
-    def tests(self, problem, expected, code, timeout_s):
-        return live_tests(problem, expected, code, timeout_s)
-
-    def verdict(self, problem, result):
-        """The first failed test decides."""
-        if not result.verdicts:
-            return super().verdict(problem, result)
-        for i, (outcome, value) in enumerate(zip(result.verdicts, result.values, strict=True)):
-            if outcome != "pass":
-                wrong = ["test", value if problem.entry else i]
-                return {"passed": False, "result": outcome, "wrong": wrong}
-        return {"passed": True, "result": "passed"}
-
-
-def live_files(cfg):
-    """The file --tasks_file, or all files of that folder."""
-    if not cfg.tasks_file:
-        source = "https://huggingface.co/datasets/livecodebench/code_generation_lite"
-        where = f"download test*.jsonl from {source}, and pass it as --tasks_file"
-        raise ValueError(f"LiveCodeBench is large: {where}")
-    path = runs.as_path(cfg.tasks_file)
-    return sorted([*path.glob("*.jsonl"), *path.glob("*.jsonl.gz")]) if path.is_dir() else [path]
-
-
-def live_problems(cfg):
-    """{id: Problem} of contests from the first minute of --since to that of --until."""
-    for day in filter(None, (cfg.since, cfg.until)):
-        if not re.fullmatch(r"\d{4}-\d\d-\d\d", day):
-            raise ValueError("--since and --until are days, such as 2024-10-01")
-    last = f"{cfg.until}T00:00:00" if cfg.until else "9999"
-    problems = {}
-    for file in live_files(cfg):
-        opened = gzip.open if file.suffix == ".gz" else open
-        with opened(file, "rt", encoding="utf-8") as lines:
-            try:
-                for row in tasks.parse_lines(lines, LIVE_KEYS):
-                    wanted = cfg.since <= row["contest_date"] <= last
-                    if wanted and len(problems) < (cfg.problems or math.inf):
-                        problems[tasks.key_of(row["question_id"])] = live_problem(row)
-            except (ValueError, LookupError, TypeError, AttributeError, *BROKEN) as error:
-                raise ValueError(f"{file} is not a file of LiveCodeBench: {error}") from None
-    if not problems:
-        days = f"from {cfg.since or 'the first day'} to {cfg.until or 'the last'}"
-        raise ValueError(f"{cfg.tasks_file} holds no problem of LiveCodeBench {days}")
-    return problems
-
-
-def live_problem(row):
-    starter = row["starter_code"]
-    asked = LIVE_STARTER.format(starter) if starter else LIVE_STDIN
-    return tasks.Problem(
-        row["question_id"],
-        json.loads(row["metadata"] or "{}").get("func_name") or "",
-        LIVE_PROMPT.format(row["question_content"], asked),
-        cases=Live(row["public_test_cases"], row["private_test_cases"]),
-    )
-
-
-def live_cases(problem):
-    """[(input, output)] of all tests: two texts, or arguments and result. If they are damaged, the reason, as text."""
-    private = problem.cases.private
-    try:
-        try:
-            tests = json.loads(private)
-        except ValueError:
-            tests = json.loads(text_of_pickle(zlib.decompress(base64.b64decode(private))))
-        tests = [*json.loads(problem.cases.public), *tests]
-        if any(test["testtype"] == "functional" for test in tests):
-            return [
-                ([*map(json.loads, t["input"].split("\n"))], json.loads(t["output"])) for t in tests
-            ]
-        return [(test["input"], test["output"]) for test in tests]
-    except (ValueError, LookupError, TypeError, zlib.error) as error:
-        return f"its tests cannot be read: {error}"
-
-
-def text_of_pickle(data):
-    """The text in a pickle, without loading it, as that can run code. ValueError if it holds anything else."""
-    texts = []
-    for opcode, value, _ in pickletools.genops(data):
-        if "UNICODE" in opcode.name:
-            texts.append(value)
-        elif opcode.name not in TEXT_PICKLE:
-            raise ValueError(f"its tests are a pickle with {opcode.name}, which no text needs")
-    (text,) = texts
-    return text
-
-
-def live_tests(problem, cases, code, timeout_s):
-    """The tests of a sample: one for each input of a program; a single one for all calls of a function."""
-    if not problem.entry:
-        check = (
-            "import contextlib\nfrom decimal import Decimal, InvalidOperation\n"
-            + inspect.getsource(same_lines)
-        )
-        right = "def right(printed):\n    return same_lines(printed, {!r})\n"
-        return [
-            sandbox.Stdin(text, 65_536 + 2 * len(out.encode()), check + right.format(out))
-            for text, out in cases
-        ]
-    function = f"Solution().{problem.entry}" if "class Solution" in (code or "") else problem.entry
-    most = 65_536 + 8 * sum(len(json.dumps(output)) for _, output in cases) + 100 * len(cases)
-    limits, inputs = [timeout_s] * len(cases), [args for args, _ in cases]
-    right = "def right(i, inputs, value):\n    return (list(value) if type(value) is tuple else value) == data[i]\n"
-    wanted = [output for _, output in cases]
-    return [
-        sandbox.Calls(
-            function, inputs, limits, (timeout_s + 1) * len(cases) + 5, most, right, wanted
-        )
-    ]
-
-
-def same_lines(printed, wanted):
-    """Whether a program printed the right output: equal lines without surrounding spaces, or equal numbers."""
-    ours, theirs = (
-        [line.strip() for line in text.strip().split("\n")] for text in (printed, wanted)
-    )
-    if len(ours) != len(theirs):
-        return False
-    pairs = zip(ours, theirs, strict=True)
-    with contextlib.suppress(InvalidOperation):
-        return all(
-            a == b or [*map(Decimal, a.split())] == [*map(Decimal, b.split())] for a, b in pairs
-        )
-    return False
-
-
 # ---- the command ---------------------------------------------------------------------------------
 
 
 def main(cfg):
     """The report of a protocol; see benchmarks.evaluate."""
-    if cfg.task == "livecodebench":
-        limits = {"top_p": 0.95, "max_new": 512, "limit_s": 6.0}
-        cfg = benchmarks.settle(filled_in(cfg, **limits))
-        return benchmarks.evaluate(cfg, live_problems(cfg), LiveCodeBench(cfg), LiveScorer)
-    if cfg.since or cfg.until:
-        raise ValueError("--since and --until are days of LiveCodeBench")
     if cfg.protocol in ("ours", "ours_chat"):
-        cfg = benchmarks.settle(filled_in(cfg, top_p=0.95, max_new=0, limit_s=None))
+        cfg = benchmarks.settle(filled_in(cfg, top_p=None, max_new=0, limit_s=None))
         protocol = tasks.Ours(cfg) if cfg.protocol == "ours" else OursInChat(cfg)
         return benchmarks.evaluate(cfg, tasks.read_problems(cfg), protocol)
     name, record = named(cfg.protocol, cfg.task)

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
-import gzip
 import http.server
 import itertools
 import json
@@ -20,7 +19,7 @@ import time
 import types
 from pathlib import Path
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 import tokenizers
@@ -251,34 +250,8 @@ ROOT_OF = plus_row(32, "find_zero", "    return -x[0] / x[1]\n", [[[1, 2]]], [[[
 SETS = plus_row(2, "similar_elements", "\ndef similar_elements(a, b):\n    return tuple(set(a) & set(b))\n",
                 [[[1, 2], [2, 3]]], [[[], [1]]], "Mbpp")  # fmt: skip
 SPIN = "import time\ndef half(x):\n    while x == {} and time.process_time() < 60: pass\n    return x / 3\n"
-NUMPY = "import numpy\ndef half(x): return numpy.float64"
 # problem, program, EvalPlus' verdict on the base and on the plus inputs, but for forgeries and 32
-PLUS = [
-    (HALF, "def half(x): return x / 3", "pass", "pass"),
-    (HALF, "def half(x): return x / 3 + 5e-7", "pass", "pass"),
-    (HALF, "def half(x): return x / 3 + 5e-6", "fail", "fail"),
-    (HALF, "def half(x): return int(x / 3) if x == 3 else x / 3", "pass", "pass"),  # 1 == 1.0
-    (HALF, "import fractions\ndef half(x): return fractions.Fraction(x, 3)", "fail", "fail"),
-    (HALF, NUMPY + "(x / 3)", "pass", "pass"),
-    (HALF, NUMPY + "(x / 3 + 5e-7)", "fail", "fail"),  # another type
-    (HALF, "def half(x): return [x / 3]", "fail", "fail"),
-    (HALF, "def half(x): return x / 3 if x != 10 else None", "pass", "fail"),
-    (HALF, "def half(x): return x / 3 if x < 10 else 1 / 0", "pass", "fail"),
-    (HALF, "class Any:\n    __eq__ = lambda *a: True\ndef half(x): return Any()", "fail", "fail"),
-    (HALF, "class Any(float):\n    __eq__ = lambda *a: True\ndef half(x): return Any(0)", "fail", "fail"),
-    (HALF, "import numpy\nnumpy.allclose = lambda *a, **k: True\ndef half(x): return 0.5", "fail", "fail"),
-    (HALF, "def half(x): return x / 3\nif __name__ == '__main__':\n    half = None", "pass", "pass"),
-    (HALF, "half = 3", "fail", "fail"),
-    (HALF, "def half(", "fail", "fail"),
-    (CHANGE, "def grow(x): return [*x, len(x)]", "pass", "pass"),
-    (CHANGE, "def grow(x): return (*x, len(x))", "fail", "fail"),
-    (CHANGE, "def grow(x):\n    x.append(0)\n    return x", "fail", "fail"),
-    (CHANGE, "def grow(x): return iter([*x, len(x)])", "fail", "fail"),
-    (CHANGE, "import numpy\ndef grow(x): return numpy.array([*x, len(x)])", "fail", "fail"),
-    (ROOT_OF, "def find_zero(x): return -x[0] / x[1] + 1e-5", "pass", "pass"),
-    (ROOT_OF, "def find_zero(x): return -x[0] / x[1] + 1e-3", "fail", "fail"),
-    (ROOT_OF, "def find_zero(x):\n    x.clear()\n    return 7.0", "fail", "fail"),  # there it passes
-]  # fmt: skip
+PLUS = [json.loads(line) for line in (ROOT / "tests/programs/evalplus.jsonl").open()]
 
 
 def score(tmp_path, task, rows, samples, script=benchmarks, **settings):
@@ -294,7 +267,7 @@ def score(tmp_path, task, rows, samples, script=benchmarks, **settings):
 
 
 def test_verdicts_by_the_rules_of_evalplus(tmp_path, capsys):
-    samples = [(row["task_id"], program) for row, program, _, _ in PLUS]
+    samples = [(f"HumanEval/{number}", program) for number, program, _, _ in PLUS]
     late = [("HumanEval/0", SPIN.format(10)), ("HumanEval/0", SPIN.format(1))]
     rows = [HALF, CHANGE, ROOT_OF]
     row, found = score(tmp_path, "humaneval+", rows, samples + late, timeout_s=0.4, watch=True)
@@ -342,26 +315,6 @@ def test_a_prompt_that_does_not_fit_the_model_fails_the_base_tests_too():
     rows[1] |= {"passed": False, "result": "fail", "base_status": "pass", "plus_status": "fail"}
     row = benchmarks.report(benchmarks.Config(task="humaneval+"), rows, rows)
     assert (row["pass@1"][0], row["base pass@1"][0]) == (0, 0.5)
-
-
-@needs_tasks
-@pytest.mark.slow
-def test_all_reference_solutions_pass_on_the_inputs_of_their_own_asserts(tmp_path):
-    more = {32: [[[1, 2]], [[-6, 11, -6, 1]]], 38: [["abc"], ["hello"]], 50: [["abc"], ["xyz"]]}
-    rows = []
-    for row in map(json.loads, gzip.open(FILES["humaneval"], "rt")):
-        inputs = list(more.get(int(row["task_id"].split("/")[1]), []))
-        for node in tasks.calls_of([row["test"]]):
-            if getattr(node.func, "id", "") == "candidate" and not inputs[2:]:
-                with contextlib.suppress(ValueError, TypeError):
-                    args = [tasks.ast.literal_eval(arg) for arg in node.args]
-                    inputs.append(json.loads(json.dumps(args)))
-        kept = {key: row[key] for key in ("task_id", "prompt", "entry_point", "canonical_solution")}
-        atol = 1e-4 if row["entry_point"] == "find_zero" else 0
-        rows.append(kept | {"base_input": inputs[:1], "plus_input": inputs[1:], "atol": atol})
-    samples = [{"task_id": row["task_id"], "completion": row["canonical_solution"]} for row in rows]
-    report, _ = score(tmp_path, "humaneval+", rows, samples)
-    assert report["results"] == {"passed": 164}
 
 
 # ---- files, stops, bad input
@@ -643,16 +596,24 @@ def texts_of(out):
 
 
 @needs_tasks
-@pytest.mark.parametrize("family", ["pythoncoder", "dream"])
+@pytest.mark.parametrize(
+    "family", ["pythoncoder", "dream", pytest.param("blocks", marks=pytest.mark.slow)]
+)
 def test_a_model_writes_programs_and_resuming_equals_not_stopping(
     family, request, tmp_path, capsys
 ):
     # one problem: the canvases of two would be two programs to compile
-    settings = {"model": family, "ckpt": str(request.getfixturevalue(family)), "max_new": 8}
-    settings |= {"problems": 1, "n": 6, "batch_size": 2}
-    if family == "dream":
-        settings |= {"threshold": 0.5, "int4": True}
-    cfg = config("humaneval", tmp_path, **settings)
+    settings = {"model": family, "max_new": 8, "problems": 1, "n": 6, "batch_size": 2}
+    if family == "pythoncoder":
+        folder = request.getfixturevalue("pythoncoder")
+    else:
+        folder = request.getfixturevalue("dream")
+        settings |= {"model": "dream", "threshold": 0.5, "int4": family == "dream"}
+    if family == "blocks":  # behind its exact cache
+        folder = shutil.copytree(folder, tmp_path / "blocks")
+        saved = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(saved | {"bd_size": 4}))
+    cfg = config("humaneval", tmp_path, ckpt=str(folder), **settings)
     row = benchmarks.main(cfg)
     assert (row["n"], row["samples"], row["problems"]) == (6, 6, 1)
     assert {"pass@1", "pass@6", "best of n"} <= set(row)
@@ -681,7 +642,7 @@ def test_a_model_writes_programs_and_resuming_equals_not_stopping(
         refused(cached, "set block_length")
         flags = dataclasses.replace(cfg.dream, steps=4)
         refused(dataclasses.replace(cfg, dream=flags), "holds results with steps=0")
-    else:
+    if family == "pythoncoder":
         refused(dataclasses.replace(cfg, step=99), "holds no checkpoint of step 99; it has [")
         long = dataclasses.replace(cfg, max_new=5000, out=str(tmp_path / "long"))
         assert benchmarks.main(long)["results"] == {"does not fit": 6}
@@ -698,37 +659,13 @@ def test_a_prompt_ends_where_a_token_of_the_whole_program_ends():
     assert tokenizer.decode(ids) == prompt
 
 
-def save_flat(dream, logits_V, folder, tokenizer):
-    """A Dream with these logits everywhere: its layers add nothing to an embedding of ones."""
-    model, _ = checkpoints.load(model_dream, dream)
-    for name in ("o_proj", "down_proj"):
-        matrix = getattr(model.layers["0"], name)
-        matrix.set_value(0 * matrix.get_value())
-    model.embed_tokens.set_value(jnp.ones((512, 32)))
-    model.lm_head.set_value(jnp.asarray(np.repeat(logits_V[:, None], 32, 1) / 32, jnp.float32))
-    checkpoints.save(model_dream, folder, model, [tokenizer])
-
-
-def test_an_end_token_of_any_name_stands_in_no_program(dream, tmp_path):
-    names = ["<pad>", "<bos>", "</s>", "<unk>", "<|mask|>"]
-    tokenizer = new_tokenizer(tmp_path / "tokenizer.json", names)
-    save_flat(dream, np.where(np.arange(512) == 2, 1.0, -99.0), tmp_path / "flat", tokenizer)
-    flags = benchmarks.DreamFlags(steps=1)
-    cfg = benchmarks.Config(model="dream", max_new=8, batch_size=1, dream=flags)
-    cfg = benchmarks.settle(cfg)
-    model = benchmarks.Dream(cfg, tasks.Ours(cfg), tmp_path / "flat", 0)
-    assert model.write([[7, 8]], sample_dream.jax.random.key(0), [10], None) == [[]]
-
-
-@pytest.mark.slow
-@needs_tasks
-def test_a_dream_of_blocks_writes_programs_behind_its_exact_cache(dream, tmp_path):
-    shutil.copytree(dream, tmp_path / "blocks")
-    path = tmp_path / "blocks" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"bd_size": 4}))
-    settings = {"max_new": 8, "threshold": 0.5, "problems": 2, "batch_size": 2}
-    cfg = config("humaneval", tmp_path, model="dream", ckpt=str(tmp_path / "blocks"), **settings)
-    assert benchmarks.main(cfg)["samples"] == 2
+def test_the_end_token_of_a_model_ends_a_text_whatever_its_name(dream, tmp_path):
+    folder = shutil.copytree(dream, tmp_path / "dream")
+    new_tokenizer(folder / "tokenizer.json", ["<pad>", "<bos>", "</s>", "<unk>", "<|mask|>"])
+    cfg = benchmarks.settle(benchmarks.Config(model="dream"))
+    assert benchmarks.Dream(cfg, tasks.Ours(cfg), folder, 0).rule.eos_ids == (2,)
+    assert benchmarks.until([7, 4, 2, 8], (2,)) == [7, 4]
+    assert benchmarks.until([7, 4], (2,)) == [7, 4]
 
 
 @pytest.mark.slow
@@ -746,7 +683,7 @@ def test_batches_of_dream_are_on_all_devices_and_few_programs(dream, tmp_path, c
     for first in range(0, len(problems), 20):
         prompts = ids[first : first + 2]
         widths.add(sample_dream.canvas_width(max(map(len, prompts)) + 2, 1024))
-        key = sample_dream.jax.random.key(0)
+        key = jax.random.key(0)
         assert all(map(len, model.write(prompts, key, lengths, None)))
     assert len(widths) > 5
     assert sample_dream.fill_block._cache_size() - before <= 3
@@ -830,18 +767,20 @@ def test_models_fill_holes(family, request, tmp_path):
     for row in texts_of(cfg.out):
         problem = given[row["task_id"]]
         assert row["solution"] == problem["prompt"] + row["completion"] + problem["suffix"]
-    cfg = benchmarks.settle(cfg)
-    problem = tasks.read_problems(cfg)["SingleLineInfilling/HumanEval/0/L0"]
-    tokenizer = runs.read_tokenizer(folder)
-    model = types.SimpleNamespace(tokenizer=tokenizer, model=types.SimpleNamespace())
-    if family == "pythoncoder":
-        model.hole = functools.partial(benchmarks.PythonCoder.hole, model)
-        ids = tasks.Ours(cfg).ids(problem, model)
-        text = tokenizer.decode(ids, skip_special_tokens=False)
-        assert text == f"<|fim_prefix|>{SUM[0]}<|fim_suffix|>{SUM[2]}<|fim_middle|>"
-        model.tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-        with pytest.raises(ValueError, match=r"needs <\|fim_prefix\|>"):
-            model.hole([1], [2])
+
+
+def test_pythoncoder_gets_a_hole_in_its_fill_in_the_middle_form(pythoncoder):
+    model = types.SimpleNamespace(tokenizer=runs.read_tokenizer(pythoncoder))
+    model.hole = functools.partial(benchmarks.PythonCoder.hole, model)
+    ours = tasks.Ours(benchmarks.Config("humaneval_infilling", split="single-line"))
+    ids = ours.ids(tasks.Problem(prompt=SUM[0], suffix=SUM[2]), model)
+    text = model.tokenizer.decode(ids, skip_special_tokens=False)
+    assert text == f"<|fim_prefix|>{SUM[0]}<|fim_suffix|>{SUM[2]}<|fim_middle|>"
+    ids = ours.ids(tasks.Problem(prompt=SUM[0]), model)
+    assert model.tokenizer.decode(ids) == SUM[0]  # nothing follows
+    model.tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    with pytest.raises(ValueError, match=r"needs <\|fim_prefix\|>"):
+        model.hole([1], [2])
 
 
 @pytest.mark.slow

@@ -41,47 +41,8 @@ def read(task, split="all"):
 F = "`" * 3
 BODY = "    return a + b\n"
 FULL = "def add(a, b):\n    return a + b\n"
-FENCED = f'def add(a, b):\n    """\n    {F}python\n    add(1, 2)\n    """\n'
-ANSWERS = [
-        ("humaneval", BODY, BODY),
-        ("humaneval", "\n" + BODY + "\n\nprint(add(1, 2))\n", "\n" + BODY + "\n"),
-        ("humaneval", BODY + "\ndef other():\n    pass\n", BODY),
-        ("humaneval", BODY + "\ndef add(a, b):\n    pass\n", BODY),  # it begins again
-        ("humaneval", BODY + f"{F}\nThis adds.", BODY[:-1]),
-        ("humaneval", BODY + "<|endoftext|>import os", BODY),
-        ("humaneval", f"Here you are:\n{F}python\n{FULL}{F}\nIt adds.", FULL),
-        ("humaneval", f"{F}\n{FULL}{F}<|im_end|>", FULL),
-        ("humaneval", f"{F}py\ndef help():\n    pass\n\n{FULL}{F}", f"def help():\n    pass\n\n{FULL}"),
-        ("humaneval", f"{F}bash\npip install x\n{F}\nand\n{F}python\n{FULL}{F}\n", FULL),
-        ("humaneval", f"Sure.\n{F}python\n{FULL}", FULL),  # cut off by --max_new
-        ("humaneval", f"import os\n\n{FULL}\nprint(add(1, 2))\n", f"import os\n\n{FULL}"),
-        ("humaneval", f"{FULL}{F}\nThis adds.", FULL[:-1]),
-        ("humaneval", "", ""),
-        ("mbpp", FENCED, FENCED),
-        ("mbpp", f"{FULL}[DONE]\n\nYou are", FULL),
-        ("mbpp", f"def help():\n    pass\n{FULL}\nassert add(1, 2) == 3", f"def help():\n    pass\n{FULL}"),
-        ("mbpp", f"The code:\n{F}python\n{FULL}{F}\n[DONE]", FULL),
-        ("humaneval", f"Here:\n{F}python\n{FULL}{F}\n".replace("\n", "\r\n"), FULL),
-        ("humaneval", FULL.replace("\n", "\r\n"), FULL),
-        ("humaneval", f"Sure, here it is:\n\n{FULL}\nThis function adds.\n", "\n" + FULL),
-        ("mbpp", f"1. We add.\nimport os\n\n{FULL}\nNote that it's fast, and\nshort.", f"import os\n\n{FULL}"),
-        ("humaneval", f'{FULL}\nTEXT = """\nThis is no prose.\n"""\n', f'{FULL}\nTEXT = """\nThis is no prose.\n"""\n'),
-        ("humaneval", f"from the examples we see:\n{F}python\n{FULL}{F}\n", FULL),
-        ("humaneval", f"import what you like.\n{F}Python 3\n{FULL}{F}\n", FULL),
-        ("humaneval", f"{F}`python\n{FENCED}{F}`\n", FENCED),
-        ("humaneval", f"{FULL}{F}\nIt adds:\n{F}python\nprint(add(1, 2))\n{F}\n", FULL[:-1]),
-        ("mbpp", f"{FULL}{F}\nIt adds:\n{F}python\n{FULL}{FULL}{F}\n", FULL[:-1]),
-        ("mbpp", f'{F}python\n"""\n{F}\nexample\n{F}\n"""\n{FULL}{F}', f'"""\n{F}\nexample\n{F}\n"""\n{FULL}'),
-        ("humaneval", "\treturn a + b\n", BODY),
-        ("humaneval", f"{BODY}\nThis function adds two numbers.\n\n    add(1, 2)\n", BODY),
-        ("mbpp", f"\n{BODY}1. It adds.\n- Twice, it adds twice.\n", f"\n{BODY[:-1]}"),
-        ("humaneval", f"{BODY}x = y = 1\n", f"{BODY}x = y = 1\n"),
-        ("humaneval", f"   {F}python\n   {FULL.replace(chr(10), chr(10) + '   ')}{F}\n", FULL),
-        ("humaneval", f"1. Code:\n   {F}python\n   {FULL.replace(chr(10), chr(10) + '   ')}", FULL),
-        ("humaneval", f" Here is the function:\n{F}python\n{FULL}{F}", FULL),
-        ("mbpp", f"import math\n\n@lru_cache(None)\n{FULL}[DONE]", f"import math\n\n@lru_cache(None)\n{FULL}"),
-        ("mbpp", f"The code:\n@cache\n{FULL}[DONE]", f"@cache\n{FULL}"),
-    ]  # fmt: skip
+# task, answer, the code in it
+ANSWERS = [json.loads(line) for line in (ROOT / "tests/programs/answers.jsonl").open()]
 
 
 def test_code_is_taken_out_of_what_a_model_wrote():
@@ -208,32 +169,22 @@ def test_arguments_of_mbpp_get_back_what_json_cannot_hold():
     assert sum(len(getattr(tasks, name)) for name in lists.split()) == 55
 
 
+HALVES = [0.5, 1.5]
+# entry point, arguments, the result of the reference, results that pass, results that do not
 SPECIAL = [
-    (
-        "similar_elements",
-        [],
-        (1, 2),
-        [{1, 2}, [2, 1, 1], (2, 1)],
-        [[1], 3, [[1], [2]], range(10**12)],
-    ),
+    ("similar_elements", [], (1, 2), [{1, 2}, [2, 1, 1], (2, 1)], [[1], 3, [[1], [2]], range(10**12)]),
     ("check_str", [], "a match", ["another", 3, True], [None, False]),
     ("check_str", [], None, [None, False], ["a match", True]),
     ("are_equivalent", [1, 2], False, [False, True, None], []),
     ("sum_div", [8], 7, [7, 0], [1, None]),
     ("surface_Area", [3, 4], 33, [33, 35], [34, None]),
     ("digit_distance_nums", [123, 56], 3, [3, 7], [8, None]),
-    (
-        "plain",
-        [],
-        [0.5, 1.5],
-        [[0.5, 1.5], [0.5 + 1e-7, 1.5]],
-        [(0.5, 1.5), [0.5], [0.5, 1.5, 2], "x", np.zeros(2)],
-    ),
+    ("plain", [], HALVES, [HALVES, [0.5 + 1e-7, 1.5]], [(0.5, 1.5), [0.5], [0.5, 1.5, 2], "x", np.zeros(2)]),
     ("plain", [], [0.5], [[0.5]], [[range(10**12)], [[range(10**12)]]]),
     ("plain", [], 2, [2, 2.0, np.int64(2)], [2 + 1e-9, "2", [2]]),
     ("plain", [], [1, 0.5], [[1, 0.5]], [[1, 0.5 + 1e-9]]),
     ("plain", [], float("inf"), [float("inf")], [float("nan"), 1e308]),
-]
+]  # fmt: skip
 
 
 def right_ones(monkeypatch, entry, values, wanted, inputs=()):

@@ -38,7 +38,7 @@ import types
 import warnings
 from pathlib import Path
 
-import protocols
+import livecodebench
 import pytest
 from test_sandbox import prelude, read_cases
 
@@ -371,7 +371,7 @@ def truth(case, i):
     """The verdicts of plain Python: {"program", "tests", "values"}, and "wanted" of the right
     program; or None.
     """
-    head = protocols.LIVE_HEAD if case.kind == "calls" else ""
+    head = livecodebench.HEAD if case.kind == "calls" else ""
 
     def values(program):
         if case.kind == "stdin":

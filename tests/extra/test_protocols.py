@@ -3,19 +3,17 @@
 The names are those of the golden files.
 """
 
-import base64
 import dataclasses
 import gzip
 import itertools
 import json
-import pickle
 import random
 import re
 import shutil
-import zlib
 
 import protocols
 import pytest
+from conftest import ROOT
 from test_benchmarks import config, dream, refused, score, texts_of, write  # noqa: F401
 from test_problems import FILES, needs_tasks
 from test_sandbox import layers  # noqa: F401  a fixture
@@ -24,58 +22,17 @@ import benchmarks
 import problems as tasks
 import sandbox
 
-ALIASES = {  # name in the golden files: the equal record
-    "dream_base_mbpp/mbpp": "dream_base/mbpp",
-    "lm_eval_0.4.8/humaneval": "lm_eval/humaneval",
-    "lm_eval_0.4.8/mbpp": "lm_eval/mbpp",
-    "lm_eval_0.4.9.2/humaneval": "lm_eval/humaneval",
-    "lm_eval_0.4.9.2/mbpp": "lm_eval/mbpp",
-    "lm_eval_0.4.9.2/humaneval_instruct": "lm_eval/humaneval_instruct",
-    "lm_eval_head/humaneval": "lm_eval/humaneval",
-    "lm_eval_head/mbpp": "lm_eval/mbpp",
-    "lm_eval_head/humaneval_instruct": "lm_eval/humaneval_instruct",
-    "evalplus_head_base/humaneval": "evalplus_base/humaneval",
-    "evalplus_head_base/mbpp": "evalplus_base/mbpp",
-    "evalplus_head_instruct/humaneval": "evalplus_instruct/humaneval",
-    "evalplus_head_instruct/mbpp": "evalplus_instruct/mbpp",
-}
-HARNESSES = protocols.PROTOCOLS | {
-    alias: protocols.PROTOCOLS[name] for alias, name in ALIASES.items()
-}
 
-SHOTS = (  # the problems 2, 3, 4 of the full MBPP, which is not among our data
-    tasks.Problem(
-        text="Write a function to find the similar elements from the given two tuple lists.",
-        tests=(
-            "assert similar_elements((3, 4, 5, 6),(5, 7, 4, 10)) == (4, 5)",
-            "assert similar_elements((1, 2, 3, 4),(5, 4, 3, 7)) == (3, 4)",
-            "assert similar_elements((11, 12, 14, 13),(17, 15, 14, 13)) == (13, 14)",
-        ),
-        reference="def similar_elements(test_tup1, test_tup2):\r\n  res = tuple(set(test_tup1) & set(test_tup2))\r\n"
-        "  return (res) ",
-    ),
-    tasks.Problem(
-        text="Write a python function to identify non-prime numbers.",
-        tests=(
-            "assert is_not_prime(2) == False",
-            "assert is_not_prime(10) == True",
-            "assert is_not_prime(35) == True",
-        ),
-        reference="import math\r\ndef is_not_prime(n):\r\n    result = False\r\n"
-        "    for i in range(2,int(math.sqrt(n)) + 1):\r\n        if n % i == 0:\r\n            result = True\r\n"
-        "    return result",
-    ),
-    tasks.Problem(
-        text="Write a function to find the largest integers from a given list of numbers using heap queue algorithm.",
-        tests=(
-            "assert heap_queue_largest( [25, 35, 22, 85, 14, 65, 75, 22, 58],3)==[85, 75, 65] ",
-            "assert heap_queue_largest( [25, 35, 22, 85, 14, 65, 75, 22, 58],2)==[85, 75] ",
-            "assert heap_queue_largest( [25, 35, 22, 85, 14, 65, 75, 22, 58],5)==[85, 75, 65, 58, 35]",
-        ),
-        reference="import heapq as hq\r\ndef heap_queue_largest(nums,n):\r\n  largest_nums = hq.nlargest(n, nums)\r\n"
-        "  return largest_nums",
-    ),
-)
+def record_of(name):
+    """The record of a name of the golden files: equal versions of a harness share one."""
+    if name not in protocols.PROTOCOLS:
+        name = re.sub(r"_0\.4\.8|_0\.4\.9\.2|_head|_mbpp(?=/)", "", name)
+    return protocols.PROTOCOLS[name]
+
+
+# the problems 2, 3, 4 of the full MBPP, which is not among our data
+SHOTS = [json.loads(line) for line in (ROOT / "tests/programs/shots.jsonl").open()]
+SHOTS = tuple(tasks.Problem(text=t, tests=tuple(a), reference=code) for t, a, code in SHOTS)
 
 
 def read(golden_dir, name):
@@ -142,7 +99,7 @@ def mbpp_question(text, tests):
 @needs_tasks
 def test_every_prompt_and_what_comes_after_it(golden_dir, questions):
     for name, golden in read(golden_dir, "prompts").items():
-        protocol = HARNESSES[name]
+        protocol = record_of(name)
         data = "mbpp from Austin's" if name == "bigcode/mbpp" else protocol.data[0]
         for key, text in golden["prompts"].items():
             assert protocols.prompt(protocol, questions[data][key]) == text, (name, key)
@@ -163,7 +120,7 @@ def test_every_candidate(golden_dir, questions):
     golden = read(golden_dir, "postprocess")
     cases = {case["id"]: case for case in golden["cases"]}
     for name, out in golden["out"].items():
-        protocol = HARNESSES[name]
+        protocol = record_of(name)
         for case, text in out.items():
             question = questions[protocol.data[0]][str(cases[case]["key"])]
             try:
@@ -177,7 +134,7 @@ def test_every_candidate(golden_dir, questions):
 @needs_tasks
 def test_newer_transformers_keep_the_end_of_a_prefix(questions):
     for name in ("dream_instruct/humaneval_instruct", "lm_eval_head/mbpp_instruct"):
-        protocol = HARNESSES[name]
+        protocol = record_of(name)
         question = next(iter(questions[protocol.data[0]].values()))
         kept = protocols.prompt(protocol, question, trim_prefix=False)
         assert kept == protocols.prompt(protocol, question) + "\n" * (
@@ -196,7 +153,7 @@ def test_which_right_answers_survive(golden_dir, questions):
     cases = {case["id"]: case for case in read(golden_dir, "postprocess")["cases"]}
     rows = []
     for name, golden in read(golden_dir, "survives").items():
-        protocol = HARNESSES[name]
+        protocol = record_of(name)
         for case, survives in golden.items():
             question = questions[protocol.data[0]][str(cases[case]["key"])]
             code = protocols.candidate(protocol, cases[case]["raw"], question)
@@ -393,143 +350,3 @@ def test_an_import_from_the_future_may_follow_the_prompt_of_qwen_base():
     found = protocols.program(record, protocols.candidate(record, code, problem), problem)
     (result,) = sandbox.run_tests([found], [[problem.test]])
     assert result.verdicts == ["pass"]
-
-
-# ---- LiveCodeBench
-
-
-def packed(tests):
-    return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(tests)))).decode()
-
-
-def live_row(number, day, pairs, function="", pack=packed):
-    kind = "functional" if function else "stdin"
-    tests = [{"input": i, "output": o, "testtype": kind} for i, o in pairs]
-    row = {"question_content": "Add.", "question_id": number, "contest_date": f"{day}T00:00:00"}
-    row |= {"starter_code": "", "metadata": "{}", "platform": "x"}
-    if function:
-        method = f"    def {function}(self, xs: List[int], n: int) -> List[int]:"
-        row["starter_code"] = f"class Solution:\n{method}\n        "
-        row["metadata"] = json.dumps({"func_name": function})
-    return row | {"public_test_cases": json.dumps(tests[:1]), "private_test_cases": pack(tests[1:])}
-
-
-SUM = live_row("abc301_a", "2024-12-01", [("1 2\n", "3\n"), ("0.5 6\n", "6.50\nend\n")])
-PLUS_N = live_row(
-    "3606", "2025-03-01", [("[1, 2]\n3", "[4, 5]"), ("[]\n1", "[]")], "plus", json.dumps
-)
-METHOD = "class Solution:\n    def plus(self, xs: List[int], n: int) -> List[int]:\n        "
-LIVE = [  # problem, answer, result
-    (SUM, "a, b = input().split()\nprint(float(a) + float(b))\nif a == '0.5': print(' end')", "passed"),
-    (SUM, "import sys\nprint(sum(map(Decimal, sys.stdin.read().split())))", "fail"),
-    (SUM, "print(3)\nif input() != '1 2': print(6.5, 'end')", "fail"),
-    (SUM, "if input() == '1 2': print(3)\nelse: print('6.5\\nend'); 1 / 0", "fail"),
-    (SUM, "if input() == '1 2': print(3)\nelse: print('6.5\\nend'); exit()", "passed"),
-    (SUM, "def main():\n    print(3 if input() == '1 2' else '6.5\\nend')\nif __name__ == '__main__':main()", "passed"),
-    (SUM, "import threading\nthreading.Thread(target=lambda: print(3 if input() == '1 2' else '6.5\\nend')).start()",
-     "passed"),
-    (SUM, "while input() == '1 2': pass", "fail"),
-    (SUM, "while True: pass", "timeout"),
-    (SUM, "a = 10**5000\nprint(len(str(a)) - 4998 if input() == '1 2' else '6.5\\nend')", "passed"),
-    (PLUS_N, METHOD + "return [x + n for x in xs]", "passed"),
-    (PLUS_N, METHOD + "return tuple(x + n for x in xs)", "passed"),
-    (PLUS_N, METHOD + "return deque(x + n for x in xs)", "fail"),
-    (PLUS_N, METHOD + "return [4, 5]", "fail"),
-    (PLUS_N, METHOD + "return [x + n for x in xs] if xs else 1 / 0", "fail"),
-    (PLUS_N, "def plus(xs, n): return [*accumulate(xs)] and [x + n for x in xs]", "passed"),
-    (PLUS_N, "class Any:\n    __eq__ = lambda *a: True\ndef plus(xs, n): return Any()", "fail"),
-]  # fmt: skip
-
-
-def test_verdicts_by_the_rules_of_livecodebench(tmp_path):
-    samples = [(row["question_id"], program) for row, program, _ in LIVE]
-    row, found = score(tmp_path, "livecodebench", [SUM, PLUS_N], samples, protocols, timeout_s=1.0)
-    assert [result["result"] for result in found] == [result for _, _, result in LIVE]
-    assert found[2]["wrong"] == ["test", 1]
-    assert row["results"] == {"fail": 8, "passed": 8, "timeout": 1}
-    answer = f"So:\n{F}python\nprint(1)\n{F}\nNo, rather:\n{F}python\n{LIVE[0][1]}\n{F}\n"
-    code = {"task_id": "abc301_a", "completion": LIVE[0][1]}
-    out = str(tmp_path / "fenced")
-    report, _ = score(tmp_path, "livecodebench", [SUM], [code], protocols, out=out)
-    assert report["results"] == {"passed": 1}
-    assert protocols.last_block(answer, None) == LIVE[0][1]
-    assert protocols.last_block("print(1)", None) == "print(1)"
-    assert protocols.last_block(f"{F}python\nprint(1)", None) == ""
-
-
-def test_problems_of_livecodebench_are_those_of_the_days(tmp_path, capsys):
-    later = SUM | {"question_id": "later", "contest_date": "2025-04-01T10:00:00"}
-    folder = tmp_path / "tests"
-    folder.mkdir()
-    write(folder / "test.jsonl", [SUM, PLUS_N])
-    write(folder / "test2.jsonl", [later])
-    cfg = protocols.Config("livecodebench", tasks_file=str(folder), out=str(tmp_path / "out"))
-    for since, until, ids in (("", "", ["abc301_a", "3606", "later"]),
-                              ("2024-12-01", "2025-03-01", ["abc301_a", "3606"]),
-                              ("2024-12-02", "", ["3606", "later"]), ("", "2024-12-01", ["abc301_a"]),
-                              ("2025-04-01", "", ["later"]), ("2025-03-01", "2025-04-01", ["3606"])):  # fmt: skip
-        chosen = dataclasses.replace(cfg, since=since, until=until)
-        assert [*protocols.live_problems(chosen)] == ids
-    problems = protocols.live_problems(cfg)
-    asked = "### Question:\nAdd.\n\n### Format: Read the inputs from stdin"
-    assert problems["abc301_a"].prompt.startswith(asked)
-    starter = f"{F}python\n{PLUS_N['starter_code']}\n{F}\n\n### Answer: (use the"
-    assert starter in problems["3606"].prompt
-    samples = [{"task_id": i, "solution": ""} for i in ("abc301_a", "3606")]
-    samples = write(tmp_path / "given.jsonl", samples)
-    chosen = dataclasses.replace(cfg, since="2025-01-01", samples=samples)
-    assert protocols.main(chosen)["samples"] == 1
-    assert "1 samples, such as abc301_a, are skipped" in capsys.readouterr().err
-    for settings, part in (({"since": "2030-01-01"}, "no problem of LiveCodeBench"),
-                           ({"since": "2024-1-1"}, "--since and --until are days"),
-                           ({"tasks_file": ""}, "livecodebench/code_generation_lite"),
-                           ({"tasks_file": samples}, "line 1 is not a JSON object with question"),
-                           ({"task": "mbpp", "since": "2024-01-01"}, "days of LiveCodeBench")):  # fmt: skip
-        refused(dataclasses.replace(chosen, **settings), part, script=protocols)
-
-
-class Evil:
-    def __reduce__(self):
-        return (print, ("this was run",))
-
-
-def test_pickled_tests_are_read_and_never_loaded(capsys):
-    tests = [{"input": "é" * 300, "output": "\\", "testtype": "stdin"}]
-    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-        assert (
-            json.loads(protocols.text_of_pickle(pickle.dumps(json.dumps(tests), protocol))) == tests
-        )
-    others = [pickle.dumps(value) for value in (Evil(), ["a"], ("a", "b"), 3)]
-    for evil in (*others, b"", b"cos\nsystem\n"):
-        with pytest.raises(ValueError, match=r"."):
-            protocols.text_of_pickle(evil)
-    assert "this was run" not in capsys.readouterr().out
-
-
-def test_damaged_tests_of_one_problem_do_not_end_the_run():
-    for private in ("AAAA", "[", "[1]", '[{"input": "1"}]'):
-        problem = tasks.Problem(cases=protocols.Live("[]", private))
-        assert protocols.live_cases(problem).startswith("its tests cannot be read: ")
-
-
-def test_lines_are_compared_as_livecodebench_compares_them():
-    same = [
-        ("3\n", "3"),
-        (" 3 \n4", "3\n4\n\n"),
-        ("1.0 2", "1 2.00"),
-        ("1e3", "1000"),
-        ("a  b", "a  b"),
-        ("", "\n"),
-    ]
-    other = [
-        ("3", "4"),
-        ("3\n\n4", "3\n4"),
-        ("a b", "a  b"),
-        ("YES", "Yes"),
-        ("1.0001", "1"),
-        ("", "0"),
-        ("nan", "1"),
-    ]
-    other += [("3 4", "34"), ("sNaN", "1"), ("1", "one")]
-    assert [protocols.same_lines(*pair) for pair in same] == [True] * len(same)
-    assert [protocols.same_lines(*pair) for pair in other] == [False] * len(other)

@@ -1,0 +1,280 @@
+"""LiveCodeBench: problems of programming contests, by their day. Asks a model.
+
+    python extra/livecodebench.py --tasks_file=test6.jsonl --since=2025-01-01
+    python extra/livecodebench.py --tasks_file=test6.jsonl --samples=mine.jsonl
+
+All else is as in benchmarks.py, which generates and scores. Rules of LiveCodeBench 28fef95
+(lcb_runner/evaluation/testing_util.py, MIT). It does not run that harness: here a program runs as a
+script. There it is the body of a function with a copy of sys.stdin, so that these fail: looping
+over sys.stdin, more than one line of sys.stdin.buffer, EOFError at the end of input, `global`,
+quit(), os._exit(), sys.stdout.buffer, imports from the future. Its limits are wall-clock seconds,
+ours processor seconds. Ref: Jain et al., arXiv:2403.07974.
+"""
+
+import base64
+import contextlib
+import dataclasses
+import gzip
+import inspect
+import json
+import math
+import pickletools
+import re
+import sys
+import typing
+import zlib
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import protocols
+
+import benchmarks
+import problems as tasks
+import runs
+import sandbox
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(benchmarks.Config):
+    task: typing.Literal["livecodebench"] = "livecodebench"
+    chat: bool = False  # ask through the model's chat template
+    since: str = ""  # only contests from this day on, such as 2024-10-01
+    until: str = ""  # only contests up to the first minute of this day
+
+
+BROKEN = EOFError, zlib.error, gzip.BadGzipFile  # what a damaged .gz raises
+KEYS = """question_content question_id contest_date starter_code public_test_cases
+private_test_cases metadata""".split()
+MODULES = """string re datetime collections heapq bisect copy math random statistics itertools
+functools operator io sys json""".split()
+HEAD = "\n".join([f"from {name} import *" for name in [*MODULES, "builtins", "typing"]])
+HEAD += "".join(f"\nimport {name}" for name in MODULES)
+HEAD += "\nsys.setrecursionlimit(50000)\nsys.set_int_max_str_digits(50000)\n\n"
+STARTER = """You will use the following starter code to write the solution to the problem and \
+enclose your code within delimiters.
+```python
+{}
+```"""
+STDIN = """Read the inputs from stdin solve the problem and write the answer to stdout (do not \
+directly test on the sample inputs). Enclose your code within delimiters as follows. Ensure that \
+when the python program runs, it reads the inputs, runs the algorithm and writes output to STDOUT.
+```python
+# YOUR CODE HERE
+```"""
+PROMPT = """### Question:
+{}
+
+### Format: {}
+
+### Answer: (use the provided format with backticks)
+
+"""
+# opcodes around that of a text
+TEXT_PICKLE = (
+    "PROTO FRAME MEMOIZE PUT BINPUT LONG_BINPUT STOP".split()
+)  # opcodes around that of a text
+
+
+class Live(typing.NamedTuple):
+    """The tests of a problem, packed as in the file: unpacked they would fill the memory."""
+
+    public: str  # JSON
+    private: str  # JSON, or base64(zlib(pickle(JSON)))
+
+
+class Protocol(protocols.OursInChat):
+    """Asks as LiveCodeBench does; --chat: through the model's chat template."""
+
+    ends = protocols.IM_END
+
+    def __init__(self, cfg):
+        tasks.Ours.__init__(self, cfg)
+        self.wrap = None
+        if cfg.chat:
+            self.name = "ours_chat/livecodebench"
+            self.wrap = None if cfg.samples else protocols.chat_template(cfg)
+        self.settings = {"since": cfg.since, "until": cfg.until}
+        self.skips = bool(cfg.since or cfg.until)
+        self.files = files(cfg)
+
+    def ask(self, problem):
+        return problem.prompt
+
+    def ids(self, problem, model):
+        if self.wrap:
+            return super().ids(problem, model)
+        model.tokenizer.encode_special_tokens = True
+        return model.tokenizer.encode(problem.prompt, add_special_tokens=False).ids
+
+    def candidate(self, text, problem, cut=True):
+        text = protocols.cut_at(self.ends, text, problem)
+        return last_block(protocols.without_special(text, problem))
+
+    def ended(self, text, problem):
+        return False
+
+    def program(self, code, problem):
+        return code
+
+
+def last_block(text):
+    """LiveCodeBench's rule: the lines between the last two fences; the whole text if it has
+    none.
+    """
+    lines = text.split("\n")
+    fences = [i for i, line in enumerate(lines) if "```" in line]
+    if not fences:
+        return text
+    return "\n".join(lines[fences[-2] + 1 : fences[-1]]) if len(fences) > 1 else ""
+
+
+class Scorer(benchmarks.Scorer):
+    def __init__(self, cfg, problems, protocol, samples):
+        super().__init__(cfg, problems, protocol, samples)
+        self.flags |= {"memory_mb": 4096, "threads": True}
+
+    def expect(self, keys):
+        self.expected = {key: cases_of(self.problems[key]) for key in keys}
+
+    def program(self, code, problem):
+        return HEAD + tasks.without_future(code)
+
+    def tests(self, problem, expected, code, timeout_s):
+        return tests_of(problem, expected, code, timeout_s)
+
+    def verdict(self, problem, result):
+        """The first failed test decides."""
+        if not result.verdicts:
+            return super().verdict(problem, result)
+        for i, (outcome, value) in enumerate(zip(result.verdicts, result.values, strict=True)):
+            if outcome != "pass":
+                wrong = ["test", value if problem.entry else i]
+                return {"passed": False, "result": outcome, "wrong": wrong}
+        return {"passed": True, "result": "passed"}
+
+
+def files(cfg):
+    """The file --tasks_file, or all files of that folder."""
+    if not cfg.tasks_file:
+        source = "https://huggingface.co/datasets/livecodebench/code_generation_lite"
+        where = f"download test*.jsonl from {source}, and pass it as --tasks_file"
+        raise ValueError(f"LiveCodeBench is large: {where}")
+    path = runs.as_path(cfg.tasks_file)
+    return sorted([*path.glob("*.jsonl"), *path.glob("*.jsonl.gz")]) if path.is_dir() else [path]
+
+
+def read_problems(cfg):
+    """{id: Problem} of contests from the first minute of --since to that of --until."""
+    for day in filter(None, (cfg.since, cfg.until)):
+        if not re.fullmatch(r"\d{4}-\d\d-\d\d", day):
+            raise ValueError("--since and --until are days, such as 2024-10-01")
+    last = f"{cfg.until}T00:00:00" if cfg.until else "9999"
+    problems = {}
+    for file in files(cfg):
+        opened = gzip.open if file.suffix == ".gz" else open
+        with opened(file, "rt", encoding="utf-8") as lines:
+            try:
+                for row in tasks.parse_lines(lines, KEYS):
+                    wanted = cfg.since <= row["contest_date"] <= last
+                    if wanted and len(problems) < (cfg.problems or math.inf):
+                        problems[tasks.key_of(row["question_id"])] = problem_of(row)
+            except (ValueError, LookupError, TypeError, AttributeError, *BROKEN) as error:
+                raise ValueError(f"{file} is not a file of LiveCodeBench: {error}") from None
+    if not problems:
+        days = f"from {cfg.since or 'the first day'} to {cfg.until or 'the last'}"
+        raise ValueError(f"{cfg.tasks_file} holds no problem of LiveCodeBench {days}")
+    return problems
+
+
+def problem_of(row):
+    starter = row["starter_code"]
+    asked = STARTER.format(starter) if starter else STDIN
+    return tasks.Problem(
+        row["question_id"],
+        json.loads(row["metadata"] or "{}").get("func_name") or "",
+        PROMPT.format(row["question_content"], asked),
+        cases=Live(row["public_test_cases"], row["private_test_cases"]),
+    )
+
+
+def cases_of(problem):
+    """[(input, output)] of all tests, texts or arguments and result; why not, as a text."""
+    private = problem.cases.private
+    try:
+        try:
+            tests = json.loads(private)
+        except ValueError:
+            tests = json.loads(text_of_pickle(zlib.decompress(base64.b64decode(private))))
+        tests = [*json.loads(problem.cases.public), *tests]
+        if any(test["testtype"] == "functional" for test in tests):
+            return [
+                ([*map(json.loads, t["input"].split("\n"))], json.loads(t["output"])) for t in tests
+            ]
+        return [(test["input"], test["output"]) for test in tests]
+    except (ValueError, LookupError, TypeError, zlib.error) as error:
+        return f"its tests cannot be read: {error}"
+
+
+def text_of_pickle(data):
+    """The text in a pickle, without loading it, as that can run code. ValueError for any other."""
+    texts = []
+    for opcode, value, _ in pickletools.genops(data):
+        if "UNICODE" in opcode.name:
+            texts.append(value)
+        elif opcode.name not in TEXT_PICKLE:
+            raise ValueError(f"its tests are a pickle with {opcode.name}, which no text needs")
+    (text,) = texts
+    return text
+
+
+def tests_of(problem, cases, code, timeout_s):
+    """The tests of a sample: one for each input of a program; one for all calls of a function."""
+    if not problem.entry:
+        check = (
+            "import contextlib\nfrom decimal import Decimal, InvalidOperation\n"
+            + inspect.getsource(same_lines)
+        )
+        right = "def right(printed):\n    return same_lines(printed, {!r})\n"
+        return [
+            sandbox.Stdin(text, 65_536 + 2 * len(out.encode()), check + right.format(out))
+            for text, out in cases
+        ]
+    function = f"Solution().{problem.entry}" if "class Solution" in (code or "") else problem.entry
+    most = 65_536 + 8 * sum(len(json.dumps(output)) for _, output in cases) + 100 * len(cases)
+    limits, inputs = [timeout_s] * len(cases), [args for args, _ in cases]
+    right = """def right(i, inputs, value):
+    return (list(value) if type(value) is tuple else value) == data[i]
+"""
+    wanted = [output for _, output in cases]
+    return [
+        sandbox.Calls(
+            function, inputs, limits, (timeout_s + 1) * len(cases) + 5, most, right, wanted
+        )
+    ]
+
+
+def same_lines(printed, wanted):
+    """Whether a program printed what is wanted: equal lines, stripped, or equal numbers."""
+    ours, theirs = (
+        [line.strip() for line in text.strip().split("\n")] for text in (printed, wanted)
+    )
+    if len(ours) != len(theirs):
+        return False
+    pairs = zip(ours, theirs, strict=True)
+    with contextlib.suppress(InvalidOperation):
+        return all(
+            a == b or [*map(Decimal, a.split())] == [*map(Decimal, b.split())] for a, b in pairs
+        )
+    return False
+
+
+def main(cfg):
+    """The report; see benchmarks.evaluate."""
+    sandbox_flags = dataclasses.replace(cfg.sandbox, timeout_s=cfg.sandbox.timeout_s or 6.0)
+    cfg = benchmarks.settle(dataclasses.replace(cfg, sandbox=sandbox_flags))
+    return benchmarks.evaluate(cfg, read_problems(cfg), Protocol(cfg), Scorer)
+
+
+if __name__ == "__main__":
+    runs.command(main, Config, __doc__)
