@@ -581,36 +581,29 @@ def strip_left(text, q):
     return text.lstrip()
 
 
-BEGINS = r"\[BEGIN\]\s*'", r"BEGIN\s*'", r"\[BEGIN\]\s*", r"BEGIN\s*"
-ENDINGS = r"'\s*\[DONE\]", r"'\s*DONE", r"\s*\[DONE\]", r"\s*DONE"
 # tried in this order: quoted answers, those without the second quote, without any, then fences
-PATTERNS = [
-    *(
-        begin + "(.*)" + end
-        for begin, end in (
-            (BEGINS[0], ENDINGS[0]),
-            (BEGINS[1], ENDINGS[0]),
-            (BEGINS[0], ENDINGS[1]),
-            (BEGINS[1], ENDINGS[1]),
-            (BEGINS[0], ENDINGS[2]),
-            (BEGINS[1], ENDINGS[2]),
-            (BEGINS[0], ENDINGS[3]),
-            (BEGINS[1], ENDINGS[3]),
-            (BEGINS[2], ENDINGS[2]),
-            (BEGINS[3], ENDINGS[2]),
-            (BEGINS[2], ENDINGS[3]),
-            (BEGINS[3], ENDINGS[3]),
-        )
-    ),
-    r"```python\s*(.*)\s*```",
-    r"```\s*(.*)\s*```",
-    r"```python\s*(.*)\s*$",
-    r"```\s*(.*)\s*$",
-    r"(.*)\s*```.*",
-    r"\[BEGIN\]\s*'(.*)",
-    r"\[BEGIN\](.*)",
-    r"'(.*)'\s*\[DONE\]",
-]
+PATTERNS = r"""
+\[BEGIN\]\s*'(.*)'\s*\[DONE\]
+BEGIN\s*'(.*)'\s*\[DONE\]
+\[BEGIN\]\s*'(.*)'\s*DONE
+BEGIN\s*'(.*)'\s*DONE
+\[BEGIN\]\s*'(.*)\s*\[DONE\]
+BEGIN\s*'(.*)\s*\[DONE\]
+\[BEGIN\]\s*'(.*)\s*DONE
+BEGIN\s*'(.*)\s*DONE
+\[BEGIN\]\s*(.*)\s*\[DONE\]
+BEGIN\s*(.*)\s*\[DONE\]
+\[BEGIN\]\s*(.*)\s*DONE
+BEGIN\s*(.*)\s*DONE
+```python\s*(.*)\s*```
+```\s*(.*)\s*```
+```python\s*(.*)\s*$
+```\s*(.*)\s*$
+(.*)\s*```.*
+\[BEGIN\]\s*'(.*)
+\[BEGIN\](.*)
+'(.*)'\s*\[DONE\]
+""".split("\n")[1:-1]
 
 
 def opencompass_answer(text, q):

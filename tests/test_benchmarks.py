@@ -176,24 +176,7 @@ def test_official_solutions_pass_and_broken_ones_fail(task, count, full, tmp_pat
         assert row["pass@1"] == pytest.approx([0, 0, 0.278], abs=1e-3)
 
 
-FORGED = """    pass
-import builtins, math
-abs = tuple = set = sorted = len = lambda *args, **options: 0
-poly = encode_cyclic = encode_shift = lambda *args, **options: 0
-for name in "exec eval compile isinstance abs sum str range list".split():
-    setattr(builtins, name, lambda *args, **options: 0)
-math.isclose = math.fabs = lambda *args, **options: 0
-class Always:
-    __eq__ = __ne__ = __lt__ = __gt__ = __le__ = __ge__ = __contains__ = __bool__ = lambda *args: True
-    __sub__ = __rsub__ = __abs__ = __iter__ = lambda self, *args: self
-    __float__ = lambda self: 0.0
-    __hash__ = None
-def {entry}(*args, **options):
-    for arg in args:
-        if isinstance(arg, list):
-            arg.clear()
-    return {value}
-"""
+FORGED = (ROOT / "tests/programs/forged.txt").read_text()
 # tests that are no comparison with a literal, and a name that looks like a class
 JUDGED = {
     "humaneval": (2, 4, 8, 32, 33, 37, 38, 44, 50, 52, 53, 56, 61, 129, 151, 153),
@@ -692,35 +675,12 @@ def test_batches_of_dream_are_on_all_devices_and_few_programs(dream, tmp_path, c
 # ---- holes, in the form of OpenAI's human-eval-infilling
 
 
-def hole(task_id, prompt, solution, suffix, entry, asserts):
-    test = "def check(candidate):\n" + "".join(f"    assert candidate{line}\n" for line in asserts)
-    row = {"task_id": task_id, "prompt": prompt, "canonical_solution": solution, "suffix": suffix}
-    return row | {"entry_point": entry, "test": test}
-
-
-SUM = "def add(a, b):\n", "    return a + b\n", "\n", "add", ["(1, 2) == 3", "(-1, 1) == 0"]
-LOOP = "    for i, x in enumerate(xs):\n        if x == want:\n            return i\n"
-FIND = (
-    "def find(xs, want):\n",
-    LOOP,
-    "    return -1\n",
-    "find",
-    ["([4, 5], 5) == 1", "([], 1) == -1"],
-)
-HALF_OF = "def half(n):\n    ret", "urn n /", "/ 2\n", "half", ["(5) == 2", "(4) == 2"]  # a span
-HELP = ("def twice(n):\n", "    return double(n)\n", "\n\ndef double(n):\n    return 2 * n\n", "twice",
-        ["(4) == 8"])  # fmt: skip
-HOLES = {
-    "single-line": [
-        hole("SingleLineInfilling/HumanEval/0/L0", *SUM),
-        hole("SingleLineInfilling/HumanEval/1/L0", *HELP),
-    ],
-    "multi-line": [hole("MultiLineInfilling/HumanEval/0/L0_L2", *FIND)],
-    "random-span": [
-        hole("RandomSpanInfilling/HumanEval/0/1", *HALF_OF),
-        hole("RandomSpanInfilling/HumanEval/0/2", *SUM),
-    ],
-}
+SPLITS = {"single-line": "Single", "multi-line": "Multi", "random-span": "Random"}
+HOLES = {split: [] for split in SPLITS}
+for line in (ROOT / "tests/programs/holes.jsonl").open():
+    for split, name in SPLITS.items():
+        if json.loads(line)["task_id"].startswith(name):
+            HOLES[split].append(json.loads(line))
 
 
 def holes_config(split, tmp_path, samples=None, **settings):
@@ -773,11 +733,12 @@ def test_pythoncoder_gets_a_hole_in_its_fill_in_the_middle_form(pythoncoder):
     model = types.SimpleNamespace(tokenizer=runs.read_tokenizer(pythoncoder))
     model.hole = functools.partial(benchmarks.PythonCoder.hole, model)
     ours = tasks.Ours(benchmarks.Config("humaneval_infilling", split="single-line"))
-    ids = ours.ids(tasks.Problem(prompt=SUM[0], suffix=SUM[2]), model)
+    prompt, suffix = "def add(a, b):\n", "    return c\n"
+    ids = ours.ids(tasks.Problem(prompt=prompt, suffix=suffix), model)
     text = model.tokenizer.decode(ids, skip_special_tokens=False)
-    assert text == f"<|fim_prefix|>{SUM[0]}<|fim_suffix|>{SUM[2]}<|fim_middle|>"
-    ids = ours.ids(tasks.Problem(prompt=SUM[0]), model)
-    assert model.tokenizer.decode(ids) == SUM[0]  # nothing follows
+    assert text == f"<|fim_prefix|>{prompt}<|fim_suffix|>{suffix}<|fim_middle|>"
+    ids = ours.ids(tasks.Problem(prompt=prompt), model)
+    assert model.tokenizer.decode(ids) == prompt  # nothing follows
     model.tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     with pytest.raises(ValueError, match=r"needs <\|fim_prefix\|>"):
         model.hole([1], [2])
