@@ -294,7 +294,6 @@ class Dream:
             dream.positions,
             begin_of(dream, self.tokenizer) if cfg.bos else [],
             ask=self.ask if cfg.chat != "off" else None,
-            must_ask=cfg.chat == "on" or bool(cfg.system),
         )
 
         how = "chat template"
@@ -330,6 +329,10 @@ class Dream:
         canvases = []
         for prompt, suffix in requests:
             blank = self.texts.canvas(prompt, suffix, cfg.max_new, not cfg.raw, self.hole)
+            if (cfg.chat == "on" or cfg.system) and blank.around != ("", ""):
+                raise ValueError(
+                    "--chat=on and --system are for prompts: a suffix or a hole is plain text"
+                )
             canvases += [blank] * cfg.n
         batches = [canvases[i : i + self.together] for i in range(0, len(canvases), self.together)]
         # Each canvas width is a program to compile: all batches share at most three. The sampler

@@ -39,24 +39,21 @@ class Canvas:
     suffix: str
     ids: list[int]  # MASK where the model generates
     start: int  # index of the first token that is shown
-    # text before and after a completion; None where [MASK:n] says where it is
+    # text before and after a completion: none of an answer; None where [MASK:n] says where it is
     around: tuple[str, str] | None
 
 
 @dataclasses.dataclass
 class Texts:
-    """Prompts as canvases, and canvases as texts, for a model.
-
-    A suffix or [MASK:n] makes plain text of any prompt; must_ask refuses these.
-    """
+    """Prompts as canvases, and canvases as texts, for a model."""
 
     tokenizer: typing.Any
     mask: int  # the id of MASK
     ends: typing.Collection  # ids that end a text
     positions: int  # that the model has
     begin: typing.Sequence = ()  # ids before a plain text
-    ask: typing.Callable | None = None  # encodes a prompt by a chat template; None: plain text
-    must_ask: bool = False
+    # encodes a prompt by a chat template; None: plain text, as is a prompt with a hole or a suffix
+    ask: typing.Callable | None = None
 
     def canvas(self, prompt, suffix, max_new, infill=True, hole=MASKS):
         """The Canvas of a request: "a [MASK:2]b" has the texts a and b around two masks.
@@ -80,10 +77,6 @@ class Texts:
             raise ValueError("write a hole as [MASK] or [MASK:12]; --raw takes it as text")
 
         answers = self.ask is not None and len(texts) == len(sizes)  # nothing follows the last mask
-        if self.must_ask and not answers:
-            raise ValueError(
-                "--chat=on and --system are for prompts; a suffix or a hole is filled in plain text"
-            )
         encoded = [ids_of(self.tokenizer, text) for text in texts]
         encoded[0] = self.ask(prompt) if answers else [*self.begin, *encoded[0]]
 

@@ -472,7 +472,7 @@ def test_out_of_memory_is_one_line_that_says_what_to_lower(coder, monkeypatch):
         ({"cache": "dual"}, "set block_length"),
         ({"threshold": 1.5}, "--threshold=1.5 is not in 0 .. 1"),
         ({"steps": -1}, "--steps=-1 is not in 0 .. 2,147,483,647"),
-        ({"chat": "on", "suffix": "y"}, "filled in plain text"),
+        ({"chat": "on", "suffix": "y"}, "a suffix or a hole is plain text"),
         ({"system": "s"}, "say --chat=on"),
         ({"n": 3}, "--temperature=0 generates the same text 3 times"),
         ({"n": 0}, "--n=0 is not in 1 .. "),
