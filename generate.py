@@ -1,14 +1,15 @@
 """Generate code with PythonCoder: prompts in, text out. Asks a model.
 
+    # go on with a text; without a prompt it asks for one
     python generate.py --prompt='def f(n):\\n    \"\"\"Double n.\"\"\"'
-    python generate.py    # asks for prompts in the terminal
+    # fill in the middle
     python generate.py --prompt="def area(r):\\n    " --suffix="\\n    return a"
+    # of 20 completions the first that passes the prompt's examples
     python generate.py --file=prompts.jsonl --n=20 --check --json > done.jsonl
 
-The second fills in the middle. The last takes the first of 20 completions that passes the examples
-of its prompt. Reads the folder of a run of train_tpu.py, or one of convert_weights.py; where there
-is none, the small model in weights/. It decodes with a static KV cache in one compiled loop. The
-MTP head drafts every second token: the text is the same as without.
+Reads the folder of a run of train_tpu.py, or one of convert_weights.py; where there is none, the
+small model in weights/. It decodes with a static KV cache in one compiled loop. The MTP head drafts
+every second token: the text is the same as without.
 
 It does not run a Dream: that is generate_dream.py. extra/serve.py answers over HTTP.
 """

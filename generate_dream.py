@@ -1,17 +1,22 @@
 """Generate code with Dream: a canvas of masks is filled, anywhere in the text. Asks a model.
 
+    # go on with a text, and show how; without a prompt it asks for one
     python generate_dream.py --show_steps --prompt='def f(n):\\n    \"\"\"Double n.\"\"\"'
-    python generate_dream.py    # asks for prompts in the terminal
+    # fill holes: [MASK:n] is n tokens, [MASK] ends by itself
     python generate_dream.py --prompt="def area(r):\\n    [MASK]\\n    return a" --valid=python
+    # chat with a model from the Hub
     python generate_dream.py --ckpt=out/diffucoder --chat=on --prompt="Sort a list in Python."
-    python generate_dream.py --int8 --block_length=32 --cache=dual --threshold=0.9 --prompt=...
+    # the same, faster: 8 bits, cached blocks, all tokens of 0.9
+    python generate_dream.py --ckpt=out/diffucoder --chat=on --prompt="Sort a list." --int8 \\
+        --block_length=32 --cache=dual --threshold=0.9
+    # of 20 completions the first that passes the prompt's examples
     python generate_dream.py --file=prompts.jsonl --n=20 --check --json > done.jsonl
+    # steps for extra/steps.py, which makes a page or a picture
     python generate_dream.py --json --show_steps --prompt="def f(n):" > steps.json
 
-[MASK:n] in a prompt is n tokens to fill, and nothing is appended; [MASK] is a hole that ends by
-itself. --valid=python keeps the text valid Python. extra/steps.py makes a page or a picture of
-steps.json. Reads the folder of a run of train_dream.py or coupled_grpo.py, or one of
-convert_weights.py; where there is none, the small model in weights/.
+Reads the folder of a run of train_dream.py or coupled_grpo.py, or one of convert_weights.py; where
+there is none, the small model in weights/. A prompt becomes a canvas of masks. sample_dream.py fills
+it, or sample_block.py for a Dream that was trained in blocks.
 
 It does not sample as other families' own demos do: that is extra/demos.py. Nor does it draft
 (extra/draft.py), repair what fails its examples (extra/repair.py), or answer over HTTP.
