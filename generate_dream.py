@@ -15,8 +15,8 @@
     python generate_dream.py --json --show_steps --prompt="def f(n):" > steps.json
 
 Reads the folder of a run of train_dream.py or coupled_grpo.py, or one of convert_weights.py; where
-there is none, the small model in weights/. A prompt becomes a canvas of masks, filled by sample_dream.py,
-or by sample_block.py if the Dream was trained in blocks.
+there is none, the small model in weights/. A prompt becomes a canvas of masks. sample_dream.py
+fills it, or sample_block.py if the Dream was trained in blocks.
 
 It does not sample as other families' own demos do: that is extra/demos.py. Nor does it draft
 (extra/draft.py), repair what fails its examples (extra/repair.py), or answer over HTTP.
