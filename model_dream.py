@@ -71,11 +71,6 @@ class DreamConfig:
             what = f"each below {self.vocab}, the first two unique"
             raise ValueError(f"ids {ids} of mask, expand, pad, bos, eos: {what}")
 
-    @property
-    def autoregressive(self):
-        """Whether a causal pass over a text predicts its next token."""
-        return self.causal or (self.shift and self.block_length == 1)
-
 
 SMALL = {"mask_id": 4, "pad_id": 0, "bos_id": 1, "eos_id": 2, "positions": 2048}
 CONFIGS = {
@@ -182,13 +177,14 @@ def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256, place=None, key_pl
     """
     B, L, H, K = q_BLHK.shape
     M, J = k_BMJK.shape[1:3]
+    G = H // J
     k_BJMK = k_BMJK.swapaxes(1, 2)
     v_BJMK = v_BMJK.swapaxes(1, 2)
 
     def attend(queries):
         q_BLHK, place = queries
         # The query heads of a group are T = G L queries of one product: no copies of the keys.
-        q_BJGLK = q_BLHK.reshape(B, -1, J, H // J, K).transpose(0, 2, 3, 1, 4)
+        q_BJGLK = q_BLHK.reshape(B, -1, J, G, K).transpose(0, 2, 3, 1, 4)
         q_BJTK = q_BJGLK.reshape(B, J, -1, K)
         score_BJTM = einsum("BJTK,BJMK->BJTM", q_BJTK, k_BJMK) * K**-0.5
         if see_BM is not None:
@@ -196,11 +192,11 @@ def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256, place=None, key_pl
             score_BJTM = jnp.where(see_BM[:, None, None], score_BJTM, -1e30)
         if place is not None:
             sees_B11LM = diffusion.sees(place, key_place)[:, None, None]
-            score_BJGLM = score_BJTM.reshape(B, J, H // J, -1, M)
+            score_BJGLM = score_BJTM.reshape(B, J, G, -1, M)
             score_BJTM = jnp.where(sees_B11LM, score_BJGLM, -1e30).reshape(score_BJTM.shape)
         prob_BJTM = jax.nn.softmax(score_BJTM, -1).astype(v_BJMK.dtype)
         o_BJTK = einsum("BJTM,BJMK->BJTK", prob_BJTM, v_BJMK).astype(v_BJMK.dtype)
-        o_BJGLK = o_BJTK.reshape(B, J, H // J, -1, K)
+        o_BJGLK = o_BJTK.reshape(B, J, G, -1, K)
         return o_BJGLK.transpose(0, 3, 1, 2, 4).reshape(B, -1, H, K)
 
     if L <= block:
@@ -431,7 +427,8 @@ class Dream(nnx.Module):
         row_BM = jnp.concatenate((noised_BL, token_BL), 1)
         position_BM = jnp.concatenate((position_BL, position_BL), 1)
         segment_BM = jnp.concatenate((segment_BL, segment_BL), 1)
-        noisy_BM = jnp.broadcast_to(jnp.arange(row_BM.shape[1]) < token_BL.shape[1], row_BM.shape)
+        B, M = row_BM.shape
+        noisy_BM = jnp.broadcast_to(jnp.arange(M) < M // 2, (B, M))
         # A block has the number of its first position; a causal clean token is a block of its own.
         in_blocks_BM = noisy_BM | (not self.cfg.causal)
         block_BM = jnp.where(in_blocks_BM, position_BM // block * block, position_BM)
@@ -512,7 +509,7 @@ class Dream(nnx.Module):
         """
         counted_BL = counted(segment_BL, fixed_BL)
         block = self.cfg.block_length
-        if block == 1 and self.cfg.autoregressive:
+        if block == 1 and (self.cfg.causal or self.cfg.shift):
             return self.ar_nll(token_BL, counted_BL, segment_BL, position_BL)
 
         def weighted_nll(subset):
@@ -959,8 +956,8 @@ def config_of(folder, keys):
     """The architecture that the keys of a config.json in `folder` describe."""
     name = family_of(folder, keys)
     if not name:
-        kind = f"{keys.get('model_type')} {keys.get('architectures')}"
-        raise ValueError(f"it is a {kind}; dense text models of {', '.join(FAMILIES)} are read")
+        names = ", ".join(FAMILIES)
+        raise ValueError(f"it is a {keys.get('model_type')}; dense text models of {names} are read")
     family = FAMILIES[name]
 
     # transformers 5 keeps RoPE's settings in a dictionary of their own

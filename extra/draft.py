@@ -297,7 +297,7 @@ def advance(params, state, given, *, sampler):
 
 def prepare(cfg, rule, prompts, rows=0, widths=(), key=None, dtype=jnp.float32):
     """(State, Given, slots that the first pass feeds) of prompts that end in MASKs."""
-    if not cfg.autoregressive:
+    if not cfg.causal and not (cfg.shift and cfg.block_length == 1):
         raise ValueError("drafts need a model whose finished tokens attend causally")
     begin_B = np.array([[*ids, cfg.mask_id].index(cfg.mask_id) for ids in prompts])
     end_B = np.array([len(ids) for ids in prompts])

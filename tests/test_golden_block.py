@@ -124,7 +124,7 @@ def noisy_nll(model, token_BL, mask_BL, segment_BL, position_BL, block):
     unshifted = nnx.merge(
         md.graph_of(dataclasses.replace(model.cfg, shift=False), model.compute), nnx.state(model)
     )
-    hidden_BLD = unshifted.predicting(noised_BL, token_BL, segment_BL, position_BL, block)
+    hidden_BLD = unshifted.readings(noised_BL, token_BL, segment_BL, position_BL, block)[0]
     before_BLD = jnp.roll(hidden_BLD, 1, 1)
     hidden_BLD = jnp.where(md.first_of_document(segment_BL)[..., None], hidden_BLD, before_BLD)
     return model.token_nll(hidden_BLD, token_BL, mask_BL)
@@ -226,18 +226,18 @@ def test_every_annealed_mask_and_the_logits_under_it(block, golden_dir, params):
 
 
 def test_every_mask_rate_and_weight(block):
-    for case in block["clipped"]:
-        t, weight = diffusion.block_noise(np.float64(case["u"]), case["low"], case["high"])
+    # narrower ranges and warm-ups of the rate left with the training options
+    whole = [case for case in block["clipped"] if case["high"] == 1 and case["low"] <= 0.5]
+    for case in whole:
+        t, weight = diffusion.block_noise(np.float64(case["u"]), eps=case["low"])
         assert t == pytest.approx(case["t"], rel=1e-6), case
         assert weight == pytest.approx(case["weight"], rel=1e-6), case
     for case in block["block_clipped"]:
-        t, weight = diffusion.block_noise(np.float64(case["u"]), 0.0, 1.0, 1 / case["block"])
+        t, weight = diffusion.block_noise(np.float64(case["u"]), 1 / case["block"], eps=0.0)
         assert t == pytest.approx(case["rate"], rel=1e-6), case
         assert weight == pytest.approx(1 / case["rate"], rel=1e-6), case
-    for case in block["warmup"]:
-        got = diffusion.highest_rate(np.float64(case["step"]), case["steps"], case["init"])
-        assert got == pytest.approx(case["rate"], rel=1e-6), case
-    assert all(block[name] for name in ("clipped", "block_clipped", "warmup"))
+    assert whole
+    assert block["block_clipped"]
 
 
 # ---- sampling ------------------------------------------------------------------------------------------------------
