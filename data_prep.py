@@ -374,8 +374,7 @@ def write_split(out, split, groups, cfg, vocabulary, fingerprint):
         advice = "lower --heldout, raise --seq_len, or give more to read"
         raise ValueError(f"no document is left to train on; {advice}")
     if split == "heldout" and cfg.heldout and not total["rows"]:
-        few = f"the documents are few for --heldout={cfg.heldout}"
-        print(f"nothing is held out: {few}", file=sys.stderr)
+        print(f"nothing is held out: few documents for {cfg.heldout=}", file=sys.stderr)
     print(" | ".join([split, *(f"{key} {count:,}" for key, count in total.items())]))
     return total | {"shards": shards}
 
@@ -455,10 +454,9 @@ def find(cfg):
     code = [item for item in found if not item.path.endswith(corpus.ROWS)]
     if not code:  # rows where there are no .py files
         return found
-    for root in cfg.roots:
-        if root.endswith(corpus.ROWS):
-            problem = f"{root} holds rows, other --roots hold .py files"
-            raise ValueError(f"{problem}: prepare each in an --out of its own")
+    if any(root.endswith(corpus.ROWS) for root in cfg.roots):
+        problem = "--roots name files of rows, and others hold .py files"
+        raise ValueError(f"{problem}: prepare each in an --out of its own")
     if len(code) < len(found):
         rows = f"{len(found) - len(code):,} files of rows"
         print(f"left out: {rows}; --column=NAME reads them", file=sys.stderr)
@@ -538,10 +536,8 @@ def load_vocabulary(data, cfg):
         names = ", ".join(dict.fromkeys(lacking))
         advice = "name another, --rows=packed, the --eos that it has, or --fim_rate=0"
         raise ValueError(f"--tokenizer={cfg.tokenizer} has no token {names}; {advice}")
-    if None in fim.values():
-        fim = None
-    size = max(encoder.get_vocab(with_added_tokens=True).values()) + 1
-    return Vocabulary(data, encoder, size, special, fim)
+    size = max(encoder.get_vocab().values()) + 1
+    return Vocabulary(data, encoder, size, special, None if None in fim.values() else fim)
 
 
 def read_tokenizer(data, path):
@@ -590,8 +586,8 @@ def chat_files(cfg):
     """{name: bytes} of the files beside --tokenizer that hold a chat template, for --chat."""
     found = {}
     for name in CHAT_FILES:
-        path = Path(cfg.tokenizer).with_name(name) if cfg.chat else Path()
-        if path.is_file():
+        path = Path(cfg.tokenizer).parent / name
+        if cfg.chat and path.is_file():
             found[name] = path.read_bytes()
     return found
 
@@ -744,22 +740,17 @@ def write_acecode(cfg):
         if not splits["train"]:
             advice = "give more rows, or lower --heldout"
             raise ValueError(f"no task is left to train on (dropped: {reasons}); {advice}")
+        counts = {}
         for split, tasks in splits.items():
+            counts[split] = len(tasks)
             lines = [json.dumps(task) + "\n" for task in tasks]
             runs.write(folder / f"{split}.jsonl", "".join(lines).encode())
-        counts = {split: len(tasks) for split, tasks in splits.items()}
-        settings = dataclasses.asdict(cfg)
-        runs.write(
-            folder / "meta.json", {"settings": settings, "tasks": counts, "dropped": dropped}
-        )
+        meta = {"settings": dataclasses.asdict(cfg), "tasks": counts, "dropped": dropped}
+        runs.write(folder / "meta.json", meta)
     print(f"dropped: {reasons}")
     if not cfg.tokenizer:
         print("prompts of any length stay: give the model's --tokenizer to measure them")
-    print(f"wrote {out}: " + ", ".join(f"{split} {n:,} tasks" for split, n in counts.items()))
-
-
-def command(cfg):
-    main(cfg.source)
+    print(f"wrote {out}: {counts['train']:,} tasks, {counts['heldout']:,} held out")
 
 
 MOVED = {
@@ -768,4 +759,4 @@ MOVED = {
 }
 
 if __name__ == "__main__":
-    runs.command(command, Config, __doc__, moved=MOVED)
+    runs.command(lambda cfg: main(cfg.source), Config, __doc__, moved=MOVED)
