@@ -63,9 +63,7 @@ class SandboxFlags:
 
     runner: typing.Literal["local", "e2b"] = "local"  # this machine, or the service E2B
     e2b_router_url: str = ""  # host:port of an Open-R1 router that holds the E2B key
-    workers: typing.Annotated[int, (0, 1024, "0 .. 1024")] = (
-        0  # programs that run at a time; 0: one per CPU
-    )
+    workers: typing.Annotated[int, (0, 1024)] = 0  # programs that run at a time; 0: one per CPU
     timeout_s: Positive | None = None  # CPU seconds of a sample; default: 4 (+: of a call), holes 3
     allow_unsafe: bool = False  # run programs even where the machine offers no safe sandbox
 

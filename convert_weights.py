@@ -422,20 +422,14 @@ def output_folder(out):
 
 # model_type: the repository of the Hub with its code, X and Y of configurationXConfig, modelingXY
 CODE = {
-    "Dream": ("Dream-org/Dream-v0-Instruct-7B", "_dream.Dream", "Model"),
-    "llada": ("GSAI-ML/LLaDA-8B-Instruct", "_llada.LLaDA", "ModelLM"),
-    "sdar": ("JetLM/SDAR-4B-Chat", "_sdar.SDAR", "ForCausalLM"),
-    "Fast_dLLM_Qwen": ("Efficient-Large-Model/Fast_dLLM_v2_7B", ".Fast_dLLM_Qwen", "ForCausalLM"),
-    "nemotron_labs_diffusion": (
-        "nvidia/Nemotron-Labs-Diffusion-8B",
-        "_nemotron_labs_diffusion.NemotronLabsDiffusion",
-        "Model",
-    ),
-    "llama": (
-        "ByteDance-Seed/Stable-DiffCoder-8B-Instruct",
-        "_stable_diffcoder.StableDiffcoder",
-        "ForCausalLM",
-    ),
+    "Dream": "Dream-org/Dream-v0-Instruct-7B _dream.Dream Model",
+    "llada": "GSAI-ML/LLaDA-8B-Instruct _llada.LLaDA ModelLM",
+    "sdar": "JetLM/SDAR-4B-Chat _sdar.SDAR ForCausalLM",
+    "Fast_dLLM_Qwen": "Efficient-Large-Model/Fast_dLLM_v2_7B .Fast_dLLM_Qwen ForCausalLM",
+    "nemotron_labs_diffusion": "nvidia/Nemotron-Labs-Diffusion-8B "
+    "_nemotron_labs_diffusion.NemotronLabsDiffusion Model",
+    "llama": "ByteDance-Seed/Stable-DiffCoder-8B-Instruct "
+    "_stable_diffcoder.StableDiffcoder ForCausalLM",
 }
 # after Qwen2.5's tokens
 DREAM_TOKENS = {"<|beginoftext|>": 151_665, "<|mask|>": 151_666, "<|dlm_pad|>": 151_667}
@@ -473,7 +467,7 @@ def with_code(config, files, origin):
     no such name, gets CODE's.
     """
     kind = config.get("model_type")
-    repository, name, model = CODE.get(kind, CODE["Dream"])
+    repository, name, model = CODE.get(kind, CODE["Dream"]).split()
     auto_map = config.get("auto_map")
     if auto_map:
         if origin.count("/") == 1:
@@ -710,10 +704,8 @@ def verify(source, out):
 # ---- the Hub -----------------------------------------------------------------------------------
 
 
-def write_card(checkpoint, name):
-    """README.md of a folder that has none. It names no licence: that is for the publisher to
-    choose.
-    """
+def write_card(checkpoint):
+    """README.md of a folder that has none. It names no licence, which is the publisher's choice."""
     path = checkpoint.folder / "README.md"
     if path.exists():
         return
@@ -721,7 +713,7 @@ def write_card(checkpoint, name):
     dtype = checkpoint.keys.get("dtype") or checkpoint.keys["torch_dtype"]
     source = checkpoint.origin or "a training run"
     path.write_text(
-        f"---\ntags: [unmask]\n---\n\n# {Path(name).name}\n\n{count:,} parameters in {dtype}, "
+        f"---\ntags: [unmask]\n---\n\n# {path.parent.name}\n\n{count:,} parameters in {dtype}, "
         f"converted by `convert_weights.py` of Unmask from {source}.\n"
     )
 
@@ -809,7 +801,7 @@ def main(cfg):
     if compare:
         verify(source, written)
     if cfg.push or not existed:
-        write_card(written, cfg.push or cfg.out)
+        write_card(written)
     if cfg.push:
         push(out, cfg.push)
 

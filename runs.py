@@ -13,7 +13,6 @@ neither JAX nor PyTorch. It also reads the tokenizer in a model's folder.
 import contextlib
 import dataclasses
 import fcntl
-import functools
 import io
 import json
 import os
@@ -30,13 +29,13 @@ import traceback
 import typing
 from pathlib import Path
 
-# Numbers of a Config: lowest and highest value, neither NaN nor infinite, and how `check` says it.
-Count = typing.Annotated[int, (1, 2**31 - 1, "1 .. 2,147,483,647")]
-Natural = typing.Annotated[int, (0, 2**31 - 1, "0 .. 2,147,483,647")]
-Positive = typing.Annotated[float, (1e-12, 1e12, "1e-12 .. 1e+12")]
-NonNegative = typing.Annotated[float, (0, 1e12, "0 .. 1e+12")]
-Share = typing.Annotated[float, (0, 1, "0 .. 1")]
-TopP = typing.Annotated[float, (1e-9, 1, "1e-09 .. 1")]
+# Numbers of a Config with their lowest and highest value, for `check`: neither NaN nor infinite.
+Count = typing.Annotated[int, (1, 2**31 - 1)]
+Natural = typing.Annotated[int, (0, 2**31 - 1)]
+Positive = typing.Annotated[float, (1e-12, 1e12)]
+NonNegative = typing.Annotated[float, (0, 1e12)]
+Share = typing.Annotated[float, (0, 1)]
+TopP = typing.Annotated[float, (1e-9, 1)]
 
 SAVED = ".saved"  # a file in the folder of a run that has had a checkpoint
 
@@ -63,7 +62,11 @@ def command(main, config_class, doc, machine=(), moved=None):
     except Exception as error:
         if isinstance(error, BrokenPipeError) and output_is_closed():
             os._exit(141)  # silently, as SIGPIPE ends other programs
-        if sys.flags.dev_mode or not (isinstance(error, OSError) or is_ours(error)):
+        here = Path(__file__).resolve().parent
+        source = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        folders = (here, here / "bench", here / "extra")
+        ours = source.is_file() and source.resolve().parent in folders
+        if sys.flags.dev_mode or not (ours or isinstance(error, OSError)):
             raise
         message = str(error) or repr(error)
         if getattr(error, "name", "") == "torch":
@@ -90,31 +93,21 @@ def parse(config_class, doc, machine, moved):
         if name != flag and value.startswith("~/"):  # shells leave it there
             sys.argv[i] = f"{flag}={os.path.expanduser(value)}"
     if "--help" in sys.argv or "-h" in sys.argv:
-        print(wrap(doc, shutil.get_terminal_size().columns))  # tyro breaks no line of a docstring
-    cli = functools.partial(
-        tyro.cli, config_class, description="", config=(tyro.conf.OmitArgPrefixes,)
-    )
-    cfg = cli()
+        print_manual(doc)
+    form = {"description": "", "config": (tyro.conf.OmitArgPrefixes,)}
+    cfg = tyro.cli(config_class, **form)
     if getattr(cfg, "resume", ""):
-        cfg = cli(default=resumed(config_class, cfg.resume, machine))
+        cfg = tyro.cli(config_class, default=resumed(config_class, cfg.resume, machine), **form)
     return check(cfg)
 
 
-def wrap(doc, columns):
-    """The docstring in lines of so many columns, broken between words."""
-    text = re.sub(r"(?<=\S)\n(?=\S)", " ", doc)  # a paragraph is one line
-    lines = []
-    for line in text.strip().splitlines():
-        hang = 8 * " " if line.startswith(" ") else ""
-        wrapped = textwrap.wrap(
-            line,
-            columns,
-            subsequent_indent=hang,
-            break_on_hyphens=False,
-            break_long_words=False,
-        )
-        lines += wrapped or [""]
-    return "\n".join(lines) + "\n"
+def print_manual(doc):
+    """Print a docstring with its lines broken between words, which tyro does not do."""
+    columns = shutil.get_terminal_size().columns
+    text = re.sub(r"(?<=\S)\n(?=\S)", " ", doc.strip())  # a paragraph is one line
+    for line in text.splitlines():
+        print(textwrap.fill(line, columns, subsequent_indent=re.match(" *", line)[0] * 2))
+    print()
 
 
 def output_is_closed():
@@ -122,13 +115,6 @@ def output_is_closed():
     poll = select.poll()
     poll.register(sys.stdout, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
-def is_ours(error):
-    """Whether a line of ours raised an error, not one of a library."""
-    here = Path(__file__).resolve().parent
-    source = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    return source.is_file() and source.resolve().parent in (here, here / "bench", here / "extra")
 
 
 def check(cfg):
@@ -147,11 +133,12 @@ def check(cfg):
     return cfg
 
 
-def check_limits(name, numbers, low, high, shown):
+def check_limits(name, numbers, low, high):
     """ValueError if a number is not in low .. high; None is unset."""
     for number in numbers:
         if number is not None and not low <= number <= high:
-            raise ValueError(f"--{name}={number} is not in {shown}")
+            highest = f"{high:,}" if isinstance(high, int) else f"{high:g}"
+            raise ValueError(f"--{name}={number} is not in {low} .. {highest}")
 
 
 def resumed(config_class, folder, machine=()):
@@ -284,11 +271,8 @@ def new_folder(path):
 @contextlib.contextmanager
 def lock(path):
     """Hold a lock file; the lock ends with the process. BlockingIOError if another process holds
-    it. A bucket has no locks.
+    it.
     """
-    if not isinstance(path, str | Path):
-        yield
-        return
     with open(path, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -386,7 +370,8 @@ class Folder:
                 problem = f"is no folder of a run, it holds {path.name}; choose another --out"
                 raise FileExistsError(f"{self.out} {problem}")
         self.out.mkdir(parents=True, exist_ok=True)
-        self.exits.enter_context(lock(self.out / f".lock{self.rank}"))
+        if isinstance(self.out, Path):  # a bucket has no locks
+            self.exits.enter_context(lock(self.out / f".lock{self.rank}"))
         return self
 
     def __exit__(self, kind, error, trace):
@@ -418,10 +403,13 @@ class Folder:
         if self.rank:
             return
         last = first if saved_steps(self.out) else -1  # a folder without a checkpoint begins anew
-        for name in ("log.jsonl", "rounds.jsonl", "samples.txt"):
+        for name, until in (
+            ("log.jsonl", rows_until),
+            ("rounds.jsonl", rows_until),
+            ("samples.txt", samples_until),
+        ):
             path = self.out / name
             if path.exists():
-                until = samples_until if name == "samples.txt" else rows_until
                 write(path, until(last, path, self.unit))
         write(self.out / "config.json", settings)
         for name, data in (files or {}).items():
@@ -437,30 +425,27 @@ class Folder:
         if not (self.cfg.resume and run_id.exists()):
             write(run_id, os.urandom(8).hex().encode())
         self.tracker = wandb.init(
-            project=self.cfg.wandb,
-            dir=str(self.out),
-            name=self.out.name,
-            id=run_id.read_text(),
-            config=settings,
-            resume="allow",
-        )
+            project=self.cfg.wandb, dir=str(self.out), id=run_id.read_text(), config=settings,
+            name=self.out.name, resume="allow",
+        )  # fmt: skip
         self.exits.callback(self.tracker.finish)
 
     def on_signal(self, number, frame):
         """Note that the run is asked to stop; the second time, end it."""
-        now = time.monotonic()
-        if self.asked_at is None:
-            self.asked_at = now
-            name = signal.Signals(number).name
-            advice = f"{name}: saving after this {self.unit}; once more to end at once"
-            with contextlib.suppress(OSError):
-                print(advice, file=sys.stderr)
-            if self.hosts > 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-            else:
-                self.signal = name
-        elif now - self.asked_at > 1:  # torchrun hands on a Ctrl-C that its processes had already
-            raise KeyboardInterrupt
+        if self.asked_at:
+            # torchrun hands on a Ctrl-C that its processes had already
+            if time.monotonic() - self.asked_at > 1:
+                raise KeyboardInterrupt
+            return
+        self.asked_at = time.monotonic()
+        name = signal.Signals(number).name
+        with contextlib.suppress(OSError):
+            advice = f"saving after this {self.unit}; once more to end at once"
+            print(f"{name}: {advice}", file=sys.stderr)
+        if self.hosts > 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            self.signal = name
 
     def log(self, row):
         """Print a row of metrics and append it to log.jsonl, the source of every plot and table."""

@@ -686,7 +686,7 @@ def test_what_comes_back_from_orbax_is_loaded_by_transformers_offline(tmp_path):
 def test_auto_map_names_the_code_where_it_lies():
     """Beside the weights, in the repository that the model came from, or in that of its kind."""
     config, tokenizer = "configuration_dream.DreamConfig", "tokenization_dream.DreamTokenizer"
-    ours = convert.CODE["Dream"][0]
+    ours = convert.CODE["Dream"].split()[0]
     keys = {"model_type": "Dream", "auto_map": {"AutoConfig": config}}
     settings = {"auto_map": {"AutoTokenizer": [tokenizer, None]}}
     for origin, where in (("apple/DiffuCoder", "apple/DiffuCoder--"), ("mine", f"{ours}--")):
@@ -711,7 +711,7 @@ def test_a_config_of_ours_names_the_classes_that_the_hub_names(golden_dir, area,
     ours = convert.with_code(keys, {}, "out/my_run")["auto_map"]
     assert len(ours) == min(2, len(theirs["auto_map"]))
     for key, name in ours.items():
-        assert name == f"{convert.CODE[theirs['model_type']][0]}--{theirs['auto_map'][key]}"
+        assert name == f"{convert.CODE[theirs['model_type']].split()[0]}--{theirs['auto_map'][key]}"
 
 
 # ---- the Hub -----------------------------------------------------------------------------------
@@ -859,7 +859,7 @@ def test_an_upload_resumes_and_what_it_left_downloads_byte_for_byte(tmp_path, hu
     here = {str(path.relative_to(orbax)): path for path in orbax.rglob("*") if path.is_file()}
     assert hub.files == {name: path.read_bytes() for name, path in here.items()}
     card = hub.files["README.md"].decode()
-    assert card.startswith("---\ntags: [unmask]\n---\n\n# model\n")
+    assert card.startswith("---\ntags: [unmask]\n---\n\n# orbax\n")
     assert f"{sum(x.size for x in tensors.values()):,} parameters in bfloat16, converted by" in card
     assert done.stdout.count("every byte equal") == 3
     assert f"into {tmp_path}/hf/hub (HF_HOME moves it), a second copy beside {down}" in done.stdout

@@ -138,11 +138,11 @@ def test_help_is_the_docstring_and_the_comments_of_the_fields(script):
     assert script("pass", "--step=1").returncode == 2  # a misspelt flag
 
 
-def test_a_paragraph_wraps_at_words():
-    doc = "First words\nof a text.\n\n    a command\n    another\n\nLast words.\n"
-    assert runs.wrap(doc, 12) == (
-        "First words\nof a text.\n\n    a\n        command\n    another\n\nLast words.\n"
-    )
+def test_a_paragraph_wraps_at_words(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "14")
+    runs.print_manual("First words\nof a text.\n\n    a command\n    another one\n\nLast.\n")
+    said = "First words of\na text.\n\n    a command\n    another\n        one\n\nLast.\n\n"
+    assert capsys.readouterr().out == said
 
 
 def parse(monkeypatch, *flags):

@@ -20,7 +20,7 @@ import batching
 import jax
 import pytest
 import steps
-from conftest import AS_A_USER, ROOT, command, run, says
+from conftest import AS_A_USER, ROOT, command, refused_by, run, says
 from flax import nnx
 from test_generate import new_params, new_tokenizer
 from test_generate_dream import CODE
@@ -29,7 +29,6 @@ from test_prompts import TEMPLATE
 import checkpoints
 import data_prep
 import generate_dream
-import infill
 import model_dream as md
 import model_pythoncoder as pc
 import prompts
@@ -125,9 +124,12 @@ def coder_server(coder):
 
 
 def client_of(url, **settings):
-    return openai.OpenAI(
-        **{"base_url": url + "/v1", "api_key": "none", "max_retries": 0, "timeout": 60} | settings
-    )
+    how = {"api_key": "none", "max_retries": 0, "timeout": 60} | settings
+    return openai.OpenAI(base_url=url + "/v1", **how)
+
+
+def post(url, path, **body):
+    return httpx.post(url + path, json=body, timeout=60)
 
 
 def fill(model, rows, joins):
@@ -159,33 +161,27 @@ def encode(model, text):
     return model.tokenizer.encode(text, add_special_tokens=False).ids
 
 
+def row_of(model, text, masks, number=0, **how):
+    return batching.Row([*encode(model, text), *[None] * masks], ASK | how, number)
+
+
 def texts_that_join(model, folder, how, size, joins, capsys):
     """Rows of three prompts that join at these steps: each is what it is alone, the first what
-    generate.py writes.
+    generate_dream.py writes.
     """
-    prompts = "def area", "x = ", "import os, sys"
+    texts = "def area", "x = ", "import os, sys"
 
     def rows():
-        return [
-            batching.Row([*encode(model, x), *[None] * size], ASK | how, i)
-            for i, x in enumerate(prompts)
-        ]
+        return [row_of(model, text, size, i, **how) for i, text in enumerate(texts)]
 
     first, *_ = together = rows()
     for written, alone in zip(fill(model, together, joins), rows(), strict=True):
         assert fill(model, [alone], (0,)) == [written]
-    settings = {
-        "prompt": prompts[0],
-        "max_new": size,
-        "seed": 5,
-        "json": True,
-        "temperature": 0.7,
-        "top_p": 0.9,
-    }
-    generate_dream.main(generate_dream.Config(str(folder), devices=1, **settings | how))
-    text = model.tokenizer.decode(
-        [first.written[slot][0] for slot in first.completion(model.ends)[0]]
-    )
+    drawn = {"temperature": 0.7, "top_p": 0.9, "seed": 5} | how
+    settings = {"prompt": texts[0], "max_new": size, "json": True, "devices": 1} | drawn
+    generate_dream.main(generate_dream.Config(str(folder), **settings))
+    slots, _ = first.completion(model.ends)
+    text = model.tokenizer.decode([first.written[slot][0] for slot in slots])
     assert json.loads(capsys.readouterr().out)["completion"] == text
     return together
 
@@ -225,7 +221,7 @@ def test_a_row_of_blocks_that_joins_becomes_what_it_is_alone_and_what_generate_w
 
 def test_a_place_that_is_taken_again_shows_nothing_of_the_text_before(dream):
     """What an end token fills is never drawn: it has probability 1."""
-    row = batching.Row([*encode(dream, "x = "), *[None] * 6], ASK)
+    row = row_of(dream, "x = ", 6)
     fill(dream, [row], (0,))
     batch = dream.batch_of(row)
     assert batch.state.record.logp_BL.any()
@@ -237,80 +233,45 @@ def test_a_place_that_is_taken_again_shows_nothing_of_the_text_before(dream):
 
 
 @pytest.mark.slow
-def test_a_server_of_blocks_warms_up_before_its_first_request(blocks):
-    model, _ = blocks
-    model.batches.clear()
-    batching.Loop(model, 4, warm=True)
-    before = [
-        fn._cache_size() for fn in (batching.sample_block.fill_block, batching.prefill_blocks)
-    ]
-    fill(
-        model,
-        [batching.Row([*encode(model, "x = "), *[None] * 9], ASK | {"threshold": 0.3})],
-        (0,),
-    )
-    assert [
-        fn._cache_size() for fn in (batching.sample_block.fill_block, batching.prefill_blocks)
-    ] == before
-
-
-@pytest.mark.slow
-def test_a_server_of_pythoncoder_warms_up_before_its_first_request(coder):
-    coder.batches.clear()
-    batching.Loop(coder, 4, warm=True)
-    before = [fn._cache_size() for fn in (batching.prefill, batching.advance)]
-    fill(
-        coder,
-        [batching.Row([*encode(coder, "x = "), *[None] * 9], ASK) for _ in range(2)],
-        (0, 2),
-    )
-    assert [fn._cache_size() for fn in (batching.prefill, batching.advance)] == before
+def test_a_server_warms_up_before_its_first_request(blocks, coder):
+    of_blocks = batching.sample_block.fill_block, batching.prefill_blocks
+    of_coder = batching.prefill, batching.advance
+    for model, programs, how in ((blocks[0], of_blocks, {"threshold": 0.3}), (coder, of_coder, {})):
+        model.batches.clear()
+        batching.Loop(model, 4, warm=True)
+        before = [program._cache_size() for program in programs]
+        fill(model, [row_of(model, "x = ", 9, **how) for _ in range(2)], (0, 2))
+        assert [program._cache_size() for program in programs] == before
 
 
 @pytest.mark.slow
 def test_a_server_of_blocks_streams_block_by_block_and_refuses_what_stands_behind_a_hole(blocks):
     with served(blocks[0]) as (url, _):
-        body = {
-            "prompt": "def area",
-            "max_tokens": 13,
-            "temperature": 0.8,
-            "seed": 3,
-            "logprobs": 2,
-            "threshold": 0.2,
-        }
-        whole = httpx.post(url + "/v1/completions", json=body).json()["choices"][0]
+        drawn = {"prompt": "def area", "max_tokens": 13, "temperature": 0.8, "seed": 3}
+        body = drawn | {"logprobs": 2, "threshold": 0.2}
+        whole = post(url, "/v1/completions", **body).json()["choices"][0]
         assert {len(top) for top in whole["logprobs"]["top_logprobs"]} <= {1, 2}
-        drawn = {name: body[name] for name in ("prompt", "max_tokens", "temperature", "seed")} | {
-            "model": "tiny"
-        }
-        pieces = [
-            chunk.choices[0].text
-            for chunk in client_of(url).completions.create(stream=True, **drawn)
-        ]
-        assert "".join(pieces) == client_of(url).completions.create(**drawn).choices[0].text
+        complete = client_of(url).completions.create
+        pieces = [chunk.choices[0].text for chunk in complete(model="tiny", stream=True, **drawn)]
+        assert "".join(pieces) == complete(model="tiny", **drawn).choices[0].text
         settings = httpx.get(url + "/v1/models").json()["data"][0]["settings"]
         assert settings == ["entropy_bound", "threshold"]
         for wrong in ({"suffix": "\n"}, {"steps": 4}):
-            assert httpx.post(url + "/v1/completions", json=body | wrong).status_code == 400
+            assert post(url, "/v1/completions", **body | wrong).status_code == 400
 
 
 @pytest.mark.slow
 def test_rows_of_pythoncoder_come_and_go_and_are_what_generate_writes_with_drafts(coder):
     def rows(**how):
-        prompts = PROMPT, "import os\n", "def f(x):\n    return"
-        return [
-            batching.Row([*encode(coder, text), *[None] * 20], ASK | how, i)
-            for i, text in enumerate(prompts)
-        ]
+        texts = PROMPT, "import os\n", "def f(x):\n    return"
+        return [row_of(coder, text, 20, i, **how) for i, text in enumerate(texts)]
 
     together = fill(coder, rows(), (0, 3, 4))
     for i, written in enumerate(together):
         assert fill(coder, [rows()[i]], (0,)) == [written]
     key = jax.random.split(jax.random.key(ASK["seed"]))[1]  # that of generate.py
-    for temperature, written in (
-        (ASK["temperature"], together),
-        (0.0, fill(coder, rows(temperature=0.0), (0, 1, 2))),
-    ):
+    greedy = fill(coder, rows(temperature=0.0), (0, 1, 2))
+    for temperature, written in ((ASK["temperature"], together), (0.0, greedy)):
         rule = pc.Sampling(temperature, 0, ASK["top_p"], coder.vocab, no_repeat_ngram=6)
         (text,), _ = pc.generate(coder.model, [encode(coder, PROMPT)], 20, rule, key)
         assert [token for token, *_ in written[0].values()] == text
@@ -318,25 +279,22 @@ def test_rows_of_pythoncoder_come_and_go_and_are_what_generate_writes_with_draft
 
 def test_three_programs_fill_all_canvases_of_a_width(dream):
     before = sample_dream.fill_block._cache_size()
-    hows = (
+    for how in (
         {"temperature": 0.1},
         {"temperature": 0.0, "steps": 3},
         {"top_p": 0.5, "block_length": 3},
         {"threshold": 0.9},
-    )
-    for how in (*hows, {"threshold": 0.1, "top_p": 1.0}, {"entropy_bound": 2.0, "block_length": 7}):
+        {"threshold": 0.1, "top_p": 1.0},
+        {"entropy_bound": 2.0, "block_length": 7},
+    ):
         for length in (3, 40):
-            fill(
-                dream,
-                [batching.Row([*encode(dream, "x" * length), None, None, None], ASK | how)],
-                (0,),
-            )
+            fill(dream, [row_of(dream, "x" * length, 3, **how)], (0,))
     assert sample_dream.fill_block._cache_size() - before <= 3
 
 
 def test_a_text_joins_a_wider_batch_that_runs_if_it_has_a_place_and_becomes_what_it_is_alone(dream):
     def row(masks):
-        return batching.Row([*encode(dream, "x = "), *[None] * masks], ASK | {"steps": 6})
+        return row_of(dream, "x = ", masks, steps=6)
 
     def tokens(written):
         return {slot: token for slot, (token, *_) in written.items()}
@@ -359,12 +317,15 @@ def test_a_text_joins_a_wider_batch_that_runs_if_it_has_a_place_and_becomes_what
 def test_openais_client_completes_texts_with_a_suffix_stop_strings_log_probabilities_and_usage(
     coder_server,
 ):
-    client = client_of(coder_server[0])
+    url, loop = coder_server
+    client = client_of(url)
     assert [model.id for model in client.models.list().data] == ["pythoncoder"]
-    settings = {"model": "pythoncoder", "max_tokens": 40, "temperature": 0}
-    answer = client.completions.create(
-        prompt=[PROMPT, "import os\n"], n=2, seed=3, logprobs=3, **settings
-    )
+
+    def complete(prompt=PROMPT, **how):
+        settings = {"model": "pythoncoder", "max_tokens": 40, "temperature": 0} | how
+        return client.completions.create(prompt=prompt, **settings)
+
+    answer = complete([PROMPT, "import os\n"], n=2, seed=3, logprobs=3)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     first = answer.choices[0]
     assert first.text == "    return len([n for n in words if len(n) > 4])\n"
@@ -373,43 +334,34 @@ def test_openais_client_completes_texts_with_a_suffix_stop_strings_log_probabili
     assert first.logprobs.text_offset[1] == len(first.logprobs.tokens[0])
     likeliest = [max(top.values()) for top in first.logprobs.top_logprobs]
     assert likeliest == first.logprobs.token_logprobs  # greedy
-    prompts = sum(len(encode(coder_server[1].model, text)) for text in (PROMPT, "import os\n"))
-    assert answer.usage.prompt_tokens == prompts
-    assert answer.usage.total_tokens == prompts + answer.usage.completion_tokens
-    cut = client.completions.create(prompt=PROMPT, stop=[" in words"], **settings).choices[0]
+    count = sum(len(encode(loop.model, text)) for text in (PROMPT, "import os\n"))
+    assert answer.usage.prompt_tokens == count
+    assert answer.usage.total_tokens == count + answer.usage.completion_tokens
+    cut = complete(stop=[" in words"]).choices[0]
     assert (cut.text, cut.finish_reason) == ("    return len([n for n", "stop")
-    short = client.completions.create(prompt=PROMPT, **settings | {"max_tokens": 3}).choices[0]
-    assert short.finish_reason == "length"
-    drawn = [client.completions.create(prompt="def ", seed=seed, temperature=1.5, model="pythoncoder").choices[0].text
-             for seed in (1, 1, 2)]  # fmt: skip
+    assert complete(max_tokens=3).choices[0].finish_reason == "length"
+    drawn = [complete("def ", seed=seed, temperature=1.5).choices[0].text for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
-    middle = client.completions.create(
-        prompt="def area(r):\n    ", suffix="\n    return a", **settings
-    )
-    assert middle.choices[0].text
+    assert complete("def area(r):\n    ", suffix="\n    return a").choices[0].text
 
 
-@pytest.mark.parametrize("server", ["coder_server", "dream_server"])
-def test_a_stream_adds_up_to_the_whole_text_and_never_shows_a_stop_string(server, request):
-    url, _ = request.getfixturevalue(server)
-    client, name = client_of(url), "pythoncoder" if server == "coder_server" else "tiny"
-    settings = {
-        "model": name,
-        "prompt": PROMPT if name == "pythoncoder" else "def",
-        "max_tokens": 24,
-        "seed": 1,
-    }
+@pytest.mark.parametrize(
+    ("server", "name", "prompt"),
+    [("coder_server", "pythoncoder", PROMPT), ("dream_server", "tiny", "def")],
+)
+def test_a_stream_adds_up_to_the_whole_text_and_never_shows_a_stop_string(
+    server, name, prompt, request
+):
+    complete = client_of(request.getfixturevalue(server)[0]).completions.create
+    settings = {"model": name, "prompt": prompt, "max_tokens": 24, "seed": 1}
     settings |= {"n": 3, "temperature": 0.9}
-    whole = [choice.text for choice in client.completions.create(**settings).choices]
+    whole = [choice.text for choice in complete(**settings).choices]
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
     for stop in (None, [whole[0][2:5]]):
         texts, reasons = ["", "", ""], [None, None, None]
-        chunks = [
-            *client.completions.create(
-                stream=True, stream_options={"include_usage": True}, stop=stop, **settings
-            )
-        ]
-        assert chunks[-1].usage.completion_tokens > 0
-        for chunk in chunks[:-1]:
+        *chunks, last = complete(stop=stop, **streamed, **settings)
+        assert last.usage.completion_tokens > 0
+        for chunk in chunks:
             (choice,) = chunk.choices
             assert reasons[choice.index] is None
             texts[choice.index] += choice.text
@@ -419,18 +371,12 @@ def test_a_stream_adds_up_to_the_whole_text_and_never_shows_a_stop_string(server
 
 
 def test_a_conversation_takes_the_checkpoints_template(dream_server):
-    client = client_of(dream_server[0])
+    client, model = client_of(dream_server[0]), dream_server[1].model
     turns = [("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "c")]
     messages = [{"role": role, "content": text} for role, text in turns]
-    settings = {
-        "model": "tiny",
-        "messages": messages,
-        "max_tokens": 8,
-        "seed": 2,
-        "temperature": 0.5,
-    }
+    settings = {"model": "tiny", "max_tokens": 8, "seed": 2, "temperature": 0.5}
+    settings["messages"] = messages
     answer = client.chat.completions.create(logprobs=True, top_logprobs=2, **settings)
-    model = dream_server[1].model
     # not the template's own system turn
     begun = [{"role": "system", "content": ""}, {"role": "user", "content": "c"}]
     ids = serve.encode_messages(model.tokenizer, model.wrap, begun)
@@ -441,36 +387,21 @@ def test_a_conversation_takes_the_checkpoints_template(dream_server):
     content = answer.choices[0].logprobs.content
     assert "".join(token.token for token in content) == answer.choices[0].message.content
     assert {len(token.top_logprobs) for token in content} <= {2}
-    pieces = [
-        chunk.choices[0].delta.content
-        for chunk in client.chat.completions.create(stream=True, **settings)
-    ]
+    chunks = client.chat.completions.create(stream=True, **settings)
+    pieces = [chunk.choices[0].delta.content for chunk in chunks]
     assert "".join(pieces) == answer.choices[0].message.content
-    for wrong in (
-        [],
-        messages[:3],
-        messages[1:] + messages[1:2],
-        [{"role": "user"}],
-        [{"role": "user", "content": 3}],
-    ):
+    no_text = [{"role": "user", "content": 3}]
+    for wrong in ([], messages[:3], messages[1:] + messages[1:2], [{"role": "user"}], no_text):
         with pytest.raises(openai.BadRequestError, match="messages"):
             client.chat.completions.create(**settings | {"messages": wrong})
-
-
-def test_openais_helper_joins_a_streamed_conversation(dream_server):
-    settings = {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": "a"}],
-        "max_tokens": 8,
-        "n": 2,
-        "seed": 1,
-    }
-    whole = client_of(dream_server[0]).chat.completions.create(**settings)
-    with client_of(dream_server[0]).chat.completions.stream(**settings) as stream:
+    # OpenAI's helper joins a streamed conversation
+    settings |= {"n": 2, "messages": messages[-1:]}
+    whole = client.chat.completions.create(**settings)
+    with client.chat.completions.stream(**settings) as stream:
         assert [*stream]
         joined = stream.current_completion_snapshot
-    messages = [(choice.message.role, choice.message.content) for choice in joined.choices]
-    assert messages == [("assistant", choice.message.content) for choice in whole.choices]
+    said = [(choice.message.role, choice.message.content) for choice in joined.choices]
+    assert said == [("assistant", choice.message.content) for choice in whole.choices]
 
 
 def test_each_token_of_a_character_is_in_the_chunk_that_ends_it(coder_server):
@@ -489,35 +420,22 @@ def test_each_token_of_a_character_is_in_the_chunk_that_ends_it(coder_server):
 
 def test_a_dream_is_told_once_how_many_tokens_a_step_writes(dream_server):
     for body in ({"threshold": 0.5, "entropy_bound": 1}, {"steps": 4, "threshold": 0.5}):
-        answer = httpx.post(dream_server[0] + "/v1/completions", json={"prompt": "x"} | body)
+        answer = post(dream_server[0], "/v1/completions", prompt="x", **body)
         assert (answer.status_code, "do not go together" in answer.text) == (400, True)
 
 
 def test_fim_is_answered_in_mistrals_form(coder_server):
-    body = {
-        "prompt": "def f(x):\n    return ",
-        "suffix": "\n",
-        "max_tokens": 6,
-        "random_seed": 1,
-        "temperature": 0,
-    }
-    as_continue = {
-        "stop": None,
-        "frequency_penalty": 0,
-        "presence_penalty": 0,
-        "max_completion_tokens": None,
-    }
-    answer = httpx.post(
-        coder_server[0] + "/v1/fim/completions", json=body | as_continue, timeout=60
-    ).json()
+    url = coder_server[0] + "/v1/fim/completions"
+    body = {"prompt": "def f(x):\n    return ", "suffix": "\n", "max_tokens": 6, "random_seed": 1}
+    body["temperature"] = 0
+    as_continue = {"stop": None, "frequency_penalty": 0, "max_completion_tokens": None}
+    answer = httpx.post(url, json=body | as_continue, timeout=60).json()
     text = answer["choices"][0]["message"]["content"]
-    url, streamed = coder_server[0] + "/v1/fim/completions", body | {"stream": True}
-    with httpx.stream("POST", url, json=streamed, timeout=60) as stream:
-        lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
-    assert lines[-1] == "[DONE]"
-    assert (
-        "".join(json.loads(line)["choices"][0]["delta"]["content"] for line in lines[:-1]) == text
-    )
+    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as stream:
+        *lines, end = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
+    assert end == "[DONE]"
+    deltas = [json.loads(line)["choices"][0]["delta"]["content"] for line in lines]
+    assert "".join(deltas) == text
 
 
 BAD = [  # body, status, a part of the message
@@ -550,14 +468,12 @@ BAD = [  # body, status, a part of the message
 
 
 def test_what_is_wrong_is_refused_by_name_and_what_is_null_is_absent(coder_server):
-    url = coder_server[0]
+    url, complete = coder_server[0], coder_server[0] + "/v1/completions"
     for body, status, part in BAD:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        answer = httpx.post(url + "/v1/completions", content=data)
-        assert (answer.status_code, part in answer.json()["error"]["message"]) == (status, True), (
-            body,
-            answer.text,
-        )
+        answer = httpx.post(complete, content=data)
+        found = (answer.status_code, part in answer.json()["error"]["message"])
+        assert found == (status, True), (body, answer.text)
     for method, path, status in (
         ("GET", "/v1/completions", 405),
         ("POST", "/v1/models", 405),
@@ -567,22 +483,14 @@ def test_what_is_wrong_is_refused_by_name_and_what_is_null_is_absent(coder_serve
         assert answer.status_code == status
         assert answer.json()["error"]["type"] == "invalid_request_error"
         assert ("allow" in answer.headers) == (status == 405)
-    nulls = dict.fromkeys(
-        ["best_of", "logit_bias", "suffix", "stop", "seed", "n", "logprobs", "temperature", "tools"]
-    )
+    names = "best_of logit_bias suffix stop seed n logprobs temperature tools"
     neutral = {"best_of": 1, "frequency_penalty": 0, "echo": False}
-    for extra in (nulls, neutral):
-        body = {"prompt": "x", "max_tokens": 2} | extra
-        assert httpx.post(url + "/v1/completions", json=body, timeout=60).status_code == 200
-    assert (
-        httpx.post(url + "/v1/completions", json={}, headers={"Host": "evil.example"}).status_code
-        == 400
-    )
-    for path in ("/v1/completions", "/v1/check"):  # a browser says so of another site's page
-        assert (
-            httpx.post(url + path, json={}, headers={"Sec-Fetch-Site": "cross-site"}).status_code
-            == 403
-        )
+    for extra in (dict.fromkeys(names.split()), neutral):
+        assert post(url, "/v1/completions", prompt="x", max_tokens=2, **extra).status_code == 200
+    assert httpx.post(complete, json={}, headers={"Host": "evil.example"}).status_code == 400
+    other_site = {"Sec-Fetch-Site": "cross-site"}  # a browser says so of another site's page
+    for path in ("/v1/completions", "/v1/check"):
+        assert httpx.post(url + path, json={}, headers=other_site).status_code == 403
 
 
 def test_a_key_is_asked_for_where_one_is_set(coder, monkeypatch):
@@ -603,42 +511,46 @@ def wait_until(condition, seconds=60):
         time.sleep(0.02)
 
 
+@contextlib.contextmanager
+def steps_that_wait():
+    """An event, without which no step of PythonCoder ends."""
+    hold, step = threading.Event(), batching.Caches.step
+
+    def slow(batch):
+        hold.wait(20)
+        step(batch)
+
+    batching.Caches.step = slow
+    try:
+        yield hold
+    finally:
+        hold.set()
+        batching.Caches.step = step
+
+
 def test_past_the_queue_is_429_and_a_client_that_goes_away_frees_its_row(coder):
+    def running():
+        return sum(len([*filter(None, batch.rows)]) for batch in coder.batches.values())
+
     with served(coder, "pythoncoder", queue=4) as (url, loop):
-        hold = threading.Event()
-        step = batching.Caches.step
+        body = {"prompt": "def", "max_tokens": 100, "n": 4, "temperature": 1.0}
 
-        def slow(batch):
-            hold.wait(20)
-            step(batch)
-
-        batching.Caches.step = slow
-        try:
-            body = {"prompt": "def", "max_tokens": 100, "n": 4, "temperature": 1.0}
-
-            async def ask_and_leave():
-                async with httpx.AsyncClient() as client:
-                    tasks = []
-                    for rows in (4, 8):  # running, then waiting
-                        tasks.append(
-                            asyncio.create_task(
-                                client.post(url + "/v1/completions", json=body, timeout=60)
-                            )
-                        )
-                        for _ in range(3000):
+        async def ask_and_leave():
+            async with httpx.AsyncClient(timeout=60) as client:
+                tasks = []
+                for rows in (4, 8):  # running, then waiting
+                    asked = client.post(url + "/v1/completions", json=body)
+                    tasks.append(asyncio.create_task(asked))
+                    async with asyncio.timeout(60):
+                        while len(loop.waiting) + running() != rows:
                             await asyncio.sleep(0.02)
-                            running = sum(
-                                len([*filter(None, batch.rows)]) for batch in coder.batches.values()
-                            )
-                            if len(loop.waiting) + running == rows:
-                                break
-                        else:
-                            raise TimeoutError(f"{rows} rows never came")
-                    answer = await client.post(url + "/v1/completions", json=body)
-                    for task in tasks:
-                        task.cancel()
-                    return answer
+                answer = await client.post(url + "/v1/completions", json=body)
+                for task in tasks:
+                    task.cancel()
+                return answer
 
+        complete = client_of(url).completions.create
+        with steps_that_wait() as hold:
             answer = asyncio.run(ask_and_leave())
             assert answer.status_code == 429
             assert int(answer.headers["retry-after"]) >= 1
@@ -646,135 +558,103 @@ def test_past_the_queue_is_429_and_a_client_that_goes_away_frees_its_row(coder):
             # those who left take nobody's place
             with concurrent.futures.ThreadPoolExecutor() as pool:
                 ask = {"model": "pythoncoder", "prompt": "x", "n": 4, "max_tokens": 3}
-                later = pool.submit(client_of(url).completions.create, **ask)
+                later = pool.submit(complete, **ask)
                 wait_until(lambda: [row.gone for row in loop.waiting] == [False] * 4)
                 hold.set()
                 assert len(later.result().choices) == 4
-        finally:
-            hold.set()
-            batching.Caches.step = step
-        wait_until(
-            lambda: (
-                not loop.waiting and not any(any(batch.rows) for batch in coder.batches.values())
-            )
-        )
-        assert (
-            client_of(url)
-            .completions.create(model="pythoncoder", prompt=PROMPT, max_tokens=3)
-            .choices[0]
-            .text
-        )
+        wait_until(lambda: not loop.waiting and not running())
+        assert complete(model="pythoncoder", prompt=PROMPT, max_tokens=3).choices[0].text
 
 
 def test_a_device_out_of_memory_fails_its_batch_alone(coder, monkeypatch):
+    def exhausted(batch):
+        raise RuntimeError("RESOURCE_EXHAUSTED: 5 GB")
+
     with served(coder, "pythoncoder") as (url, _):
-        client = client_of(url)
+        complete = client_of(url).completions.create
+        ask = {"model": "pythoncoder", "prompt": PROMPT, "max_tokens": 3}
         with monkeypatch.context() as patch:
-
-            def exhausted(batch):
-                raise RuntimeError("RESOURCE_EXHAUSTED: 5 GB")
-
             patch.setattr(batching.Caches, "step", exhausted)
             with pytest.raises(openai.InternalServerError) as error:
-                client.completions.create(model="pythoncoder", prompt="x")
+                complete(**ask)
             assert error.value.status_code == 503
             patch.setattr(coder, "batch_of", exhausted)
             with pytest.raises(openai.InternalServerError, match="out of memory"):
-                client.completions.create(model="pythoncoder", prompt="x")
-        assert (
-            client.completions.create(model="pythoncoder", prompt=PROMPT, max_tokens=3)
-            .choices[0]
-            .text
-        )
+                complete(**ask)
+        assert complete(**ask).choices[0].text
 
 
-def test_the_page_gets_a_canvas_its_steps_and_the_verdicts_of_the_sandbox(
-    dream_server, coder_server
-):
-    def events(url, **body):
-        with httpx.stream("POST", url + "/v1/canvas", json=body, timeout=60) as stream:
-            lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
-        return [json.loads(line) for line in lines[:-1]]
+def events_of(url, **body):
+    """The canvas, the steps and the end that the page gets."""
+    with httpx.stream("POST", url + "/v1/canvas", json=body, timeout=60) as stream:
+        lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
+    canvas, *steps, end = map(json.loads, lines[:-1])
+    return canvas["canvas"], steps, end["keep"]
 
-    canvas_, *steps, end = events(
-        dream_server[0], prompt="def [MASK:4](x) [MASK:3]", seed=1, threshold=0.01
-    )
-    ids = [token and token[0] for token in canvas_["canvas"]]
+
+def test_the_page_gets_a_canvas_and_its_steps(dream_server):
+    url, loop = dream_server
+    canvas, steps, keep = events_of(url, prompt="def [MASK:4](x) [MASK:3]", seed=1, threshold=0.01)
+    ids = [token and token[0] for token in canvas]
     assert ids.count(None) == 7
     written = {slot: (token, p) for step in steps for slot, token, _, p, _ in step["write"]}
     assert sorted(written) == [slot for slot, token in enumerate(ids) if token is None]
     assert steps[-1]["passes"] <= 7
-    assert {slot for slot, _ in end["keep"]} >= {
-        slot for slot, token in enumerate(ids) if token is not None
-    }
+    kept = {slot for slot, _ in keep}
+    assert kept >= {slot for slot, token in enumerate(ids) if token is not None}
     for _, _, _, p, likely in steps[0]["write"]:
         assert len(likely) == 5
         assert p <= likely[0][1]
-    for prompt, masks in (
-        ("x = [MASK:1]", 1),
-        ("a [MASK] b [MASK:3] c", 8 + 3),
-        ('def f():\n    """Go."""', 5),
+    for prompt, masks, text in (
+        ("x = [MASK:1]", 1, "x =."),
+        ("a [MASK] b [MASK:3] c", 8 + 3, "a. b. c"),
+        ('def f():\n    """Go."""', 5, 'def f():\n    """Go."""\n.'),
     ):
-        canvas_, *_ = events(dream_server[0], prompt=prompt, max_tokens=5, threshold=0.01)
-        assert [token is None for token in canvas_["canvas"]].count(True) == masks
-        shown = "".join(token[1] if token else "." for token in canvas_["canvas"])
-        assert (
-            re.sub(r"\.+", ".", shown)
-            == {1: "x =.", 11: "a. b. c", 5: 'def f():\n    """Go."""\n.'}[masks]
-        )
-    mask = dream_server[1].model.model.cfg.mask_id
-    for bad in ({"prompt": "x = [MASK:0]"}, {"prompt": "x = [MASK:900000000]"}, {"ids": [mask, None]},
-                {"prompt": ["a", "b"]}):  # fmt: skip
-        assert httpx.post(dream_server[0] + "/v1/canvas", json=bad).status_code == 400
-    canvas_, *_, end = events(dream_server[0], prompt='s = "é → 日"[MASK:1]', threshold=0.01)
-    assert "".join(token[1] for token in canvas_["canvas"] if token) == 's = "é → 日"'
-    assert "".join(text for _, text in end["keep"]).startswith('s = "é → 日"')
+        canvas, *_ = events_of(url, prompt=prompt, max_tokens=5, threshold=0.01)
+        assert canvas.count(None) == masks
+        shown = "".join(token[1] if token else "." for token in canvas)
+        assert re.sub(r"\.+", ".", shown) == text
+    mask = loop.model.model.cfg.mask_id
+    for prompt in ("x = [MASK:0]", "x = [MASK:900000000]", ["a", "b"]):
+        assert post(url, "/v1/canvas", prompt=prompt).status_code == 400
+    assert post(url, "/v1/canvas", ids=[mask, None]).status_code == 400
+    canvas, _, keep = events_of(url, prompt='s = "é → 日"[MASK:1]', threshold=0.01)
+    assert "".join(token[1] for token in canvas if token) == 's = "é → 日"'
+    assert "".join(text for _, text in keep).startswith('s = "é → 日"')
     # two tokens are masked again: the others stay
     again = [written.get(slot, (token,))[0] for slot, token in enumerate(ids)]
     hole = [*again[:1], None, None, *again[3:]]
-    canvas_, *steps, _ = events(dream_server[0], ids=hole, seed=2)
-    assert [token and token[0] for token in canvas_["canvas"]] == hole
+    canvas, steps, _ = events_of(url, ids=hole, seed=2)
+    assert [token and token[0] for token in canvas] == hole
     assert sorted(slot for step in steps for slot, *_ in step["write"]) == [1, 2]
 
-    body = {"prompt": PROMPT, "text": PROMPT + "    return sum(len(w) > 4 for w in words)\n"}
-    answer = httpx.post(coder_server[0] + "/v1/check", json=body, timeout=60).json()
-    assert answer["examples"] == ["pass: count_long(['apple', 'sea']) gives 1"]
-    assert httpx.post(coder_server[0] + "/v1/check", json=body | {"prompt": "x"}).status_code == 400
 
-    # where a text that fails is to be filled again: two openings of it
-    wrong, found = body | {"text": PROMPT + "    return len(words)\n"}, []
-    for number in (0, 1):
-        ids = httpx.post(
-            dream_server[0] + "/v1/check", json=wrong | {"open": number}, timeout=60
-        ).json()["ids"]
-        assert ids.count(None) == infill.START
-        assert ids[: ids.index(None)] != ids
-        found.append(ids)
+def test_the_page_gets_verdicts_and_spans_to_repair(dream_server, coder_server):
+    dream, coder = dream_server[0], coder_server[0]
+    right = {"prompt": PROMPT, "text": PROMPT + "    return sum(len(w) > 4 for w in words)\n"}
+    said = ["pass: count_long(['apple', 'sea']) gives 1"]
+    assert post(coder, "/v1/check", **right).json()["examples"] == said
+    assert post(coder, "/v1/check", **right | {"prompt": "x"}).status_code == 400
+    # where a text that fails is to be filled again: two spans of it
+    wrong = right | {"text": PROMPT + "    return len(words)\n"}
+    found = [post(dream, "/v1/check", open=i, **wrong).json()["ids"] for i in (0, 1)]
     assert found[0] != found[1]
+    assert [ids.count(None) for ids in found] == [8, 8]
     for text in (PROMPT, "x = 1\n"):  # nothing behind the prompt, another prompt
-        answer = httpx.post(
-            dream_server[0] + "/v1/check", json=wrong | {"open": 0, "text": text}, timeout=60
-        )
-        assert answer.status_code == 400
-    assert (
-        "ids"
-        not in httpx.post(
-            coder_server[0] + "/v1/check", json=wrong | {"open": 0}, timeout=60
-        ).json()
-    )
+        assert post(dream, "/v1/check", open=0, prompt=PROMPT, text=text).status_code == 400
+    assert "ids" not in post(coder, "/v1/check", open=0, **wrong).json()
 
 
-# ---- as a user runs it ---------------------------------------------------------------------------------------------
+# ---- as a user runs it --------------------------------
 
 
 @contextlib.contextmanager
 def started(*flags):
     """(process, address) of serve.py."""
     env = os.environ | AS_A_USER | {"XLA_FLAGS": "", "OMP_NUM_THREADS": "1"}
-    flags = command("extra/serve.py", "--port=0", "--compile_cache=", *flags)
-    with subprocess.Popen(
-        flags, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    line = command("extra/serve.py", "--port=0", "--compile_cache=", *flags)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
+    with subprocess.Popen(line, **pipes) as process:
         try:
             yield process, process.stdout.readline().strip()
         finally:
@@ -783,15 +663,9 @@ def started(*flags):
 
 @pytest.mark.slow
 def test_sigterm_finishes_what_runs_and_refuses_what_comes():
+    body = {"prompt": "def", "max_tokens": 120, "temperature": 1.5, "seed": 1, "n": 8}
+    body["stream"] = True
     with started() as (process, url):
-        body = {
-            "prompt": "def",
-            "max_tokens": 120,
-            "temperature": 1.5,
-            "seed": 1,
-            "stream": True,
-            "n": 8,
-        }
         with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as stream:
             lines = stream.iter_lines()
             next(lines)
@@ -805,18 +679,13 @@ def test_sigterm_finishes_what_runs_and_refuses_what_comes():
 
 @pytest.mark.slow
 def test_what_still_runs_when_the_grace_is_over_is_told_so():
+    body = {"prompt": "x", "max_tokens": 400, "n": 16, "temperature": 2}
     with (
         started("--grace=1", "--batch_size=1") as (process, url),
         concurrent.futures.ThreadPoolExecutor() as pool,
     ):
-        body = {"prompt": "x", "max_tokens": 400, "n": 16, "temperature": 2}
-        answers = [
-            pool.submit(httpx.post, url + "/v1/completions", json=body, timeout=60)
-            for _ in range(3)
-        ]
-        streamed = pool.submit(
-            httpx.post, url + "/v1/completions", json=body | {"stream": True}, timeout=60
-        )
+        answers = [pool.submit(post, url, "/v1/completions", **body) for _ in range(3)]
+        streamed = pool.submit(post, url, "/v1/completions", stream=True, **body)
         time.sleep(2)  # sixteen texts of four clients take longer
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
@@ -827,57 +696,53 @@ def test_what_still_runs_when_the_grace_is_over_is_told_so():
 @pytest.mark.slow
 def test_a_port_in_use_a_folder_without_a_model_and_a_missing_package_are_one_line(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        says(
-            run("extra/serve.py", f"--port={taken.getsockname()[1]}"),
-            "already in use",
-            str(taken.getsockname()[1]),
-        )
-    says(run("extra/serve.py", "--port=70000"), "--port=70000 is not in 0 .. 65,535")
-    says(
-        run("extra/serve.py", "--port=0", f"--ckpt={tmp_path}"),
-        str(tmp_path),
-        "holds no checkpoint",
-    )
+        port = str(taken.getsockname()[1])
+        assert port in refused_by(serve, f"--port={port}")
+    assert "--port=70000 is not in 0 .. 65,535" in refused_by(serve, "--port=70000")
+    assert "holds no checkpoint" in refused_by(serve, "--port=0", f"--ckpt={tmp_path}")
     (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError(\"No module named 'uvicorn'\")")
     without = os.environ | AS_A_USER | {"PYTHONPATH": str(tmp_path)}
     says(run("extra/serve.py", env=without), "uvicorn", "pip install -r requirements-serve.txt")
 
 
-# ---- the page, in a browser ----------------------------------------------------------------------------------------
+# ---- the page, in a browser --------------------------------
 
-CHROMIUM = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 @contextlib.contextmanager
 def browser_at(url, **settings):
     """A page of a headless Chromium; what its scripts complain of is an error."""
-    sync_api = pytest.importorskip(
-        "playwright.sync_api", reason="the page is tested with playwright"
-    )
+    sync_api = pytest.importorskip("playwright.sync_api")
     if not CHROMIUM:
         pytest.skip("there is no Chromium")
     flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+
+    def on_console(message):
+        if message.type == "error" and "status of 400" not in message.text:
+            errors.append(message.text)
+
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
         try:
             page, errors = browser.new_page(**settings), []
             page.set_default_timeout(30_000)
             page.on("pageerror", lambda error: errors.append(str(error)))
-            page.on(
-                "console",
-                lambda message: errors.append(message.text) if message.type == "error" else None,
-            )
+            page.on("console", on_console)
             page.goto(url)
             yield page
-            assert not [error for error in errors if "status of 400" not in error]
+            assert not errors
         finally:
             browser.close()
 
 
 def texts_of(page):
     return page.evaluate("tokens.map(token => token.id === null ? null : token.text)")
+
+
+def generate(page):
+    page.click("#generate")
+    wait_for_the_end(page)
 
 
 def wait_for_the_end(page):
@@ -887,27 +752,22 @@ def wait_for_the_end(page):
 
 @pytest.mark.slow
 def test_on_a_touch_screen_a_tap_masks_a_token_and_a_swipe_scrolls(coder_server):
-    with browser_at(
-        coder_server[0], viewport={"width": 400, "height": 400}, has_touch=True
-    ) as page:
+    small = {"width": 400, "height": 400}
+    with browser_at(coder_server[0], viewport=small, has_touch=True) as page:
         page.wait_for_selector("#name:not(:empty)")
         page.fill("#prompt", PROMPT)
         page.fill("#temperature", "0")
-        page.click("#generate")
-        wait_for_the_end(page)
+        generate(page)
         token = page.locator(f"#canvas span:nth-child({len(texts_of(page)) - 2})")
         token.scroll_into_view_if_needed()
         box, before = token.bounding_box(), page.evaluate("scrollY")
         x, y = box["x"] + 3, box["y"] + 5
         # towards where there is more
         client, step = page.context.new_cdp_session(page), 30 if before == 0 else -30
-        client.send(
-            "Input.dispatchTouchEvent", {"type": "touchStart", "touchPoints": [{"x": x, "y": y}]}
-        )
-        for i in range(1, 6):
-            point = {"x": x, "y": y - i * step}
-            client.send("Input.dispatchTouchEvent", {"type": "touchMove", "touchPoints": [point]})
-        client.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+        touches = [("touchStart", [{"x": x, "y": y}])]
+        touches += [("touchMove", [{"x": x, "y": y - i * step}]) for i in range(1, 6)]
+        for kind, points in (*touches, ("touchEnd", [])):
+            client.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
         page.wait_for_function(f"scrollY !== {before}")
         assert None not in texts_of(page)
         token.scroll_into_view_if_needed()
@@ -926,8 +786,7 @@ def test_a_reader_of_the_page_watches_masks_fills_and_tests(coder_server):
         page.fill("#temperature", "0")
         count = "seen.push(document.querySelectorAll('.mask').length)"
         page.evaluate(f"window.seen = []; draw = (old => () => {{ old(); {count} }})(draw)")
-        page.click("#generate")
-        wait_for_the_end(page)
+        generate(page)
         masks = page.evaluate("seen")
         masks = masks[masks.index(max(masks)) :]
         assert len(set(masks)) > 10  # token after token appeared
@@ -996,14 +855,12 @@ def test_a_dream_on_the_page_has_controls_and_several_holes(dream_server):
         page.fill("#prompt", "def [MASK:5]: return [MASK:3]")
         page.select_option("#rule", "threshold")
         page.fill("#bound", "0.01")
-        page.click("#generate")
-        wait_for_the_end(page)
+        generate(page)
         few = page.evaluate("last")
         assert few > 0
         page.select_option("#rule", "")
         page.fill("#steps", "8")
-        page.click("#generate")
-        wait_for_the_end(page)
+        generate(page)
         assert few < page.evaluate("last")
         assert "forward passes" in page.inner_text("#rate")
         page.fill("#steps", "")
@@ -1012,8 +869,7 @@ def test_a_dream_on_the_page_has_controls_and_several_holes(dream_server):
         page.wait_for_selector("#verdicts li")
         assert "do not fit" in page.inner_text("#verdicts")
         page.fill("#prompt", "def")
-        page.click("#generate")
-        wait_for_the_end(page)
+        generate(page)
         assert page.evaluate("document.documentElement.scrollWidth") <= 400
 
 
@@ -1049,8 +905,7 @@ def test_the_screenshot_of_the_readme(tmp_path):
         browser_at(url, viewport={"width": 900, "height": 890}) as page,
     ):
         page.wait_for_selector("#order:not([hidden])")
-        page.click("#generate")
-        wait_for_the_end(page)
+        generate(page)
         page.click("#check")
         page.wait_for_selector("#verdicts .pass")
         page.click("#canvas span:nth-last-child(6)")  # masked again
@@ -1068,8 +923,7 @@ def test_a_text_that_fails_is_repaired_round_by_round():
         page.wait_for_selector("#order:not([hidden])")
         page.fill("#prompt", prompt)
         page.fill("#temperature", "0")
-        page.click("#generate")
-        wait_for_the_end(page)
+        generate(page)
         assert page.locator("#repair").is_hidden()
         page.click("#check")
         texts = []
