@@ -1,15 +1,14 @@
-"""Texts that join and leave a running batch between its steps (continuous batching); each becomes
-what it is alone.
+"""Continuous batching: texts join and leave a batch between its steps. Asks a model.
 
-    loop = batching.Loop(batching.Dream("out/diffucoder", rows=8, bits=8), queue=64)    # or PythonCoder
+    loop = batching.Loop(batching.Dream("out/diffucoder", rows=8, bits=8), queue=64)
     loop.start()
     ask = {"temperature": 0.2, "top_p": 0.95, "seed": 0, "stop": ["\\n\\n"]}
     row = batching.Row([*prompt_ids, *[None] * 64], ask, wake=on_step)
-    loop.submit([row])    # then row.written grows, until row.ended is set
+    loop.submit([row])  # then row.written grows, until row.ended is set
 
-Temperature, top-p, schedule, bound and random numbers belong to a row and are arrays of one
-compiled program: three programs for each canvas width of a Dream, four with blocks, two of
-PythonCoder. serve.py serves the loop by HTTP.
+Each text becomes what it is alone. Temperature, top-p, schedule, bound and random numbers belong to
+a row and are arrays of one compiled program: three programs for each canvas width of a Dream, four
+with blocks, two of PythonCoder. serve.py serves the loop by HTTP; this file knows no HTTP.
 
 Letters: B rows, L slots of a canvas, M slots of a cache, D width, V vocabulary, N likeliest tokens.
 """
@@ -69,9 +68,12 @@ class Row:
         return sum(masked for masked, _ in itertools.groupby(token is None for token in self.ids))
 
     def write(self, tokens, passes=1):
+        """Add {slot: (id, log p, likeliest ids, their log p)}, which a step wrote."""
         self.written |= tokens
-        self.steps += [[*tokens]] if tokens else []
-        self.passes, self.seconds = self.passes + passes, time.perf_counter() - self.begun
+        if tokens:
+            self.steps.append([*tokens])
+        self.passes += passes
+        self.seconds = time.perf_counter() - self.begun
 
     def completion(self, ends):
         """(slots of the completion so far, up to its first mask; whether an end token stands
@@ -102,12 +104,30 @@ def filters_of(rows):
     return tuple(x_B[:, None, None] for x_B in arrays)
 
 
+def key_of(row):
+    """The data of a row's random key; for a Dream that of generate_dream.py --seed --n."""
+    return key_data(row.ask["seed"] % (1 << 31), row.number)
+
+
 @jax.jit
-def key_of(seed, number):
-    """The data of a row's random key; for a Dream that of generate.py --seed --n."""
-    return jax.random.key_data(
-        jax.random.fold_in(jax.random.split(jax.random.key(seed))[1], number)
-    )
+def key_data(seed, number):
+    _, key = jax.random.split(jax.random.key(seed))
+    return jax.random.key_data(jax.random.fold_in(key, number))
+
+
+def tokens_at(state, i, slots, first=0):
+    """What Row.write takes of slots of row i; its text begins at slot `first`."""
+    record = state.record
+    tokens = {}
+    for slot in slots.tolist():
+        ids_N, likely_N = (x_BLN[i, slot] for x_BLN in record.likely)
+        tokens[slot - first] = (
+            state.token_BL[i, slot].item(),
+            record.logp_BL[i, slot].item(),
+            ids_N.tolist(),
+            np.maximum(likely_N, -9999).tolist(),  # JSON has no infinity
+        )
+    return tokens
 
 
 def forget(record, i, end):
@@ -161,7 +181,7 @@ class Family:
         return self.batch(min(wide, default=own[0]), own[1])
 
 
-# ---- Dream: canvases of one width, a denoising step at a time ------------------------------------------------------
+# ---- Dream: canvases of one width, a denoising step at a time ------------------------------------
 
 
 class Canvases:
@@ -196,11 +216,9 @@ class Canvases:
         (state.token_BL[i],), (given.see_BL[i],) = sample_dream.canvas([ids], 0, cfg, self.width)
         given.made_BL[i] = given.see_BL[i] & (state.token_BL[i] == cfg.mask_id)
         given.offset_BL[i] = np.maximum(np.arange(self.width) - (self.width - len(ids)), 0)
-        given.key_B[i], state.step_B[i], state.left_B[i] = (
-            key_of(ask["seed"] % (1 << 31), row.number),
-            0,
-            0,
-        )
+        given.key_B[i] = key_of(row)
+        state.step_B[i] = 0
+        state.left_B[i] = 0
         forget(state.record, i, self.family.ends[0])
         # blocks from the first mask to the last, and the share of a block's masks that each of its
         # steps fills
@@ -241,15 +259,10 @@ class Canvases:
         )
         self.state = new = jax.tree.map(np.array, new)
         written_BL = (old.token_BL == cfg.mask_id) & (new.token_BL != cfg.mask_id) & given.see_BL
-        ids_BLN, logp_BLN = new.record.likely
-        # JSON has no infinity
-        arrays = new.token_BL, new.record.logp_BL, ids_BLN, np.maximum(logp_BLN, -9999)
         for i, row in enumerate(self.rows):
             if row:
-                slots = np.flatnonzero(written_BL[i])
-                found = zip(*(x_BL[i, slots].tolist() for x_BL in arrays), strict=True)
-                at = (slots - (self.width - len(row.ids))).tolist()
-                row.write(dict(zip(at, found, strict=True)), int(new.forwards - old.forwards))
+                tokens = tokens_at(new, i, np.flatnonzero(written_BL[i]), self.width - len(row.ids))
+                row.write(tokens, int(new.forwards - old.forwards))
 
 
 class Blocks:
@@ -258,13 +271,11 @@ class Blocks:
     """
 
     def __init__(self, family, width, order):
-        self.family, self.width, self.order, self.rows, self.state = (
-            family,
-            width,
-            order,
-            [None] * family.rows,
-            None,
-        )
+        self.family = family
+        self.width = width
+        self.order = order
+        self.rows = [None] * family.rows
+        self.state = None
 
     def begin(self):
         """Make room for the cache; not before a row joins, as the device may have none left."""
@@ -298,10 +309,8 @@ class Blocks:
         state.token_BL[i, :length] = [cfg.mask_id if token is None else token for token in row.ids]
         given.see_BL[i] = np.arange(given.see_BL.shape[1]) < length
         given.made_BL[i] = given.see_BL[i] & (state.token_BL[i] == cfg.mask_id)
-        state.record.step_BL[i], given.key_B[i] = (
-            -1,
-            key_of(row.ask["seed"] % (1 << 31), row.number),
-        )
+        state.record.step_BL[i] = -1
+        given.key_B[i] = key_of(row)
         forget(state.record, i, self.family.ends[0])
         given.first_B[i] = (
             row.ids.index(None) // (size := 1 if cfg.causal else cfg.block_length) * size
@@ -331,21 +340,12 @@ class Blocks:
             self.params, on_device, given, sampler=self.sampler, width=width
         )
         self.state = new = self.on_host(new)
-        written_BL, (ids_BLN, logp_BLN) = (
-            masked_BL & (new.token_BL != cfg.mask_id),
-            new.record.likely,
-        )
-        # JSON has no infinity
-        arrays = new.token_BL, new.record.logp_BL, ids_BLN, np.maximum(logp_BLN, -9999)
+        written_BL = masked_BL & (new.token_BL != cfg.mask_id)
         for i, row in enumerate(self.rows):
-            for step in (
-                range(int(old.step), 1 + new.record.step_BL[i][written_BL[i]].max(initial=-1))
-                if row
-                else ()
-            ):
-                slots = np.flatnonzero(written_BL[i] & (new.record.step_BL[i] == step))
-                found = zip(*(x_BL[i, slots].tolist() for x_BL in arrays), strict=True)
-                row.write(dict(zip(slots.tolist(), found, strict=True)))
+            if row:
+                step_L = np.where(written_BL[i], new.record.step_BL[i], -1)
+                for step in range(int(old.step), 1 + step_L.max()):
+                    row.write(tokens_at(new, i, np.flatnonzero(step_L == step)))
 
 
 @functools.partial(jax.jit, static_argnames="graph", donate_argnames="cache")
@@ -397,33 +397,27 @@ class Dream(Family):
             raise ValueError("a model of blocks does not see the text after a hole")
 
 
-# ---- PythonCoder: a cache, and a token of each row at a time -------------------------------------------------------
+# ---- PythonCoder: a cache, and a token of each row at a time -------------------------------------
 
 
 class Caches:
     """Rows that are continued together, without drafts: the same texts as with them."""
 
     def __init__(self, family, width, order):
-        self.family, self.width, self.order, self.rows, self.cache = (
-            family,
-            width,
-            order,
-            [None] * family.rows,
-            None,
-        )
-        self.token_BM, self.length_B = (
-            np.zeros((family.rows, width), np.int32),
-            np.ones(family.rows, np.int32),
-        )
+        self.family = family
+        self.width = width
+        self.order = order
+        self.rows = [None] * family.rows
+        self.cache = None
+        self.token_BM = np.zeros((family.rows, width), np.int32)
+        self.length_B = np.ones(family.rows, np.int32)
         self.key_B = np.zeros((family.rows, 2), np.uint32)
 
     def join(self, i, row):
         """Prefill the prompt of a row, but for its last token, which a step reads."""
         prompt = self.family.in_order(row.ids)
-        self.length_B[i], self.key_B[i] = (
-            len(prompt),
-            key_of(row.ask["seed"] % (1 << 31), row.number),
-        )
+        self.length_B[i] = len(prompt)
+        self.key_B[i] = key_of(row)
         self.token_BM[i] = [*prompt, *[0] * (self.width - len(prompt))]
         model = self.family.model
         cache = self.cache or sample_dream.beside(
@@ -501,7 +495,7 @@ def advance(model, cache, token_BM, length_B, key_B, filters, *, vocab):
     return cache, (token_B, logp_BV[row_B, token_B], ids_BN, likely_BN)
 
 
-# ---- the loop that owns the device ---------------------------------------------------------------------------------
+# ---- the loop that owns the device ---------------------------------------------------------------
 
 
 def reported(error):
@@ -521,12 +515,13 @@ class Loop(threading.Thread):
 
     def __init__(self, model, queue, warm=False):
         super().__init__(daemon=True)
-        self.model, self.queue, self.waiting = model, queue, []
-        self.changed, self.closing = threading.Condition(), False
-        print(
-            "compiling" if warm else "programs are compiled when they are asked for",
-            file=sys.stderr,
-        )
+        self.model = model
+        self.queue = queue
+        self.waiting = []
+        self.changed = threading.Condition()
+        self.closing = False
+        how = "compiling" if warm else "programs are compiled when they are asked for"
+        print(how, file=sys.stderr)
         with model.context():
             for width, order in itertools.product(model.widths, model.ORDERS if warm else ()):
                 batch = model.batch(width, order)
@@ -543,9 +538,8 @@ class Loop(threading.Thread):
         with self.changed:
             self.waiting = [row for row in self.waiting if not row.gone]
             if len(self.waiting) + len(rows) > self.queue:
-                raise OverflowError(
-                    f"{len(self.waiting)} texts are waiting, at most {self.queue} may; try again later"
-                )
+                problem = f"{len(self.waiting)} texts are waiting, at most {self.queue} may"
+                raise OverflowError(f"{problem}; try again later")
             self.waiting += rows
             self.changed.notify()
 

@@ -1,12 +1,12 @@
-"""Serve a model over HTTP: completions in OpenAI's form, filling in the middle, and a page that
-shows the denoising.
+"""Serve a model over HTTP in OpenAI's form, with a page that shows the denoising. Asks a model.
 
-    python extra/serve.py                                # weights/dream, or weights/pythoncoder; open the address it prints
+    # weights/dream, or weights/pythoncoder; open the address that it prints
+    python extra/serve.py
     python extra/serve.py --model=dream --ckpt=out/diffucoder --int8 --warm
 
 /v1/models, /v1/completions, /v1/chat/completions and Mistral's /v1/fim/completions take what
 OpenAI's clients send, for a Dream also steps, threshold, entropy_bound and block_length. Requests
-join a running batch, see batching.py.
+join a running batch, see batching.py. It takes no tools, no images and no logit_bias.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import batching
+import repair
 
 import prompts
 import runs
@@ -72,23 +73,30 @@ def main(cfg):
         raise ValueError(
             "--api_key names an environment variable that holds the key, and that one is not set"
         )
-    weights = (
-        Path(__file__).parents[1] / "weights"
-    )  # small trained models, a folder for each family
+    weights = Path(__file__).parents[1] / "weights"  # small models, a folder for each family
     family = cfg.model or ("dream" if (weights / "dream").is_dir() else "pythoncoder")
     folder = cfg.ckpt or str(weights / family)
-    host, kind = (
-        (f"[{cfg.host}]", socket.AF_INET6) if ":" in cfg.host else (cfg.host, socket.AF_INET)
-    )
+    host = cfg.host
+    kind = socket.AF_INET
+    if ":" in host:
+        host = f"[{host}]"
+        kind = socket.AF_INET6
     # a port in use is told before the model is read
     socket.create_server((cfg.host, cfg.port), family=kind).close()
     read = batching.Dream if family == "dream" else batching.PythonCoder
-    model = read(folder, cfg.batch_size, bits=8 if cfg.int8 else 0, compile_cache=cfg.compile_cache)
-    (loop := batching.Loop(model, cfg.queue, cfg.warm)).start()
+    bits = 8 if cfg.int8 else 0
+    model = read(folder, cfg.batch_size, bits=bits, compile_cache=cfg.compile_cache)
+    loop = batching.Loop(model, cfg.queue, cfg.warm)
+    loop.start()
     # a step that has ended waits for the interpreter no longer than this
     sys.setswitchinterval(5e-4)
-    how = {"log_level": "warning", "timeout_graceful_shutdown": cfg.grace, "lifespan": "off"}
-    server = uvicorn.Server(uvicorn.Config(app(loop, Path(folder).resolve().name, cfg), **how))
+    config = uvicorn.Config(
+        app(loop, Path(folder).resolve().name, cfg),
+        log_level="warning",
+        timeout_graceful_shutdown=cfg.grace,
+        lifespan="off",
+    )
+    server = uvicorn.Server(config)
     # uvicorn raises it at its end
     signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
     with socket.create_server((cfg.host, cfg.port), family=kind) as listener:
@@ -99,27 +107,22 @@ def main(cfg):
         os._exit(0)
 
 
-MOST, TOP, SEEDS = (1, batching.WIDTHS[-1]), (0, batching.LIKELIEST), (-(1 << 63), (1 << 63) - 1)
+MOST = (1, batching.WIDTHS[-1])
+TOP = (0, batching.LIKELIEST)
+SEEDS = (-(1 << 63), (1 << 63) - 1)
 # fmt: off
 NUMBERS = {  # lowest and highest; a field whose limits are of type int is one
-    "max_tokens": MOST, "max_completion_tokens": MOST, "steps": MOST, "block_length": MOST, "n": (1, 16),
-    "logprobs": TOP, "top_logprobs": TOP, "seed": SEEDS, "random_seed": SEEDS, "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0), "threshold": (0.0, 1.0), "entropy_bound": (0.0, 1e6),
+    "max_tokens": MOST, "max_completion_tokens": MOST, "steps": MOST, "block_length": MOST,
+    "n": (1, 16), "logprobs": TOP, "top_logprobs": TOP, "seed": SEEDS, "random_seed": SEEDS,
+    "temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "threshold": (0.0, 1.0),
+    "entropy_bound": (0.0, 1e6),
 }
 TYPES = {"model": str, "user": str, "suffix": str, "messages": list, "ids": list}
 TYPES |= {"stream": bool, "stream_options": dict}
 # fmt: on
-COMMON = {
-    "model",
-    "user",
-    "max_tokens",
-    "max_completion_tokens",
-    "temperature",
-    "top_p",
-    "seed",
-    "stop",
-    "stream",
-}
+COMMON = set(
+    "model user max_tokens max_completion_tokens temperature top_p seed stop stream".split()
+)
 FORMS = {  # the fields of each path, beside COMMON and those of the model
     "/v1/completions": {"prompt", "suffix", "n", "logprobs", "stream_options"},
     "/v1/chat/completions": {"messages", "n", "logprobs", "top_logprobs", "stream_options"},
@@ -137,16 +140,17 @@ NO_EFFECT = {
 
 
 class Refusal(Exception):
+    """An answer with an error in OpenAI's form."""
+
     def __init__(self, status, message, param=None, code=None, headers=None):
-        kind = (
-            "server_error"
-            if status >= 500
-            else "rate_limit_error"
-            if status == 429
-            else "invalid_request_error"
-        )
+        kind = "invalid_request_error"
+        if status >= 500:
+            kind = "server_error"
+        elif status == 429:
+            kind = "rate_limit_error"
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-        self.status, self.headers = status, headers
+        self.status = status
+        self.headers = headers
 
 
 async def read(request):
@@ -173,36 +177,37 @@ def checked(fields, path, model, name):
     """The settings of a request. Refusal for a field that is unknown, of another type, or out of
     its limits.
     """
-    fields = {
-        field: value for field, value in fields.items() if NO_EFFECT.get(field, object) != value
-    }
+    asked = {}
     for field, value in fields.items():
+        if field in NO_EFFECT and NO_EFFECT[field] == value:
+            continue
         if field not in FORMS[path] | COMMON | model.settings:
             raise Refusal(400, f"{field} is not supported here", field)
-        kind, limits = TYPES.get(field, object), NUMBERS.get(field)
+        asked[field] = value
+        kind = TYPES.get(field, object)
+        limits = NUMBERS.get(field)
         if field == "logprobs" and "top_logprobs" in FORMS[path]:
-            kind, limits = bool, None
-        kind = kind if limits is None else int if isinstance(limits[0], int) else int | float
+            kind = bool
+            limits = None
+        if limits:
+            kind = int if isinstance(limits[0], int) else int | float
         right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
         if not right or (limits and not limits[0] <= value <= limits[1]):
-            span = " from {} to {}".format(*limits) if limits else ""
-            raise Refusal(
-                400, f"{field} has to be of type {getattr(kind, '__name__', kind)}{span}", field
-            )
+            problem = f"{field} has to be of type {getattr(kind, '__name__', kind)}"
+            if limits:
+                problem += f" from {limits[0]} to {limits[1]}"
+            raise Refusal(400, problem, field)
+    fields = asked
     stop = fields.get("stop", [])
-    stop = [stop] if isinstance(stop, str) else stop
-    if (
-        not isinstance(stop, list)
-        or len(stop) > 32
-        or not all(isinstance(x, str) and 0 < len(x) < 100 for x in stop)
-    ):
-        raise Refusal(
-            400, "stop has to be a text of 1 to 99 characters, or a list of at most 32", "stop"
-        )
+    if isinstance(stop, str):
+        stop = [stop]
+    right = isinstance(stop, list) and len(stop) <= 32
+    if not right or not all(isinstance(x, str) and 0 < len(x) < 100 for x in stop):
+        problem = "stop has to be a text of 1 to 99 characters, or a list of at most 32"
+        raise Refusal(400, problem, "stop")
     if fields.get("model", name) != name:
-        raise Refusal(
-            404, f"there is no model {fields['model']!r}, but {name!r}", "model", "model_not_found"
-        )
+        problem = f"there is no model {fields['model']!r}, but {name!r}"
+        raise Refusal(404, problem, "model", "model_not_found")
     if "top_logprobs" in FORMS[path]:
         fields["logprobs"] = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
     defaults = {"n": 1, "logprobs": None, "seed": fields.get("random_seed", random.getrandbits(31))}
@@ -211,56 +216,66 @@ def checked(fields, path, model, name):
 
 def rows_of(ask, path, model, wake):
     """The Rows of a request. Refusal or ValueError for what the model cannot take."""
-    rows, size = [], ask.get("max_tokens", ask.get("max_completion_tokens"))
-    most, masks = model.positions - model.extra, getattr(model.model.cfg, "hole_masks", 0)
-    page, mask = path == "/v1/canvas", getattr(model.model.cfg, "mask_id", -1)
+    page = path == "/v1/canvas"
+    # A single run of masks gets max_tokens, or a size of its own.
+    sizes = "ids" not in ask and not (page and "[MASK" in str(ask.get("prompt")))
     if "messages" in FORMS[path]:
         canvases = [[*encode_messages(model.tokenizer, model.wrap, ask.get("messages")), None]]
     elif "ids" in ask:
-        canvases = [ids := ask["ids"]]
-        right = (x is None or (type(x) is int and 0 <= x < model.vocab and x != mask) for x in ids)
-        if None not in ids or not all(right):
-            raise Refusal(
-                400, "ids has to hold token ids, and null where the model generates", "ids"
-            )
+        canvases = [ask["ids"]]
+        check_ids(ask["ids"], model)
     else:
-        asked = given if isinstance(given := ask.get("prompt", ""), list) else [given]
-        if (
-            not 1 <= len(asked) <= 16
-            or not all(isinstance(x, str) for x in asked)
-            or (page and asked is given)
-        ):
-            raise Refusal(
-                400, f"prompt has to be a text{'' if page else ' or a list of 1 to 16'}", "prompt"
-            )
-        # what does not fit is refused below
-        texts = prompts.Texts(model.tokenizer, None, model.ends, BODY)
-        how = {
-            "suffix": ask.get("suffix", ""),
-            "infill": page,
-            "hole": masks or 8,
-        }
-        asked = map(prompts.on_new_line, asked) if page else asked  # of an editor: as it is
-        canvases = [texts.canvas(prompt, max_new=1, **how).ids for prompt in asked]
+        canvases = canvases_of(ask, page, model)
+    most = model.positions - model.extra
+    rows = []
     for ids in canvases:
         room = most - len(ids)
-        if (
-            "ids" not in ask
-            and not (page and "[MASK" in str(ask.get("prompt")))
-            and ids.count(None) == 1
-        ):
-            i, n = ids.index(None), size or max(1, min(masks or 128, room + 1))
-            ids, room = [*ids[:i], *[None] * n, *ids[i + 1 :]], room + 1 - n
+        if sizes and ids.count(None) == 1:
+            masks = getattr(model.model.cfg, "hole_masks", 0) or 128
+            size = ask.get("max_tokens", ask.get("max_completion_tokens"))
+            size = size or max(1, min(masks, room + 1))
+            i = ids.index(None)
+            ids = [*ids[:i], *[None] * size, *ids[i + 1 :]]
+            room += 1 - size
         if room < 0:
-            raise Refusal(
-                400,
-                f"{len(ids)} tokens do not fit in {most}",
-                "max_tokens",
-                "context_length_exceeded",
-            )
+            problem = f"{len(ids)} tokens do not fit in {most}"
+            raise Refusal(400, problem, "max_tokens", "context_length_exceeded")
         model.check(ids, ask)
         rows += [batching.Row(ids, ask, number, wake=wake) for number in range(ask["n"])]
     return rows
+
+
+def check_ids(ids, model):
+    """Refusal for what is no canvas of ids and nulls."""
+    mask = getattr(model.model.cfg, "mask_id", -1)
+    for x in ids:
+        if x is not None and (type(x) is not int or not 0 <= x < model.vocab or x == mask):
+            break
+    else:
+        if None in ids:
+            return
+    raise Refusal(400, "ids has to hold token ids, and null where the model generates", "ids")
+
+
+def canvases_of(ask, page, model):
+    """Canvases of the prompts of a request, with None for a mask; a text has one after it."""
+    asked = ask.get("prompt", "")
+    if isinstance(asked, str):
+        asked = [asked]
+    elif page:
+        raise Refusal(400, "prompt has to be a text", "prompt")
+    right = isinstance(asked, list) and 1 <= len(asked) <= 16
+    if not right or not all(isinstance(x, str) for x in asked):
+        raise Refusal(400, "prompt has to be a text or a list of 1 to 16", "prompt")
+    # what does not fit is refused later
+    texts = prompts.Texts(model.tokenizer, None, model.ends, BODY)
+    hole = getattr(model.model.cfg, "hole_masks", 0) or 8
+    canvases = []
+    for prompt in asked:
+        if page:  # that of an editor stays as it is
+            prompt = prompts.on_new_line(prompt)
+        canvases.append(texts.canvas(prompt, ask.get("suffix", ""), 1, page, hole).ids)
+    return canvases
 
 
 def encode_messages(tokenizer, wrap, messages):
@@ -270,42 +285,34 @@ def encode_messages(tokenizer, wrap, messages):
     if wrap is None:
         raise ValueError("the model has no chat template: use /v1/completions")
     try:
-        roles, texts = zip(*((turn["role"], turn["content"]) for turn in messages), strict=True)
-        texts = [
-            text if isinstance(text, str) else "".join(part["text"] for part in text)
-            for text in texts
-        ]
+        roles = []
+        texts = []
+        for turn in messages:
+            roles.append(turn["role"])
+            text = turn["content"]
+            texts.append(text if isinstance(text, str) else "".join(part["text"] for part in text))
         system = texts.pop(0) if roles[0] in ("system", "developer") else None
-        if roles[-len(texts) :] != (("user", "assistant") * len(texts))[: len(texts) | 1]:
+        if roles[-len(texts) :] != (["user", "assistant"] * len(texts))[: len(texts) | 1]:
             raise ValueError
-    except (TypeError, KeyError, ValueError):
-        raise ValueError(
-            "messages have to be texts of user and assistant in turn, the last of user"
-        ) from None
+    except (TypeError, KeyError, IndexError, ValueError):
+        problem = "messages have to be texts of user and assistant in turn, the last of user"
+        raise ValueError(problem) from None
     before = list(zip(texts[:-1:2], texts[1::2], strict=True))
     return prompts.encode_chat(tokenizer, wrap, texts[-1], system, before)
 
 
-def judged(prompt, text):
-    """The verdicts on a text that goes on from a prompt, by the examples in the prompt."""
-    program = text if "[MASK" in prompt else prompts.definitions(prompt, text)
-    return prompts.judged(program, prompts.examples(prompt))
-
-
-# ---- what is answered ----------------------------------------------------------------------------------------------
+# ---- what is answered ----------------------------------------------------------------------------
 
 
 class Answer:
     """The answer to a request for completions, whole or streamed."""
 
     def __init__(self, request, rows, changed, model, name):
-        self.request, self.rows, self.changed, self.model, self.ask = (
-            request,
-            rows,
-            changed,
-            model,
-            rows[0].ask,
-        )
+        self.request = request
+        self.rows = rows
+        self.changed = changed
+        self.model = model
+        self.ask = rows[0].ask
         self.plain = request.url.path == "/v1/completions"
         self.head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
@@ -465,9 +472,11 @@ class Answer:
 
 
 def failed(row):
-    return Refusal(
-        503 if isinstance(row.error, MemoryError | InterruptedError) else 500, str(row.error)
-    )
+    """What a client is told of a row that ended with an error."""
+    status = 500
+    if isinstance(row.error, MemoryError | InterruptedError):
+        status = 503
+    return Refusal(status, str(row.error))
 
 
 async def events(chunks):
@@ -476,106 +485,120 @@ async def events(chunks):
     yield "data: [DONE]\n\n"
 
 
-def app(loop, name, cfg):
-    key, model, testing = os.environ.get(cfg.api_key, "").encode(), loop.model, asyncio.Semaphore(2)
+# ---- the addresses -------------------------------------------------------------------------------
 
-    def let_in(request):
-        if key and not secrets.compare_digest(
-            request.headers.get("authorization", "").encode(), b"Bearer " + key
-        ):
+
+class Server:
+    """What answers at each address, for a batching.Loop."""
+
+    def __init__(self, loop, name, key):
+        self.loop = loop
+        self.model = loop.model
+        self.name = name
+        self.key = key  # "": everybody may ask
+        self.testing = asyncio.Semaphore(2)
+
+    def let_in(self, request):
+        """Refusal for who has no key, and for a page of another site."""
+        given = request.headers.get("authorization", "")
+        wanted = f"Bearer {self.key}"
+        if self.key and not secrets.compare_digest(given.encode(), wanted.encode()):
             raise Refusal(401, "the API key is missing or wrong", code="invalid_api_key")
-        # a browser's word for a page of somebody else
-        if request.headers.get("sec-fetch-site") == "cross-site":
+        if request.headers.get("sec-fetch-site") == "cross-site":  # a browser says so
             raise Refusal(403, "another site's page may not use this server")
 
-    async def models(request):
-        let_in(request)
-        about = {
-            "id": name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "unmask",
-            "settings": sorted(model.settings),
-        }
+    async def models(self, request):
+        self.let_in(request)
+        about = {"id": self.name, "object": "model", "created": 0, "owned_by": "unmask"}
+        about["settings"] = sorted(self.model.settings)
         return JSONResponse({"object": "list", "data": [about]})
 
-    async def complete(request):
-        let_in(request)
-        path, changed, here = request.url.path, asyncio.Event(), asyncio.get_running_loop()
+    async def complete(self, request):
+        self.let_in(request)
+        path = request.url.path
+        changed = asyncio.Event()
+        here = asyncio.get_running_loop()
 
         def wake():
             with contextlib.suppress(RuntimeError):  # the server has ended
                 here.call_soon_threadsafe(changed.set)
 
-        ask = checked(await read(request), path, model, name)
+        ask = checked(await read(request), path, self.model, self.name)
         try:
-            loop.submit(rows := rows_of(ask, path, model, wake))
+            rows = rows_of(ask, path, self.model, wake)
+            self.loop.submit(rows)
         except ValueError as error:
             raise Refusal(400, str(error)) from None
         except OverflowError as error:
-            raise Refusal(
-                429, str(error), code="rate_limit_exceeded", headers={"Retry-After": "1"}
-            ) from None
-        answer = Answer(request, rows, changed, model, name)
-        if ask.get("stream") or path == "/v1/canvas":
-            chunks = answer.steps() if path == "/v1/canvas" else answer.stream()
-            return StreamingResponse(events(chunks), media_type="text/event-stream")
-        return await answer.whole()
+            later = {"Retry-After": "1"}
+            raise Refusal(429, str(error), None, "rate_limit_exceeded", later) from None
+        answer = Answer(request, rows, changed, self.model, self.name)
+        if path == "/v1/canvas":
+            chunks = answer.steps()
+        elif ask.get("stream"):
+            chunks = answer.stream()
+        else:
+            return await answer.whole()
+        return StreamingResponse(events(chunks), media_type="text/event-stream")
 
-    async def check(request):
-        let_in(request)
-        # open: where to repair the text
-        *texts, opening = map((await read(request)).get, ("prompt", "text", "open"))
-        if not all(isinstance(text, str) and len(text) < 1 << 13 for text in texts):
-            raise Refusal(400, "give two texts, prompt and text, of at most 8 KB")
+    async def check(self, request):
+        """The verdicts on a text that goes on from a prompt; with open: where to repair it."""
+        self.let_in(request)
+        body = await read(request)
+        prompt = body.get("prompt")
+        text = body.get("text")
+        for each in (prompt, text):
+            if not isinstance(each, str) or len(each) >= 1 << 13:
+                raise Refusal(400, "give two texts, prompt and text, of at most 8 KB")
         try:
-            async with testing:
-                if type(opening) is int and "steps" in model.settings:
-                    import repair
-
-                    return JSONResponse(
-                        {"ids": await asyncio.to_thread(repair.opened, model, *texts, opening)}
-                    )
-                return JSONResponse({"examples": await asyncio.to_thread(judged, *texts)})
-        except (
-            ValueError,
-            RuntimeError,
-            MemoryError,
-        ) as error:  # no examples; too deep; no sandbox
+            async with self.testing:
+                if type(body.get("open")) is int and "steps" in self.model.settings:
+                    span = body["open"]
+                    ids = await asyncio.to_thread(repair.opened, self.model, prompt, text, span)
+                    return JSONResponse({"ids": ids})
+                program = text if "[MASK" in prompt else prompts.definitions(prompt, text)
+                tests = prompts.examples(prompt)
+                said = await asyncio.to_thread(prompts.judged, program, tests)
+                return JSONResponse({"examples": said})
+        # no examples; no sandbox; too deep
+        except (ValueError, RuntimeError, MemoryError) as error:
             raise Refusal(400, str(error)) from None
 
-    async def refuse(request, error):
-        if not isinstance(error, Refusal):  # a client that has gone reads no answer
-            status, said = (
-                getattr(error, "status_code", 499),
-                getattr(error, "detail", "the client has gone"),
-            )
-            error = Refusal(
-                status,
-                f"{request.method} {request.url.path}: {said}",
-                headers=vars(error).get("headers"),
-            )
-        return JSONResponse(error.body, error.status, error.headers)
 
-    page, headers = Path(__file__).with_name("serve.html"), {"Content-Security-Policy": POLICY}
+async def refuse(request, error):
+    """The answer to what was refused, here or by Starlette."""
+    if not isinstance(error, Refusal):  # a client that has gone reads no answer
+        said = getattr(error, "detail", "the client has gone")
+        error = Refusal(
+            getattr(error, "status_code", 499),
+            f"{request.method} {request.url.path}: {said}",
+            headers=vars(error).get("headers"),
+        )
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+def app(loop, name, cfg):
+    """The server of a loop as an ASGI application."""
+    server = Server(loop, name, os.environ.get(cfg.api_key, ""))
+    page = Path(__file__).with_name("serve.html")
+
+    async def show(request):
+        return FileResponse(page, headers={"Content-Security-Policy": POLICY})
+
     routes = [
-        Route("/", lambda _: FileResponse(page, headers=headers)),
-        Route("/v1/models", models),
+        Route("/", show),
+        Route("/v1/models", server.models),
+        Route("/v1/check", server.check, methods=["POST"]),
     ]
-    routes += [
-        Route(path, complete if path in FORMS else check, methods=["POST"])
-        for path in ("/v1/check", *FORMS)
-    ]
+    for path in FORMS:
+        routes.append(Route(path, server.complete, methods=["POST"]))
     # A site whose name was made to point at this address sends its own name.
-    hosts = (
-        ["127.0.0.1", "localhost", "[::1]"]
-        if cfg.host in ("127.0.0.1", "localhost", "::1")
-        else ["*"]
-    )
+    hosts = ["*"]
+    if cfg.host in ("127.0.0.1", "localhost", "::1"):
+        hosts = ["127.0.0.1", "localhost", "[::1]"]
     handlers = dict.fromkeys((Refusal, HTTPException, ClientDisconnect), refuse)
-    return TrustedHostMiddleware(
-        Starlette(routes=routes, exception_handlers=handlers), allowed_hosts=hosts
-    )
+    starlette = Starlette(routes=routes, exception_handlers=handlers)
+    return TrustedHostMiddleware(starlette, allowed_hosts=hosts)
 
 
 if __name__ == "__main__":
