@@ -112,9 +112,7 @@ def check_hosts(folder, settings):
     """
     if jax.process_count() == 1:
         return
-    # Host 0 writes a file of a new name, which all look for.
-    now = int(multihost_utils.broadcast_one_to_all(np.int32(time.time())))
-    marker = folder / f".hosts{now}"
+    marker = folder / ".hosts"  # host 0 writes it, and all look for it
     if jax.process_index() == 0:
         runs.write(marker, b"")
     multihost_utils.sync_global_devices("marker written")
@@ -774,7 +772,7 @@ def load_for_inference(
                 print(f"bfloat16: {why}", file=sys.stderr)
     size = needed(dtype, bits)
     if size > free:
-        smaller = {"--dtype=bfloat16": needed("bfloat16", 0)}
+        smaller = {"--dtype=bfloat16": needed("bfloat16", bits)}
         if hasattr(family, "quantise"):
             smaller["--int8"] = needed("bfloat16", 8)
             smaller["--int4"] = needed("bfloat16", 4)

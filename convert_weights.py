@@ -1,11 +1,8 @@
 """Convert checkpoints between Hugging Face safetensors and Orbax. Reads the disk.
 
-    # downloads it first
+    # downloads it first; then back again, and every byte compared
     python convert_weights.py --source=apple/DiffuCoder-7B-Instruct --out=out/diffucoder
-    # and back again
-    python convert_weights.py --source=out/diffucoder --out=out/diffucoder_hf
-    # a folder; compares every byte
-    python convert_weights.py --source=DiffuCoder-7B-Instruct --out=out/diffucoder --verify
+    python convert_weights.py --source=out/diffucoder --out=out/diffucoder_hf --verify
     # publishes a run
     python convert_weights.py --source=out/train_tpu --out=out/my_model --push=me/my_model
     # a run's weights alone
@@ -30,11 +27,10 @@ gets one after its last token, whose row of embedding and head is the mean of th
 The block length is --block_length, or that of config.json, or 1, an autoregressive model; an SDAR's
 is 4, an a2d-qwen2 has none. Go on with: python train_dream.py --init=out/start
 
-Conversion streams: no tensor is copied whole. --dtype needs a temporary file of the size of --out
-beside it. It merges no adapters: a run with LoRA leaves the whole model in merged/.
+No tensor is copied whole. --dtype needs a temporary file of the size of --out beside it. Adapters
+are not merged here: a run with LoRA leaves the whole model in merged/.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -84,11 +80,7 @@ SHARD_BYTES = 5_000_000_000  # largest safetensors file of a Dream
 
 # ---- the Hub's form ----------------------------------------------------------------------------
 
-DTYPES = {
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F16": np.dtype("float16"),
-    "F32": np.dtype("float32"),
-}
+DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("f2"), "F32": np.dtype("f4")}
 TABLES = {"embed_tokens", "lm_head"}  # have a row per token
 LLADA = {  # our names of parameters: LLaDA's, where they differ
     "embed_tokens": "wte", "norm": "ln_f", "lm_head": "ff_out", "input_layernorm": "attn_norm",
@@ -235,11 +227,7 @@ QWEN2 = {
     "qwen2": {"bd_size": 1},
     "Fast_dLLM_Qwen": {},
     "a2d-qwen2": {"shift": False},
-    "qwen3": {
-        "model_type": "sdar",
-        "architectures": ["SDARForCausalLM"],
-        "sliding_window": None,
-    },
+    "qwen3": {"model_type": "sdar", "architectures": ["SDARForCausalLM"], "sliding_window": None},
 }
 
 
@@ -606,13 +594,13 @@ def to_orbax(source, out, wanted=""):
     meta = {"dtype": str(dtype), "parameters": count, "source": source.origin, "step": source.step}
     if source.family is pc:
         meta["model"] = dataclasses.asdict(source.cfg)
-    with output_folder(out) as partial, concurrent.futures.ThreadPoolExecutor(1) as thread:
+    with output_folder(out) as partial:
         if source.params or any(array.dtype != dtype for array in arrays.values()):
             arrays = cast(source, arrays, dtype, out.parent)
-        # checksums of the arrays that we read, while Orbax writes its own files
-        summing = thread.submit(checkpoints.bit_sums, arrays)
+        # checksums of the arrays that we read: what Orbax writes is compared with them later
+        meta["sums"] = checkpoints.bit_sums(arrays)
         save_params(partial / "params", arrays)
-        runs.write(partial / "meta.json", meta | {"sums": summing.result()})
+        runs.write(partial / "meta.json", meta)
         runs.write(partial / "config.json", config_to_write(source, dtype))
         for name, data in files.items():
             runs.write(partial / name, data)

@@ -205,6 +205,14 @@ def spans(drafts, read):
     return found
 
 
+def parts_of(read, draft, span):
+    """Ids before a span of a draft, of its old text, and after it."""
+    start, end, first = span
+    before = draft.prompt + draft.body[:start] + first
+    texts = (before, draft.body[start:end], draft.body[end:] + draft.suffix)
+    return [prompts.encode(read.tokenizer, text, "") for text in texts]
+
+
 def filler(read, rule, key, size, rows):
     """A function that fills the spans [(draft, span)] by a sampling rule: the new texts.
 
@@ -217,10 +225,8 @@ def filler(read, rule, key, size, rows):
     def fill(holes):
         canvases = []
         starts = []
-        for draft, (start, end, first) in holes:
-            before = prompts.encode(read.tokenizer, draft.prompt + draft.body[:start] + first, "")
-            old = prompts.encode(read.tokenizer, draft.body[start:end], "")
-            after = prompts.encode(read.tokenizer, draft.body[end:] + draft.suffix, "")
+        for draft, span in holes:
+            before, old, after = parts_of(read, draft, span)
             before = before[-max(1, cfg.positions - len(after) - len(old)) :]
             masks = min(size, cfg.positions - len(before) - len(after))
             canvases.append(before + [cfg.mask_id] * masks + after)
@@ -251,9 +257,7 @@ def opened(model, prompt, text, number):
     draft = Draft(prompt, body, "", [])
     with model.context():
         found = spans([draft], read)[0]
-    start, end, first = found[number % len(found)]
-    before = prompts.encode(read.tokenizer, prompt + body[:start] + first, "")
-    after = prompts.encode(read.tokenizer, body[end:], "")
+    before, _, after = parts_of(read, draft, found[number % len(found)])
     return [*before, *[None] * (read.model.cfg.hole_masks or 8), *after]
 
 
