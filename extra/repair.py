@@ -69,14 +69,17 @@ def main(cfg):
         raise ValueError("give --prompt or --file")
     if cfg.chat == "on":
         raise ValueError("--chat=on: what is repaired is plain text")
-    cfg = dataclasses.replace(cfg, check=True, infill=False)  # a [MASK] is text
-    cfg = generate_dream.prepare(cfg)
+    cfg = generate_dream.prepare(dataclasses.replace(cfg, check=True))
     requests = [(cfg.prompt, cfg.suffix)]
     if cfg.file:
         requests = prompts.read_requests(cfg.file)
     if not cfg.raw:
         requests = [(prompts.on_new_line(prompt), suffix) for prompt, suffix in requests]
     tests = [prompts.examples(prompt) for prompt, _ in requests]
+    if not cfg.raw and any("[MASK" in prompt for prompt, _ in requests):
+        raise ValueError(
+            "what follows a prompt is repaired, not its [MASK]; --raw takes it as text"
+        )
     dream = generate_dream.Dream(cfg)
     if dream.model.cfg.block_length:
         raise ValueError(f"{cfg.ckpt} is a Dream of blocks; repair needs one without")
