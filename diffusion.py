@@ -283,11 +283,11 @@ def subset_mask(subset, counted_BL, position_BL, block):
         count_BL = count_BL + there_BL
         rank_BL = rank_BL + (there_BL & (at_BL < slot_L))
     k = sum((subset >> j) & 1 for j in range(block))
-    weight_NN = np.zeros((block + 1, block + 1))
+    weight_NN = [[0.0] * (block + 1) for _ in range(block + 1)]
     for n in range(1, block + 1):
         for masks in range(1, n + 1):
-            weight_NN[n, masks] = 1 / (masks * math.comb(n, masks))
-    weight_BL = xp.asarray(weight_NN.tolist())[count_BL, k]
+            weight_NN[n][masks] = 1 / (masks * math.comb(n, masks))
+    weight_BL = xp.asarray(weight_NN)[count_BL, k]
     mask_BL = counted_BL & ((subset >> rank_BL) % 2 == 1)
     return mask_BL, xp.where(mask_BL & ((subset >> count_BL) == 0), weight_BL, 0.0)
 
