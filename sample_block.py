@@ -1,18 +1,16 @@
-"""Sampling from a Dream of blocks (train_dream.py --block_length): block after block, with an exact
-cache.
+"""Sampling from a Dream that was trained in blocks: block by block, with an exact cache. Pure.
 
     model, _ = checkpoints.load(model_dream, "out/blocks")
-    rows, stats = sample_block.generate(model, [[5, 6, 7]], 256,
-    sample_block.Sampling(threshold=0.9))
+    rule = sample_block.Sampling(threshold=0.9)
+    rows, stats = sample_block.generate(model, [[5, 6, 7]], 256, rule)
 
-A token attends to its own block and those before it, so the keys and values of a finished block
-never change. The first pass of a block feeds the finished block before it as well: that commits the
-final keys and values of this one to the cache, and is the first denoising step of the new one. The
+A token attends to its own and earlier blocks, so the keys and values of a finished block never
+change. The first pass of a block feeds the finished block before it as well: that commits the final
+keys and values of this one to the cache, and is the first denoising step of the new one. The
 further steps feed the new block alone, and the token before it, whose hidden state predicts the
 first of the block. Rows begin at slot 0, each with blocks of its own, so that a row of a batch is
-what it is alone. How positions are chosen is explained in sample_dream.py. With sub_block a step
-fills only the first sub-block that holds a MASK, and the first step of a block only its first
-token, as Fast-dLLM v2.
+what it is alone. How positions are chosen is explained in sample_dream.py. Not here: text after a
+hole, which such a model does not see, and Fast-dLLM v2's sub-blocks (extra/demos.py).
 
 Letters: B rows, L slots, N tokens of a block, W slots of a window, M masks of a block, D width, V
 vocabulary, S steps. Refs: BD3-LM, arXiv:2503.09573; Fast-dLLM v2, arXiv:2509.26328; entropy bound:
@@ -39,8 +37,6 @@ class Sampling:
     """
 
     block_length: int = 0  # 0: the model's
-    # fill a block in sub-blocks of this length, left to right, its first token first: Fast-dLLM v2
-    sub_block: int = 0
     steps: int = 0  # denoising steps of a block; 0: one for each token
     # see diffusion.step_counts; sdar: even of whole blocks
     schedule: typing.Literal["block", "even", "sdar"] = "block"
@@ -63,18 +59,10 @@ def settings_of(rule):
     """A sample_dream.Sampling as one of blocks. ValueError for what only the filling of a canvas
     has.
     """
-    foreign = [
-        x
-        for x in "alg_temp cache fast_dllm eos_penalty late_eos guidance".split()
-        if getattr(rule, x)
-    ]
-    if rule.alg not in ("entropy", "maskgit_plus"):
-        foreign.append(f"order by {rule.alg}")
-    if foreign:
-        raise ValueError(f"a model of blocks is filled without {', '.join(foreign)}: leave it out")
+    if rule.alg_temp or rule.cache or rule.alg not in ("entropy", "maskgit_plus"):
+        raise ValueError("a model of blocks has no alg, alg_temp or cache: leave them out")
     shared = {field.name for field in dataclasses.fields(Sampling)} - {"schedule"}
-    schedule = "even" if rule.schedule == "even" else "block"
-    return Sampling(**{name: getattr(rule, name) for name in shared}, schedule=schedule)
+    return Sampling(**{name: getattr(rule, name) for name in shared})
 
 
 class State(typing.NamedTuple):
@@ -106,13 +94,10 @@ class Given(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """What a compiled program is made for. watch(state) is traced and runs after every step; it
-    changes nothing.
-    """
+    """What a compiled program is made for."""
 
     graph: typing.Any  # model_dream.graph_of: the model without its parameters
     rule: Sampling
-    watch: typing.Callable | None = None
 
     def masked(self, model, state, given):
         """The masked positions of the block [B, N]."""
@@ -128,52 +113,42 @@ class Sampler:
         rule = self.rule
         # With shift the token at p comes from the hidden state at p - 1, the first of a text from
         # its own.
-        shifted_BN = shift & (slot_BN > 0)
-        source_BN = slot_BN - shifted_BN - start_B[:, None]
+        source_BN = slot_BN - (shift & (slot_BN > 0)) - start_B[:, None]
         logits_BNV = model.logits(jnp.take_along_axis(hidden_BWD, source_BN[..., None], 1))
         logits_BNV = jnp.where(given.banned_V, -jnp.inf, logits_BNV)
-        # not filtered: top-k of 1 would raise every token to 1
-        prob_BNV = diffusion.softmax(logits_BNV)
-        temperature, top_p, draws = given.filters or (
-            rule.temperature,
-            rule.top_p,
-            bool(rule.temperature),
-        )
-        filtered_BNV, u_BNV = logits_BNV, None
-        if given.filters or draws:
+        prob_BNV = diffusion.softmax(logits_BNV)  # top-k of 1 would raise every token to 1
+
+        temperature, top_p, draws = given.filters or (rule.temperature, rule.top_p, True)
+        if given.filters or rule.temperature:
 
             def uniform(key, slot):  # a function of row, step and slot alone: not of the batch
                 key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key), i), slot)
-                return jax.random.uniform(
-                    key, prob_BNV.shape[-1:], minval=jnp.finfo(jnp.float32).tiny
-                )
+                tiny = jnp.finfo(jnp.float32).tiny
+                return jax.random.uniform(key, prob_BNV.shape[-1:], minval=tiny)
 
             u_BNV = jax.vmap(jax.vmap(uniform, (None, 0)))(given.key_B, slot_BN)
             u_BNV = jnp.where(draws, u_BNV, jnp.exp(-1.0))  # the same for all tokens: the argmax
-            filters, width = (
-                (temperature, rule.top_k, top_p),
-                1 if model.compute.platform == "cpu" else 3,
+            width = sample_dream.filter_width(model)
+            filtered_BNV = diffusion.filter_logits(
+                logits_BNV, temperature, rule.top_k, top_p, rule="dream", width=width
             )
-            filtered_BNV = diffusion.filter_logits(logits_BNV, *filters, rule="dream", width=width)
-        token_BN = diffusion.sample_tokens(filtered_BNV, u_BNV, 0 if u_BNV is None else 1.0).astype(
-            jnp.int32
-        )
+            token_BN = diffusion.sample_tokens(filtered_BNV, u_BNV, 1.0)
+        else:
+            token_BN = diffusion.sample_tokens(logits_BNV, None, 0)
+        token_BN = token_BN.astype(jnp.int32)
+
         prob_BN = jnp.take_along_axis(prob_BNV, token_BN[..., None], -1)[..., 0]
         logp_BN = jnp.log(prob_BN)
-        # the choice of positions then does not depend on what is drawn
-        if rule.score == "distribution":
+        if rule.score == "distribution":  # the choice of positions does not depend on the draw
             prob_BN = prob_BNV.max(-1)
-        likely = jax.lax.top_k(jnp.log(prob_BNV), rule.likeliest)[::-1] if rule.likeliest else ()
-        return token_BN, prob_BN, -diffusion.confidence(prob_BNV, "entropy"), logp_BN, tuple(likely)
+        likely = ()
+        if rule.likeliest:
+            likely = tuple(jax.lax.top_k(jnp.log(prob_BNV), rule.likeliest)[::-1])
+        return token_BN, prob_BN, -diffusion.confidence(prob_BNV, "entropy"), logp_BN, likely
 
     def choose(self, masked_BN, prob_BN, entropy_BN, given, masks_B, i):
         """The positions [B, N] that step i of the block writes."""
-        rule, slot_N = self.rule, jnp.arange(masked_BN.shape[1])
-        # only the first part with a MASK is open, and of a new block its first token alone
-        if rule.sub_block:
-            part_N = slot_N // rule.sub_block
-            masked_BN &= part_N == jnp.where(masked_BN, part_N, len(slot_N)).min(-1, keepdims=True)
-            masked_BN &= (slot_N == 0) | (i > 0) | ~masked_BN[:, :1]
+        rule = self.rule
         if rule.entropy_bound:
             return diffusion.entropy_bound(entropy_BN, masked_BN, given.bound)
         count_B = given.count_MS[masks_B, jnp.minimum(i, given.count_MS.shape[1] - 1)]
@@ -188,25 +163,26 @@ class Sampler:
         """
         slot_BW = start_B[:, None] + jnp.arange(width)
         row_B1 = jnp.arange(len(slot_BW))[:, None]
-        token_BW = state.token_BL[row_B1, slot_BW]
+        first_B1 = given.first_B[:, None]
         keys = diffusion.Place(given.see_BL.astype(jnp.int32), given.block_BL)
-        first_B1, block_BW = given.first_B[:, None], keys.block[row_B1, slot_BW]
+        block_BW = given.block_BL[row_B1, slot_BW]
         if model.cfg.causal and not seeds:  # with the shift the window begins with a finished token
-            block_BW = jnp.where(
-                slot_BW < first_B1, block_BW, first_B1 + self.rule.block_length - 1
-            )
+            last_B1 = first_B1 + self.rule.block_length - 1
+            block_BW = jnp.where(slot_BW < first_B1, block_BW, last_B1)
         queries = diffusion.Place(keys.document[row_B1, slot_BW], block_BW)
         hidden_BWD, cache = model.hidden(
-            token_BW, slot_BW, None, state.cache, start_B, queries, keys
+            state.token_BL[row_B1, slot_BW], slot_BW, None, state.cache, start_B, queries, keys
         )
 
-        slot_BN = given.first_B[:, None] + jnp.arange(self.rule.block_length)
-        shift, masked_BN = model.cfg.shift or seeds, self.masked(model, state, given)
-        token_BN, prob_BN, *rest = self.propose(
+        slot_N = jnp.arange(self.rule.block_length)
+        slot_BN = first_B1 + slot_N
+        shift = model.cfg.shift or seeds
+        token_BN, prob_BN, entropy_BN, logp_BN, likely = self.propose(
             model, hidden_BWD, start_B, given, slot_BN, i, shift
         )
-        entropy_BN, logp_BN, likely = rest
-        masked_BN &= (jnp.arange(self.rule.block_length) == 0) | (not seeds)
+        masked_BN = self.masked(model, state, given)
+        if seeds:
+            masked_BN &= slot_N == 0
         written_BN = self.choose(masked_BN, prob_BN, entropy_BN, given, masks_B, i)
         # out of the row: dropped
         index_BN = jnp.where(written_BN, slot_BN, state.token_BL.shape[1])
@@ -214,16 +190,14 @@ class Sampler:
         def write(x_BL, new_BN):
             return x_BL.at[row_B1, index_BN].set(new_BN, mode="drop")
 
-        step_BL, drawn_BL, logp_BL, likely_BL = state.record
-        likely = jax.tree.map(write, likely_BL, likely)
         record = sample_dream.Record(
-            step_BL, write(drawn_BL, token_BN), write(logp_BL, logp_BN), likely
+            state.record.step_BL,
+            write(state.record.token_BL, token_BN),
+            write(state.record.logp_BL, logp_BN),
+            jax.tree.map(write, state.record.likely, likely),
         )
-        token_BL = write(state.token_BL, token_BN)
-        state = State(token_BL, record, state.step, cache)
+        state = State(write(state.token_BL, token_BN), record, state.step, cache)
         state = sample_dream.settle(state, given, model.cfg.mask_id, self.rule.eos_ids)
-        if self.watch:
-            self.watch(state)
         return state._replace(step=state.step + 1)
 
 
@@ -232,15 +206,18 @@ def fill_block(params, state, given, *, sampler, width):
     """Fill a block of each row: its first pass feeds `width` slots from given.start_B on. A
     State.
     """
-    model, N = nnx.merge(sampler.graph, params), sampler.rule.block_length
-    masks_B, seeds = sampler.masked(model, state, given).sum(-1), model.cfg.causal
+    model = nnx.merge(sampler.graph, params)
+    seeds = model.cfg.causal
+    masks_B = sampler.masked(model, state, given).sum(-1)
     state = sampler.step(model, state, given, given.start_B, width, masks_B, jnp.int32(0), seeds)
-    masks_B = sampler.masked(model, state, given).sum(-1) if seeds else masks_B
+    if seeds:
+        masks_B = sampler.masked(model, state, given).sum(-1)
     start_B = jnp.maximum(given.first_B - model.cfg.shift, 0)
+    width = sampler.rule.block_length + model.cfg.shift
 
     def step(carry):
         state, i = carry
-        return sampler.step(model, state, given, start_B, N + model.cfg.shift, masks_B, i), i + 1
+        return sampler.step(model, state, given, start_B, width, masks_B, i), i + 1
 
     def unfinished(carry):
         return sampler.masked(model, carry[0], given).any()
@@ -266,12 +243,10 @@ def counts(rule):
     steps = min(rule.steps, N) or N
     count_MS = np.ones((N + 1, N), np.int32)  # after the schedule one a step
     for masks in range(1, N + 1):
-        whole = (
-            (N, steps, "even")
-            if rule.schedule == "sdar"
-            else (masks, min(steps, masks), rule.schedule)
-        )
-        count_S = diffusion.step_counts(*whole)
+        if rule.schedule == "sdar":
+            count_S = diffusion.step_counts(N, steps, "even")
+        else:
+            count_S = diffusion.step_counts(masks, min(steps, masks), rule.schedule)
         count_S = count_S[count_S > 0]
         count_MS[masks, : len(count_S)] = count_S
     return count_MS
@@ -284,24 +259,31 @@ def prepare(cfg, rule, prompts, rows=0, width=0, key=None, dtype=jnp.float32):
     The first pass is over the prompts and a block. With a width it is over all slots, and these are
     as many for all texts up to that width.
     """
-    N, given_B = rule.block_length, [[*ids, cfg.mask_id].index(cfg.mask_id) for ids in prompts]
-    if any(set(ids[start:]) - {cfg.mask_id} for ids, start in zip(prompts, given_B, strict=True)):
-        advice = "put the text before the hole, or use a Dream without blocks"
-        raise ValueError(f"a model of blocks does not see the text after a hole; {advice}")
+    N = rule.block_length
+    begins = [[*ids, cfg.mask_id].index(cfg.mask_id) for ids in prompts]
+    for ids, begin in zip(prompts, begins, strict=True):
+        if set(ids[begin:]) - {cfg.mask_id}:
+            raise ValueError(
+                "a model of blocks does not see the text after a hole; put the text before the "
+                "hole, or use a Dream without blocks"
+            )
     B = max(rows, len(prompts))
     without_text = (0, B - len(prompts))
     end_B = np.pad([len(ids) for ids in prompts], without_text)
-    # the first block with a MASK; after a causal prompt blocks begin anywhere
-    begin_B = np.pad(given_B, without_text)
-    begin_B = begin_B if cfg.causal else begin_B // N * N
+    begin_B = np.pad(begins, without_text)
+    if not cfg.causal:  # after a causal prompt blocks begin anywhere
+        begin_B = begin_B // N * N
     if max(end_B) > cfg.positions:
         raise ValueError(
-            f"{max(end_B)} tokens do not fit: the model reaches {cfg.positions} positions; lower max_new"
+            f"{max(end_B)} tokens do not fit: the model reaches {cfg.positions} positions; "
+            "lower max_new"
         )
 
     prefix = max(2 * N, int(begin_B.max()) + N)
     needed = max(prefix, int(end_B.max()) + N)
-    L = sample_dream.canvas_width(max(needed, width + 2 * N if width else 0), 1 << 30)
+    if width:
+        needed = max(needed, width + 2 * N)
+    L = sample_dream.canvas_width(needed, 1 << 30)
     prefix = L if width else min(sample_dream.canvas_width(prefix, 1 << 30), L)
     token_BL = np.full((B, L), cfg.pad_id, np.int32)
     for row, ids in zip(token_BL, prompts, strict=False):
@@ -316,42 +298,38 @@ def prepare(cfg, rule, prompts, rows=0, width=0, key=None, dtype=jnp.float32):
         start_B=0 * begin_B,
         count_MS=counts(rule),
         banned_V=np.isin(id_V, (cfg.mask_id, cfg.expand_id)) | (id_V >= (rule.vocab or cfg.vocab)),
-        key_B=sample_dream.keys_of_rows(jax.random.key(0) if key is None else key, B),
+        key_B=sample_dream.keys_of_rows(key, B),
         bound=rule.threshold or rule.entropy_bound,
     )
-
     shape = B, cfg.kv_heads, L, cfg.head_size
     cache = [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(cfg.layers)]
-    likely = tuple(
-        np.zeros((B, L, rule.likeliest), dtype)
-        for dtype in (np.int32, np.float32)
-        if rule.likeliest
-    )
-    record = sample_dream.Record(
-        np.full((B, L), -1, np.int32), token_BL.copy(), np.zeros((B, L), np.float32), likely
-    )
+    record = sample_dream.new_record(token_BL, rule.likeliest)
     return State(token_BL, record, np.int32(0), cache), given, prefix
 
 
-def sampler_of(graph, rule, watch=None):
+def sampler_of(graph, rule):
     """The Sampler of a rule, without the values that `Given` holds: changing these compiles no new
     program.
     """
-    # of these it only matters whether they are set
-    bounds = {name: float(getattr(rule, name) > 0) for name in ("threshold", "entropy_bound")}
-    return Sampler(
-        graph, dataclasses.replace(rule, steps=0, schedule="block", vocab=0, **bounds), watch
+    same = dataclasses.replace(
+        rule,
+        steps=0,
+        schedule="block",
+        vocab=0,
+        # of these it only matters whether they are set
+        threshold=float(rule.threshold > 0),
+        entropy_bound=float(rule.entropy_bound > 0),
     )
+    return Sampler(graph, same)
 
 
-def steps(
-    model, prompts, max_new, rule=None, key=None, widths=(), rows=0, watch=None, by_block=False
-):
+def steps(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, by_block=False):
     """Generate as `generate` does, and yield a sample_dream.Step after each forward pass, or with
     by_block after each block, which one compiled loop fills: what stands before the first MASK of a
     text stays as it is. The last state comes once more, with the stats of `generate`.
     """
-    cfg, rule = model.cfg, rule or Sampling()
+    cfg = model.cfg
+    rule = rule or Sampling()
     N = rule.block_length or cfg.block_length
     if not N:
         raise ValueError(
@@ -362,19 +340,23 @@ def steps(
     width = next((width for width in widths if width >= max(map(len, prompts))), 0)
     state, given, prefix = prepare(cfg, rule, prompts, rows, width, key, model.compute.dtype)
     graph, params = nnx.split(model)
-    sampler = sampler_of(graph, rule, watch)
+    sampler = sampler_of(graph, rule)
 
     # Block after block; a row that is done repeats its last.
-    begun, windows = [], []
+    begun = []
+    windows = []
     begin_B = given.first_B
     last_B = begin_B + np.maximum(given.see_BL.sum(1) - begin_B - 1, 0) // N * N
     for i in range(max((last_B - begin_B) // N) + 1):
-        first_B = np.minimum(begin_B + i * N, last_B)
         if not ((np.asarray(state.token_BL) == cfg.mask_id) & given.see_BL).any():
             break
         begun.append(int(state.step))
-        start_B = np.maximum(first_B - N, 0) if i else 0 * first_B
-        width = (N if cfg.causal else 2 * N) if i else prefix
+        first_B = np.minimum(begin_B + i * N, last_B)
+        start_B = 0 * first_B
+        width = prefix
+        if i > 0:
+            start_B = np.maximum(first_B - N, 0)
+            width = N if cfg.causal else 2 * N
         given = given._replace(first_B=first_B.astype(np.int32), start_B=start_B.astype(np.int32))
         state = sample_dream.beside(params, state)
         if by_block:
@@ -386,42 +368,47 @@ def steps(
                 yield step_of(state, prompts)
         windows += [width] + [N + cfg.shift] * (int(state.step) - len(windows) - 1)
 
-    record, number = jax.tree.map(np.asarray, state.record), int(state.step)
+    record = jax.tree.map(np.asarray, state.record)
+    number = int(state.step)
     stats = {
         "forwards": number,
         "steps": number,
         "passes": [number] * len(prompts),
         "begun": begun,
         "windows": windows,
+        "record": record,
+        "when": record.step_BL + 1,
+        "probability": np.exp(record.logp_BL),
     }
-    stats |= {"record": record, "when": record.step_BL + 1, "probability": np.exp(record.logp_BL)}
     yield step_of(state, prompts)._replace(stats=stats)
 
 
 def steps_of_block(params, state, given, sampler, width, cfg):
-    """The states after each step of a block."""
-    N = sampler.rule.block_length
-    slot_BN = given.first_B[:, None] + np.arange(N)
-    see_BN = np.take_along_axis(given.see_BL, slot_BN, 1)
+    """The states after each step of a block: those of fill_block, a program for a single step."""
 
     def masks_of(state):
-        token_BN = np.take_along_axis(np.asarray(state.token_BL), slot_BN, 1)
-        return ((token_BN == cfg.mask_id) & see_BN).sum(-1)
+        masked_BL = (np.asarray(state.token_BL) == cfg.mask_id) & given.see_BL
+        slot_BN = given.first_B[:, None] + np.arange(sampler.rule.block_length)
+        return np.take_along_axis(masked_BL, slot_BN, 1).sum(-1)
 
     # The first pass feeds the block before, too; in a causal model it is one of its own.
-    how = {"sampler": sampler, "width": width, "seeds": cfg.causal}
+    seeds = cfg.causal
+    start_B = given.start_B
     masks_B = masks_of(state)
-    state = one_step(params, state, given, given.start_B, masks_B, np.int32(0), **how)
-    yield state
-    if cfg.causal:
-        masks_B = masks_of(state)
-    start_B = np.maximum(given.first_B - cfg.shift, 0)
-    how = {"sampler": sampler, "width": N + cfg.shift, "seeds": False}
-    i = int(not cfg.causal)
-    while masks_of(state).any():
+    i = 0
+    opening = True
+    while opening or masks_of(state).any():
+        how = {"sampler": sampler, "width": width, "seeds": seeds}
         state = one_step(params, state, given, start_B, masks_B, np.int32(i), **how)
-        i += 1
         yield state
+        if seeds:
+            masks_B = masks_of(state)
+            seeds = False
+        else:
+            i += 1
+        opening = False
+        start_B = np.maximum(given.first_B - cfg.shift, 0)
+        width = sampler.rule.block_length + cfg.shift
 
 
 def step_of(state, prompts):
@@ -434,23 +421,18 @@ def step_of(state, prompts):
     return sample_dream.Step(number, number, rows, probability)
 
 
-def generate(
-    model, prompts, max_new, rule=None, key=None, widths=(), rows=0, watch=None, on_block=None
-):
+def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0):
     """Continue prompts (lists of ids, any lengths) with max_new tokens each: (rows of ids, stats).
 
     A prompt may end in MASKs already. The batch has the first of the widths that holds its longest
-    text: with the same widths and rows other prompts need no other program. on_block is called
-    after each block with the rows so far: what stands before their first MASK stays as it is.
+    text: with the same widths and rows other prompts need no other program.
     stats: "forwards", "steps", "passes" (of each row), "begun" (steps before each block), "windows"
     (slots fed in each pass); and NumPy arrays [B, L]: "record", a Record, "when", the step that
     wrote a token, from 1 on, and "probability", its probability then. Raises ValueError for what
     does not fit.
     """
-    for step in steps(model, prompts, max_new, rule, key, widths, rows, watch, by_block=True):
-        if on_block and not step.stats:
-            on_block(step.rows)
-    return step.rows, step.stats
+    *_, last = steps(model, prompts, max_new, rule, key, widths, rows, by_block=True)
+    return last.rows, last.stats
 
 
 def fill(model, token_BL, see_BL, rule, key):

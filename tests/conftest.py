@@ -403,6 +403,14 @@ def exact_matmuls():
         yield
 
 
+@pytest.fixture(scope="session")
+def shallow():
+    """The Dream of most tests, with one layer; canvases of 2 x 32 share its programs."""
+    from test_model_dream import SHALLOW, build
+
+    return build(SHALLOW)
+
+
 def from_hf(folder, dtype=None, run=None):
     """A Dream in the Hub's form, in `dtype`, or as it is stored."""
     import jax

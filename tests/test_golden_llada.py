@@ -2,6 +2,7 @@
 compute.
 """
 
+import dataclasses
 import json
 
 import jax
@@ -127,95 +128,59 @@ def test_logits_of_a_window_over_a_cache(model, forward):
 # ---- generation ----------------------------------------------------------------------------------------------------
 
 
-def rule_of(case, golden, cfg):
-    """A case's settings as ours."""
+def rule_of(case, cfg):
+    """A case's settings as ours: blocks, and a threshold. One that no probability reaches fills a
+    token in each step. LLaDA's own steps, and Fast-dLLM's windows: tests/extra/test_demos.py.
+    """
     given = case["settings"]
-    rule = {"block_length": given["block_length"], "history": True, "ban_ids": (cfg.mask_id,)}
-    if given.get("threshold"):
-        rule["threshold"] = given["threshold"]
-    else:
-        rule |= {"steps": given["steps"], "schedule": "even"}
-    if case.get("cache"):
-        rule |= {"cache": case["cache"], "fast_dllm": True}
-    rule["guidance"] = given.get("cfg_scale") or 0.0
-    late = {
-        "confidence": given.get("confidence_eos_eot_inf"),
-        "logits": given.get("logits_eos_inf"),
-    }
-    if any(late.values()):
-        rule["late_eos"] = (
-            "both" if all(late.values()) else "confidence" if late["confidence"] else "logits"
-        )
-        rule["eos_ids"] = cfg.eos_id, golden["eot_token_id"]
-    return sd.Sampling("maskgit_plus", **rule)
+    how = {"block_length": given["block_length"], "threshold": given.get("threshold") or 2.0}
+    return sd.Sampling(**how, history=True, ban_ids=(cfg.mask_id,))
 
 
-@pytest.fixture(autouse=True)
-def no_id_ends_a_text(monkeypatch):
-    settle = sd.settle
-    monkeypatch.setattr(
-        sd, "settle", lambda state, given, mask_id, eos_ids: settle(state, given, mask_id, ())
-    )
+def house_cases(golden):
+    """The cases whose rule is one of ours."""
+    for case in golden["cases"]:
+        given = case["settings"]
+        plain = not (case.get("cache") or case.get("edge") or given.get("factor"))
+        extras = ("cfg_scale", "logits_eos_inf", "confidence_eos_eot_inf")
+        plain = plain and not any(given.get(name) for name in extras)
+        if plain and (given.get("threshold") or given["steps"] == given["gen_length"]):
+            yield case
 
 
-def fill(model, case, golden):
-    """(sequences, statistics) of a case by our sampler. No id ends a text, as in LLaDA's own."""
+def fill(model, case, **changes):
+    """(sequences, statistics) of a case by our sampler."""
     prompt_BL, new = np.array(case["prompt_ids"], np.int32), case["settings"]["gen_length"]
     token_BL = np.pad(prompt_BL, ((0, 0), (0, new)), constant_values=model.cfg.mask_id)
     see_BL = np.ones(token_BL.shape, bool)
     if case.get("attention_mask") is not None:
         see_BL[:, : prompt_BL.shape[1]] = np.array(case["attention_mask"]) == 1
-    return sd.fill(model, token_BL, see_BL, rule_of(case, golden, model.cfg))
-
-
-def is_ours(case):
-    """Whether our sampler has the rule of a case: not Fast-dLLM's factor."""
-    return not case["settings"].get("factor")
-
-
-def test_a_text_with_guidance(model, golden):
-    cases = [
-        case for case in golden["cases"] if is_ours(case) and case["settings"].get("cfg_scale")
-    ]
-    case = next(case for case in cases if not case.get("edge"))
-    np.testing.assert_array_equal(fill(model, case, golden)[0], case["sequences"])
-
-
-def rank(step_BL):
-    """Steps numbered without those that write nothing: theirs go on when a block is full."""
-    return np.unique(step_BL, return_inverse=True)[1].reshape(np.shape(step_BL))
+    return sd.fill(
+        model, token_BL, see_BL, dataclasses.replace(rule_of(case, model.cfg), **changes)
+    )
 
 
 @pytest.mark.slow
-def test_every_text_token_for_token_with_its_steps_and_passes(model, golden):
-    cases = [case for case in golden["cases"] if is_ours(case) and not case.get("edge")]
-    assert {case["sampler"] for case in cases} == {"llada", "fast"}
-    for case in cases:
-        name = case["name"]
-        got_BL, stats = fill(model, case, golden)
+def test_texts_of_blocks_and_a_threshold_with_their_steps_alone_and_in_a_batch(model, golden):
+    done = set()
+    for case in house_cases(golden):
+        name, new = case["name"], case["settings"]["gen_length"]
+        got_BL, stats = fill(model, case)
         np.testing.assert_array_equal(got_BL, case["sequences"], err_msg=name)
-        if case["sampler"] == "llada":
-            np.testing.assert_array_equal(rank(stats["when"]), rank(case["step"]), err_msg=name)
-            # without idle passes
-            assert stats["forwards"] == min(case["num_forwards"], stats["when"].max()), name
-        else:
-            assert stats["forwards"] == case["num_forwards"], name
-            assert stats["windows"] == case["query_lengths"], name
-
-
-@pytest.mark.slow
-def test_a_row_of_a_batch_is_what_it_is_alone(model, golden):
-    cases = [case for case in golden["cases"] if is_ours(case) and len(case["prompt_ids"]) > 1]
-    assert cases
-    for case in cases:
-        new, ones_BL = case["settings"]["gen_length"], np.ones_like(case["prompt_ids"])
-        mask_BL = np.array(case["attention_mask"] or ones_BL) == 1
-        for prompt_L, mask_L, want_L in zip(
-            case["prompt_ids"], mask_BL, case["sequences"], strict=True
-        ):
-            prompt_L = np.array(prompt_L)[mask_L].tolist()
-            (row,), _ = sd.generate(model, [prompt_L], new, rule_of(case, golden, model.cfg))
-            assert row == prompt_L + want_L[-new:], case["name"]
+        assert stats["forwards"] == case["num_forwards"], name
+        if "step" in case:
+            for when, step in zip(stats["when"], case["step"], strict=True):
+                order = np.unique(when, return_inverse=True)[1]
+                np.testing.assert_array_equal(order, np.unique(step, return_inverse=True)[1])
+        done.add((case["sampler"], len(case["prompt_ids"]) > 1))
+        if len(case["prompt_ids"]) > 1:
+            mask_BL = np.array(case["attention_mask"]) == 1
+            rows = zip(case["prompt_ids"], mask_BL, case["sequences"], strict=True)
+            for prompt_L, mask_L, want_L in rows:
+                prompt = np.array(prompt_L)[mask_L].tolist()
+                (row,), _ = sd.generate(model, [prompt], new, rule_of(case, model.cfg))
+                assert row == prompt + want_L[-new:], name
+    assert done >= {("llada", False), ("llada", True), ("fast", False)}
 
 
 def test_masks_in_a_prompt_and_predicted_masks_are_filled_where_the_published_loop_leaves_some(
@@ -224,13 +189,10 @@ def test_masks_in_a_prompt_and_predicted_masks_are_filled_where_the_published_lo
     edges = [case for case in golden["cases"] if case.get("edge")]
     assert edges
     for case in edges:
-        published = np.array(case["sequences"])
-        case["settings"] |= {"block_length": 0}
-        got_BL, _ = fill(model, case, golden)
+        got_BL, _ = fill(model, case, block_length=0)
         assert not (got_BL == model.cfg.mask_id).any(), case["name"]
-        assert (published == model.cfg.mask_id).any() or case["edge"] == "prompt_has_mask", case[
-            "name"
-        ]
+        published = np.array(case["sequences"])
+        assert (published == model.cfg.mask_id).any() or case["edge"] == "prompt_has_mask"
 
 
 def test_every_draw_with_fixed_noise(golden, folder):

@@ -87,6 +87,27 @@ def test_a_schedule_below_a_threshold_bounds_the_passes(model):
         assert stats["forwards"] == passes
 
 
+@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_steps_are_those_of_generate(model, causal):
+    rule, key = sample_block.Sampling(temperature=1.0, threshold=0.3), jax.random.key(1)
+    model = model_of(True) if causal else model
+    prompts = [[5, 6, 7, 8, 9], [11] * 9]
+    rows, stats = sample_block.generate(model, prompts, 10, rule, key)
+    *shown, last = sample_block.steps(model, prompts, 10, rule, key)
+    assert last.rows == rows
+    for name in ("forwards", "begun", "windows"):
+        assert last.stats[name] == stats[name]
+    np.testing.assert_array_equal(last.stats["when"], stats["when"])
+    assert [step.number for step in shown] == list(range(1, stats["steps"] + 1))
+    # By block what stands before the first MASK of a text stays.
+    *blocks, last = sample_block.steps(model, prompts, 10, rule, key, by_block=True)
+    assert len(blocks) == len(stats["begun"])
+    for step in blocks:
+        for row, text in zip(step.rows, rows, strict=True):
+            begun = row[: [*row, model.cfg.mask_id].index(model.cfg.mask_id)]
+            assert text[: len(begun)] == begun
+
+
 def test_what_does_not_fit_is_one_line(model):
     for prompts, part in (
         ([[5, 3, 6]], "does not see the text after a hole"),
