@@ -816,7 +816,8 @@ def load_tokenizer(folder, cfg):
         # MASK may have no name; the end token needs one
         if not is_special and (token or name == "eos_id"):
             raise ValueError(
-                f"the tokenizer of {folder} does not fit: {i}, the model's {name}, is {token!r}"
+                f"the tokenizer of {folder} does not fit: {i}, the model's {name}, "
+                f"is {token!r} in it"
             )
     return tokenizer
 
