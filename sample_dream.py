@@ -3,20 +3,18 @@
     model, _ = checkpoints.load(model_dream, "out/dream")
     rows, stats = sample_dream.generate(model, [[5, 6, 7]], 256, sample_dream.Sampling(steps=64))
 
-A denoising step is a forward pass of the model, a token proposed for each masked position, and a
-choice: the proposals of highest confidence are written, the other positions stay MASK. With blocks
-only the masked positions of one block are open until it is full; without, the whole canvas is one
-block. With a cache, the first step of a block keeps the keys and values of all slots, and its
-further steps feed a window around the block alone.
+A denoising step is a forward pass, a token proposed for each masked position, and a choice: the
+proposals of highest confidence are written. With blocks only one block is open until it is full;
+without, the whole canvas is one block. With a cache the first step of a block keeps the keys and
+values of all slots, and its further steps feed a window around the block alone.
 
-From the top: generate, fill, prepare; for each block fill_block, a compiled loop of step: forward,
-propose, settle. `steps` yields each step to a front end. Not here: models trained in blocks
-(sample_block.py), text that stays valid Python (infill.py), other models' demos (extra/demos.py).
+From the top: generate, filling, prepare; for each block fill_block, a compiled loop of step:
+forward, propose, settle. Not here: models trained in blocks (sample_block.py), text that stays
+valid Python (infill.py), other models' demos (extra/demos.py).
 
 Letters: B batch, L slots of the canvas, W slots of a window, C positions of one chunk of logits,
 V vocabulary, S denoising steps.
-Refs: Dream, arXiv:2508.15487; DiffuCoder, 2506.20639; Fast-dLLM, 2505.22618; EB-Sampler,
-2505.24857.
+Refs: Dream, arXiv:2508.15487; Fast-dLLM, 2505.22618; entropy bound: EB-Sampler, 2505.24857.
 """
 
 import collections
@@ -43,32 +41,25 @@ class Sampling:
 
     # the order of positions; a threshold or an entropy bound has its own
     alg: typing.Literal["entropy", "maskgit_plus", "topk_margin", "origin"] = "entropy"
-    # denoising steps, all blocks together; 0: one for each token, one with a threshold or bound
-    steps: int = 0
+    steps: int = 0  # in all blocks; 0: one for each token, or one with a threshold or bound
     eps: float = 1e-3  # end of the time grid
     temperature: float = 0.0  # 0 takes the argmax
     top_p: float = 1.0  # a token is dropped if those before it have more than top_p; 1 keeps all
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
-    # temperature of the choice of positions; 0 takes those of highest confidence
-    alg_temp: float = 0.0
-    # fill all positions of at least this probability, one a step at least; 0: by steps
-    threshold: float = 0.0
+    alg_temp: float = 0.0  # of the choice of positions; 0 takes those of highest confidence
+    threshold: float = 0.0  # fill all positions of this probability, one a step at least; 0: steps
     # fill positions of lowest entropy, while those before add up to at most this; 0: by steps
     entropy_bound: float = 0.0
-    # compare the threshold after temperature, top-k and top-p, as Fast-dLLM's code does
-    filtered: bool = False
+    filtered: bool = False  # compare the threshold after temperature, top-k and top-p
     # the probability compared: the drawn token's | the max
     score: typing.Literal["drawn", "distribution"] = "drawn"
-    # fill blocks of this length from left to right; 0: the whole canvas at once
-    block_length: int = 0
+    block_length: int = 0  # fill blocks of this length from left to right; 0: the whole canvas
     # within a block keep keys and values: of the prompt | all around
     cache: typing.Literal["", "prefix", "dual"] = ""
     ban_ids: tuple[int, ...] | None = None  # never drawn; None: MASK and expand_id
     vocab: int = 0  # ids from here on have no token and are never drawn; 0 allows all rows
-    # each ends a text if nothing before it is MASK; eos_ids[0] fills the rest
-    eos_ids: tuple[int, ...] = ()
-    # keep when each token was written, and the model's probability of it then
-    history: bool = False
+    eos_ids: tuple[int, ...] = ()  # each ends a text; eos_ids[0] fills the rest
+    history: bool = False  # keep when each token was written, and its probability then
     likeliest: int = 0  # with history: keep this many of the likeliest tokens, too
 
     def __post_init__(self):
@@ -89,34 +80,37 @@ class Sampling:
         return self.threshold or self.entropy_bound
 
 
-# ---- what a block is filled with ---------------------------------------------------------------
-
-
 class Record(typing.NamedTuple):
     """How the positions that were masked at the start were filled: enough to replay each step."""
 
     step_BL: jax.Array  # the step that filled it; -1 elsewhere
-    # what was drawn, also where the end of a text has replaced it; MASK where nothing was drawn
-    token_BL: jax.Array
+    token_BL: jax.Array  # what was drawn, even if an end replaced it; MASK where nothing was
     logp_BL: jax.Array  # its log p before top-p and top-k; 0 where nothing was drawn
-    # with Sampling.likeliest: the likeliest ids then and their log p, [B, L, N] each
-    likely: tuple = ()
+    likely: tuple = ()  # with Sampling.likeliest: these ids and their log p, [B, L, N] each
 
 
 class State(typing.NamedTuple):
     """What a denoising step changes: an array of rows each, but for the two counters."""
 
     token_BL: jax.Array
-    # steps so far, in all blocks; those in which nothing can be filled cost no forward pass
-    step: jax.Array
+    step: jax.Array  # steps so far, in all blocks
     forwards: jax.Array  # forward passes of the model
-    # with a threshold or bound: positions that the steps so far were allowed to fill and did not
-    left_B: jax.Array
+    left_B: jax.Array  # with a bound: positions that the steps so far might fill and did not
     step_B: jax.Array  # steps after which the row was not full yet
     record: Record | None = None  # with Sampling.history
 
     def of_rows(self, index):
         return jax.tree.map(lambda x: x[index] if x.ndim else x, self)
+
+    def with_rows(self, index, new):
+        def put(old, new):
+            if new.ndim == 0:
+                return new
+            old = old.copy()
+            old[index] = new[: len(index)]
+            return old
+
+        return jax.tree.map(put, self, new)
 
 
 class Step(typing.NamedTuple):
@@ -125,8 +119,7 @@ class Step(typing.NamedTuple):
     number: int  # denoising steps so far: when the newest tokens were written
     forwards: int  # forward passes so far
     rows: list  # the ids of each text, without padding
-    # the model's probability of each id when it was written; 1 for those given and for MASK
-    probability: list
+    probability: list  # of each id when it was written; 1 for those given and for MASK
     stats: dict | None = None  # after the last step: those of `generate`
 
 
@@ -137,10 +130,8 @@ class Given(typing.NamedTuple):
     made_BL: jax.Array  # masked at the start
     offset_BL: jax.Array  # slots counted from the row's first token
     key_B: jax.Array  # the data of a random key for each row
-    # threshold or bound, no blocks: positions that step i adds to those that may be filled
-    budget_BS: jax.Array
-    # else: the share of the masked positions that step i fills; origin: its chance
-    share_S: jax.Array
+    budget_BS: jax.Array  # bound without blocks: positions that step i may fill beside those left
+    share_S: jax.Array  # else: the share of the masked positions that step i fills; origin: chance
     banned_V: jax.Array  # ids that are never drawn
     bound: float  # the threshold, or the entropy bound
     steps: int  # a block ends after this many steps, whatever is still masked
@@ -148,8 +139,7 @@ class Given(typing.NamedTuple):
     first: int = 0  # first slot of the block
     start: int = 0  # first slot of the window that a cached step feeds
     begun: int | jax.Array = 0  # State.step at which the block began
-    # (temperature or 1, top_p, False for the argmax) of each row, [B, 1, 1] each; () is the rule's
-    filters: tuple = ()
+    filters: tuple = ()  # of each row (temperature or 1, top_p, False for the argmax), [B, 1, 1]
 
     def of_rows(self, index):
         names = "see_BL", "made_BL", "offset_BL", "key_B", "budget_BS"
@@ -174,9 +164,7 @@ class Sampler:
         return (state.token_BL == self.cfg.mask_id) & given.see_BL & block_L
 
     def uniform(self, given, tag, state, offset_BC, shape=()):
-        """Uniform numbers in (0, 1) [B, C, *shape], a function of a row's key, step and offset: not
-        of the batch.
-        """
+        """Uniform numbers [B, C, *shape], a function of key, step and offset: not of the batch."""
 
         def draw(key, step, offset):
             key = jax.random.fold_in(jax.random.wrap_key_data(key), tag)
@@ -186,15 +174,12 @@ class Sampler:
         return jax.vmap(jax.vmap(draw, (None, None, 0)))(given.key_B, state.step_B, offset_BC)
 
     def propose(self, model, hidden_BWD, start, state, given, slot_BC):
-        """A token for each of these slots and its confidence, and for a Record its log p and the
-        likeliest tokens: (token_BC, score_BC, logp_BC, likely).
-
-        hidden_BWD are the hidden states of slots start .. start + W - 1.
+        """Of each of these slots (token_BC, confidence score_BC, for a Record logp_BC and the
+        likeliest tokens). hidden_BWD are the hidden states of slots start .. start + W - 1.
         """
         rule = self.rule
         row_B1 = jnp.arange(len(slot_BC))[:, None]
-        # With cfg.shift the token at p comes from the state at p - 1, or from its own where that is
-        # padding or outside the window.
+        # With cfg.shift the token at p comes from the state at p - 1, if that is in the window.
         see_left_BC = given.see_BL[row_B1, jnp.maximum(slot_BC - 1, 0)]
         shifted_BC = self.cfg.shift & (slot_BC > 0) & see_left_BC
         source_BC = jnp.clip(slot_BC - shifted_BC - start, 0, hidden_BWD.shape[1] - 1)
@@ -215,9 +200,8 @@ class Sampler:
             token_BC = diffusion.sample_tokens(filtered_BCV, None, 0)
         token_BC = token_BC.astype(jnp.int32)
 
-        # Confidence. A threshold or bound is compared with the model's own distribution, as filters
-        # raise every probability: 0.61 of two tokens becomes 0.90 at temperature 0.2. Dream's
-        # orders are defined after the filters.
+        # A threshold or bound is compared with the model's own distribution, as filters raise every
+        # probability: 0.61 of two becomes 0.90 at temperature 0.2. Dream's orders come after them.
         judged_BCV = filtered_BCV
         if rule.bound and not rule.filtered:
             judged_BCV = logits_BCV
@@ -243,10 +227,8 @@ class Sampler:
         return token_BC, score_BC, logp_BC, likely
 
     def propose_all(self, model, hidden_BWD, start, state, given, wanted_BL):
-        """`propose` for the wanted positions, as arrays over the canvas.
-
-        The head is the widest matrix, so it runs for the wanted positions alone, C of each row at a
-        time.
+        """`propose` for the wanted positions, as arrays over the canvas. The head is the widest
+        matrix, so it runs for these alone, C of each row at a time.
         """
         B, L = wanted_BL.shape
         row_B1 = jnp.arange(B)[:, None]
@@ -273,10 +255,8 @@ class Sampler:
         return jax.lax.fori_loop(0, chunks, propose_chunk, proposal)
 
     def forward(self, model, state, given, cache, wanted_BL, most_B, width):
-        """One forward pass and what it writes: (state, the keys and values that the pass leaves).
-
-        Without a cache the pass is over the canvas; with one over `width` slots from given.start
-        on.
+        """(state, keys and values) after a forward pass: over the canvas, or with a cache over
+        `width` slots from given.start on.
         """
         rule = self.rule
         if cache is None:
@@ -290,8 +270,7 @@ class Sampler:
             model, hidden_BWD, start, state, given, wanted_BL
         )
 
-        # Choose: with a threshold or bound the positions that meet it, one at least; else those of
-        # highest confidence.
+        # Choose: the positions that meet the threshold or bound; else those of highest confidence.
         count_B = most_B
         if rule.bound:
             if rule.entropy_bound:
@@ -326,12 +305,9 @@ class Sampler:
         return state, cache if rule.cache else None
 
     def step(self, model, state, given, cache, width, opening=False):
-        """A denoising step: (state, keys and values). opening is the first step of a block with a
-        cache.
-        """
+        """A step: (state, keys and values). opening: the first one of a block with a cache."""
         rule = self.rule
         i = state.step - given.begun  # step i of this block
-        # The positions that this step may fill, and at most how many of each row.
         wanted_BL = self.open_positions(state, given)
         if rule.alg == "origin":  # fills each position by chance, whatever the model's confidence
             wanted_BL &= self.uniform(given, 2, state, given.offset_BL) < given.share_S[i]
@@ -364,10 +340,8 @@ def filter_width(model):
 
 
 def settle(state, given, mask_id, eos_ids):
-    """The state after a step: texts that have ended are filled with eos_ids[0], and the record has
-    its number.
-
-    An end token ends its row if nothing before it is MASK, and nothing that was given comes after.
+    """The state after a step, with its number in the record, and ended texts filled with
+    eos_ids[0]. An end token ends its row if nothing before it is MASK, and no given text follows.
     """
     token_BL = state.token_BL
     masked_BL = (token_BL == mask_id) & given.see_BL
@@ -387,12 +361,10 @@ def settle(state, given, mask_id, eos_ids):
 
 @functools.partial(jax.jit, static_argnames=("sampler", "width"))
 def fill_block(params, state, given, *, sampler, width=0):
-    """Fill a block, in one loop on the device: a State. The block is the whole canvas if
-    block_length is 0.
+    """Fill a block, in one loop on the device: a State.
 
-    `lower` takes the ShapeDtypeStructs of params, a State and a Given. With a cache the first step
-    keeps the keys and values of the canvas, [B, J, L, K] of each layer; the others feed `width`
-    slots from given.start on and update those of these slots.
+    With a cache the first step keeps the keys and values of the canvas, [B, J, L, K] of each layer;
+    the others feed `width` slots from given.start on and update those of these slots.
     """
     model = nnx.merge(sampler.graph, params)
     cache = None
@@ -409,8 +381,7 @@ def fill_block(params, state, given, *, sampler, width=0):
         return sampler.step(model, state, given, cache, width)
 
     state, _ = jax.lax.while_loop(unfinished, step, (state, cache))
-    # on all hosts, which could not read what lies on another one's devices
-    return jax.tree.map(shard, state)
+    return jax.tree.map(shard, state)  # whole on all hosts
 
 
 @functools.partial(
@@ -429,9 +400,9 @@ def one_step(params, state, given, cache, *, sampler, width, opening):
 def layout(rule, masked_BL):
     """(blocks, slots of each, steps of each). Blocks cover the columns that hold a MASK.
 
-    A block is (its first slot, first slot of the window that its cached steps feed, width of this
-    window). The slot before a block gives the logits of its first token. With cache="prefix" all
-    windows have one width, from before the first block to the end: one program fills all blocks.
+    A block is (its first slot, first slot of the window that its cached steps feed, its width). The
+    slot before a block gives the logits of its first token. With cache="prefix" all windows have
+    one width, so that one program fills all blocks.
     """
     L = masked_BL.shape[1]
     size = rule.block_length
@@ -446,8 +417,7 @@ def layout(rule, masked_BL):
     if rule.steps % count:
         nearest = math.ceil(rule.steps / count) * count
         raise ValueError(f"{rule.steps} steps do not divide over {count} blocks; try {nearest}")
-    # Where blocks do not fill the canvas evenly, the last one overlaps the one before, which is
-    # full by then.
+    # Where blocks do not divide the canvas, the last one overlaps the one before, which is full.
     firsts = [max(0, min(begin + i * size, L - size)) for i in range(count)]
     width = L
     if rule.cache == "dual":
@@ -459,9 +429,7 @@ def layout(rule, masked_BL):
 
 
 def keys_of_rows(key, rows):
-    """The data of a random key for each row, [rows, 2]: of one key (None: jax.random.key(0)), or of
-    one for each row, as keys or their data.
-    """
+    """The data of a random key for each row, [rows, 2], of one key or of one for each row."""
     if key is None:
         key = jax.random.key(0)
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
@@ -476,32 +444,25 @@ def new_record(token_BL, likeliest):
     shape = token_BL.shape
     likely = ()
     if likeliest:
-        likely = (
-            np.zeros((*shape, likeliest), np.int32),
-            np.zeros((*shape, likeliest), np.float32),
-        )
-    return Record(
-        np.full(shape, -1, np.int32), token_BL.copy(), np.zeros(shape, np.float32), likely
-    )
+        none = np.zeros((*shape, likeliest))
+        likely = none.astype(np.int32), none.astype(np.float32)
+    step_BL = np.full(shape, -1, np.int32)
+    return Record(step_BL, token_BL.copy(), np.zeros(shape, np.float32), likely)
 
 
 def prepare(cfg, rule, token_BL, see_BL, key=None):
-    """(State, Given, blocks of `layout`) before anything is filled; NumPy arrays but for the
-    keys.
-    """
+    """(State, Given, blocks of `layout`) before anything is filled."""
     B, L = token_BL.shape
     token_BL = token_BL.astype(np.int32)
     made_BL = (token_BL == cfg.mask_id) & see_BL
     blocks, size, steps = layout(rule, made_BL)
 
-    # The schedule. Its arrays have an entry for each slot at least: a program for all numbers of
-    # steps up to that.
+    # The schedule. It has an entry for each slot at least: one program for all numbers of steps.
     entries = 1 << max(5, (max(steps, L) - 1).bit_length())
     budget_BS = np.zeros((B, 0), np.int32)
     share_S = np.zeros(entries, np.float32)
     if rule.bound and rule.block_length:
-        # A step may fill all positions; it fills one at least, as does the first.
-        steps = size + 1
+        steps = size + 1  # a step may fill all positions; it fills one at least, as does the first
     elif rule.bound:
         # The steps share the masks evenly; each one beyond them fills at least one that is left.
         count_B = made_BL.sum(-1)
@@ -527,21 +488,14 @@ def prepare(cfg, rule, token_BL, see_BL, key=None):
         steps=steps,
         size=size,
     )
-    state = State(
-        token_BL,
-        step=np.int32(0),
-        forwards=np.int32(0),
-        left_B=np.zeros(B, np.int32),
-        step_B=np.zeros(B, np.int32),
-        record=new_record(token_BL, rule.likeliest) if rule.history else None,
-    )
-    return state, given, blocks
+    zero = np.int32(0)
+    zero_B = np.zeros(B, np.int32)
+    record = new_record(token_BL, rule.likeliest) if rule.history else None
+    return State(token_BL, zero, zero, zero_B, zero_B, record), given, blocks
 
 
 def sampler_of(graph, cfg, rule):
-    """The Sampler of a rule, without the values that `Given` holds: changing these compiles no new
-    program.
-    """
+    """The Sampler of a rule, without the values that `Given` holds: these need no new program."""
     order = rule.alg
     if rule.bound:
         order = "entropy" if rule.entropy_bound else "maskgit_plus"
@@ -560,31 +514,24 @@ def sampler_of(graph, cfg, rule):
 
 
 def fill(model, token_BL, see_BL=None, rule=None, key=None, rows=0):
-    """Fill every MASK of a canvas: (token_BL, {"forwards", "steps", "windows", "passes"}), with
-    rule.history also "record", a Record, and its "when" and "probability". All arrays are NumPy's.
+    """Fill every MASK of a canvas: (token_BL, stats). All arrays are NumPy's.
 
-    see_BL is False at padding, which stays as it is; so does every token that is not MASK. A step
-    that cannot change anything costs no forward pass. "windows" are the slots fed in each pass,
-    "passes" [B] those until a row was full. "when" [B, L] is the step that wrote a token, from 1
-    on, 0 for those given, "probability" its probability then. A model that predicts MASK leaves it,
-    where ban_ids allows that.
+    see_BL is False at padding, which stays as it is; so does every token that is not MASK. key is
+    one for all rows, or [B] one for each. `rows` of them are filled at a time, 0: all; block by
+    block a row whose text has ended makes room for another. With a record all go together, as
+    steps are counted once. Blocks follow from the columns that are masked in any row.
 
-    key is one for all rows, or [B] one for each; None is jax.random.key(0). `rows` of them are
-    filled at a time, 0: all; block by block a row whose text has ended makes room for another. With
-    a record all go together, as steps are counted once. Blocks, and the default number of steps,
-    follow from the columns that are masked in any row.
-
-    Raises ValueError for a canvas that does not fit the model, or steps that do not divide over the
-    blocks.
+    stats: "forwards", "steps" (one that cannot change anything costs no forward pass), "windows"
+    (slots fed in each pass), "passes" [B] (until a row was full); with rule.history "record", a
+    Record, "when" [B, L], the step that wrote a token, from 1 on, 0 for those given, and
+    "probability", its probability then.
     """
     *_, (state, stats) = filling(model, token_BL, see_BL, rule or Sampling(), key, rows)
     return state.token_BL, stats
 
 
 def filling(model, token_BL, see_BL, rule, key=None, rows=0, by_step=False):
-    """`fill` as a generator: (State, None) after each step if by_step, and (State, stats) at the
-    end.
-    """
+    """`fill` as a generator: with by_step (State, None) after each, at the end (State, stats)."""
     cfg = model.cfg
     token_BL = np.asarray(token_BL)
     B, L = token_BL.shape
@@ -602,14 +549,13 @@ def filling(model, token_BL, see_BL, rule, key=None, rows=0, by_step=False):
     sampler = sampler_of(graph, cfg, rule)
 
     together = not rows or rule.history
-    if together:
-        rows = B
+    rows = B if together else rows
     windows = []
     passes_B = np.zeros(B, int)
     for first, start, width in blocks:
         open_B = open_rows(cfg, state, given._replace(first=first))
         waiting = np.flatnonzero(open_B)
-        if together and open_B.any():
+        if together and len(waiting):
             waiting = np.arange(B)
         for i in range(0, len(waiting), rows):
             chosen = waiting[i : i + rows]
@@ -628,14 +574,7 @@ def filling(model, token_BL, see_BL, rule, key=None, rows=0, by_step=False):
             # the first pass of a block with a cache is over the canvas
             windows += [L] + [width] * (passes - 1)
 
-            def put(all_rows, new_rows, chosen=chosen):
-                if new_rows.ndim == 0:
-                    return new_rows
-                all_rows = all_rows.copy()
-                all_rows[chosen] = new_rows[: len(chosen)]
-                return all_rows
-
-            state = jax.tree.map(put, state, new)
+            state = state.with_rows(chosen, new)
 
     stats = {
         "forwards": int(state.forwards),
@@ -658,8 +597,8 @@ def steps_of_block(params, state, given, sampler, width):
         how = {"sampler": sampler, "width": width, "opening": opening}
         state, cache = one_step(params, beside(params, state), given, cache, **how)
         state = jax.tree.map(np.asarray, state)
-        opening = False
         yield state
+        opening = False
 
 
 def open_rows(cfg, state, given):
@@ -669,9 +608,7 @@ def open_rows(cfg, state, given):
 
 
 def beside(params, state):
-    """The state on the parameters' device, or on their mesh. Else the first block, whose state
-    comes from the host, and the others, whose states come from a device, would be two programs.
-    """
+    """The state on the parameters' device or mesh: from the host it would be another program."""
     at = jax.tree.leaves(params)[0].sharding
     if isinstance(at, jax.NamedSharding):
         mesh = at.mesh
@@ -682,9 +619,7 @@ def beside(params, state):
 
 
 def cache_spec(x):
-    """Keys and values are split by rows and heads, PythonCoder's keys with an axis between; nothing
-    else is split.
-    """
+    """Keys and values are split by rows and heads (PythonCoder's have an axis between)."""
     return {4: PS(BATCH, "tensor"), 5: PS(BATCH, None, "tensor")}.get(np.ndim(x), PS())
 
 
@@ -693,42 +628,30 @@ def split(state):
     return jax.tree.map(lambda x: shard(x, *cache_spec(x)), state)
 
 
-# ---- texts -------------------------------------------------------------------------------------
-
-
 def canvas_width(length, positions):
-    """Slots of a canvas for texts of this length: a multiple of 32, beyond 512 of an eighth of a
-    power of two.
-    """
+    """Slots for texts of this length: a multiple of 32, beyond 512 of an eighth of a power of 2."""
     step = max(32, 1 << (length - 1).bit_length() >> 4)
     return max(length, min(math.ceil(length / step) * step, positions))
 
 
 def widths(lengths, size, positions, most=3):
-    """At most `most` canvas widths for texts of these lengths, `size` at a time, with the least
-    padding.
-
-    Each is a compiled program of its own, which at 7B takes longer to compile than padding costs.
+    """At most `most` canvas widths for texts of these lengths, `size` at a time: those with the
+    least padding. Each is a program, which at 7B takes longer to compile than padding costs.
     """
     batches = [lengths[i : i + size] for i in range(0, len(lengths), size)]
     needed = collections.Counter(canvas_width(max(batch), positions) for batch in batches)
     *narrower, widest = sorted(needed)
 
     def slots(choice):
-        total = 0
-        for need, n in needed.items():
-            total += n * min(width for width in choice if width >= need)
-        return total
+        return sum(n * min(w for w in choice if w >= need) for need, n in needed.items())
 
     choices = itertools.combinations(narrower, min(most - 1, len(narrower)))
     return min(((*choice, widest) for choice in choices), key=slots)
 
 
 def canvas(prompts, max_new, cfg, width=0):
-    """Prompts (lists of ids, any lengths, MASK allowed) and max_new MASKs after each, left-padded:
-    (token_BL, see_BL).
-
-    It is `width` slots wide, or as canvas_width says: so that few shapes are ever compiled.
+    """(token_BL, see_BL) of prompts (lists of ids, MASK allowed) and max_new MASKs after each, with
+    padding on the left, `width` slots wide, or as canvas_width says.
     """
     longest = max(map(len, prompts)) + max_new
     if longest == 0:
@@ -744,13 +667,12 @@ def canvas(prompts, max_new, cfg, width=0):
 
 
 def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0):
-    """Continue prompts with max_new tokens each and fill their MASKs, max_new 0 does only that:
-    (rows of ids, stats).
+    """Continue prompts with max_new tokens each and fill their MASKs: (rows of ids, stats of
+    `fill`, added up).
 
     A row is prompt and completion without padding. `rows` of them are filled at a time, those of
     about one length together, in canvases of these widths: with the same widths and rows other
-    prompts need no other program. Stats are those of `fill`, added up. Raises ValueError for what
-    does not fit; see `fill`.
+    prompts need no other program.
     """
     rule = rule or Sampling()
     lengths = [len(prompt) + max_new for prompt in prompts]
@@ -782,9 +704,8 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0):
 
 
 def steps(model, prompts, max_new, rule=None, key=None, widths=()):
-    """Generate as `generate` does, in one batch, and yield a Step after each denoising step.
-
-    The last state comes once more, with the stats of `generate`.
+    """Generate as `generate` does, in one batch: a Step after each denoising step. The last one
+    comes once more, with the stats of `generate`.
     """
     rule = dataclasses.replace(rule or Sampling(), history=True)
     longest = max(map(len, prompts)) + max_new
@@ -804,9 +725,7 @@ def steps(model, prompts, max_new, rule=None, key=None, widths=()):
 
 
 def load_tokenizer(folder, cfg):
-    """The tokenizer in a folder. ValueError if it does not fit the model: too many tokens, MASK or
-    EOS a plain word.
-    """
+    """The tokenizer in a folder. ValueError if it has too many tokens, or MASK or EOS is a word."""
     tokenizer = runs.read_tokenizer(folder, cfg.vocab)
     added = tokenizer.get_added_tokens_decoder()
     for name in ("mask_id", "eos_id"):
@@ -823,9 +742,7 @@ def load_tokenizer(folder, cfg):
 
 
 def named(adapters, family="dream"):
-    """{name in peft's adapter_model.safetensors: array} of LoRA adapters of a family, in the order
-    of their leaves.
-    """
+    """{name in peft's file: array} of LoRA adapters of a family, in the order of their leaves."""
     arrays = {}
     top = "encoder" if family == "nemotron" else "model"
     llada = {"o_proj": "attn_out", "gate_proj": "ff_proj", "down_proj": "ff_out"}
@@ -845,22 +762,14 @@ def save_adapters(folder, adapters, rank, source, family="dream"):
     modules = MATRICES
     if family == "llada":  # whose head, too, ends in ff_out: whole names
         modules = sorted({name[17:].partition(".lora_")[0] for name in arrays})
-    config = {
-        "peft_type": "LORA",
-        "base_model_name_or_path": source,
-        "r": rank,
-        "lora_alpha": rank,
-        "target_modules": modules,
-    }
-    runs.write(folder / "adapter_config.json", config)
+    config = {"peft_type": "LORA", "base_model_name_or_path": source, "target_modules": modules}
+    runs.write(folder / "adapter_config.json", config | {"r": rank, "lora_alpha": rank})
     tensors = safetensors.flax.save(arrays, {"format": "pt"})
     runs.write(folder / "adapter_model.safetensors", tensors)
 
 
 def load_adapters(folder, new):
-    """New adapters with the values of those that peft or save_adapters() wrote, which may be of
-    fewer matrices.
-    """
+    """New adapters with the values that peft or save_adapters() wrote, also for some matrices."""
     folder = runs.as_path(folder)
     keys = runs.read_json(folder / "adapter_config.json", "r", "lora_alpha")
     other = "use_dora", "use_rslora", "alpha_pattern", "rank_pattern"
