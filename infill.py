@@ -16,7 +16,6 @@ Letters: B rows, C slots of a row, L slots of a canvas, V vocabulary, S slots of
 import ast
 import bisect
 import codeop
-import dataclasses
 import functools
 import itertools
 import keyword
@@ -32,7 +31,6 @@ import sample_dream
 
 BEAMS = 8  # width of the beam search
 CHOICES = 64  # likeliest tokens that are tried at a position
-ANY_SIZE = {"steps": 0, "block_length": 0, "cache": ""}  # of a rule, for holes of any size
 
 # ---- what Python can still become --------------------------------------------------------------
 
@@ -161,29 +159,6 @@ class Reader:
             found.append(predict(self.params, *batch, graph=self.graph, **how))
         self.passes += B
         return [np.concatenate(arrays)[:B] for arrays in zip(*found, strict=True)]
-
-
-def fill_holes(read, holes, rule, key, ends=(), rows=1):
-    """Fill holes (ids before, number of masks, ids after): [(ids, forward passes)], cut at the
-    first id of `ends`.
-
-    A hole of unknown length takes many masks if the Dream was trained so (data_prep.py pairs
-    --eos_to).
-    """
-    cfg = read.model.cfg
-    banned = {*(rule.ban_ids or ()), cfg.mask_id, cfg.expand_id} - {*ends}
-    rule = dataclasses.replace(rule, ban_ids=tuple(sorted(banned)), history=False, likeliest=0)
-    canvases = [[*before, *[read.mask] * size, *behind] for before, size, behind in holes]
-    longest = max(map(len, canvases))
-    width = max(longest, min(-(-longest // 64) * 64, cfg.positions))  # few widths, a program each
-    filled, stats = sample_dream.generate(read.model, canvases, 0, rule, key, (width,), rows)
-    passes = stats["passes"].tolist()
-    read.passes += sum(passes)
-    found = []
-    for ids, (before, size, _), spent in zip(filled, holes, passes, strict=True):
-        hole = ids[len(before) : len(before) + size]
-        found.append(([*itertools.takewhile(lambda i: i not in ends, hole)], spent))
-    return found
 
 
 # ---- as Python ---------------------------------------------------------------------------------
