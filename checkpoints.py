@@ -208,7 +208,7 @@ class Checkpoints:
             raise ValueError(f"{problem}; {advice}")
         return state
 
-    def resume(self, folder, meta, like):
+    def resume(self, folder, meta, like, unit="step"):
         """(state, its meta) of the newest checkpoint of the run in `folder`, saved here, too; None
         without one.
 
@@ -224,11 +224,13 @@ class Checkpoints:
             return None
         saved = store.meta()
         where = f"{folder}/checkpoints/{store.newest()}"
-        runs.check_resumed(saved, meta, where, fixed=("lora_rank", "optimizer", "dtype"))
+        fixed = ("lora_rank", "optimizer", "dtype", "beta")
+        runs.check_resumed(saved, meta, where, fixed, unit)
         if saved.get("base") != meta.get("base"):
-            problem = f"{meta['train']['init']} holds other weights than {folder} began with"
-            raise ValueError(f"{problem}; pass its --init")
-        print(f"resuming {folder} after step {saved['step']}")
+            flag = "ckpt" if unit == "round" else "init"
+            problem = f"{meta['train'][flag]} holds other weights than {folder} began with"
+            raise ValueError(f"{problem}; pass its --{flag}")
+        print(f"resuming {folder} after {unit} {saved[unit]}", flush=True)
         state = store.restore(like)
         if store is not self:  # from here on this folder goes on alone
             now = meta | {"step": saved["step"], "skipped": saved["skipped"]}

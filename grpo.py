@@ -1,9 +1,10 @@
-"""The mathematics of coupled_grpo.py: scores of completions, advantages, loss, optimizer; and their
-compiled programs.
+"""The mathematics of Coupled-GRPO: scores of completions, advantages, loss, optimizer. Pure.
 
 A completion is scored on three versions of its canvas: all of it MASK, a random mask m, and the
 complement of m. Each token is MASK in the first and in exactly one of the other two, so its score
 always counts, with about half of the completion around it visible.
+
+It generates no completion, rewards none, and keeps no state: coupled_grpo.py does.
 
 Letters: B sequences, L columns of a canvas, C of them its completion, T tokens in a chunk, K
 versions of a canvas, D width, R rows of all versions, V vocabulary, F reward functions, G groups of
@@ -13,6 +14,7 @@ arXiv:2402.14740.
 
 import dataclasses
 import functools
+import math
 import typing
 
 import jax
@@ -20,74 +22,80 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.experimental import multihost_utils
 
 import diffusion
 import model_dream as md
 
-# ---- scores --------------------------------------------------------------------------------------------------------
+# ---- scores --------------------------------------------------------------------------------------
 
 
 def draw_masks(key, iteration, rows, columns, share=1):
-    """{"ratio_B", "u_BC"} of one iteration: the mask rate of the second version, in [0.2, 0.8), and
+    """{"ratio_B", "u_BC"} of one update: the mask rate of the second version, in [0.2, 0.8), and
     its uniforms.
 
-    A function of the arguments alone: old, reference and new scores of an iteration see the same
-    masks. A row's draws depend on its number alone; every `share` consecutive rows have one ratio.
+    A function of the arguments alone: old, reference and new scores of an update see the same
+    masks. A row's draws depend on its number alone; every `share` consecutive rows have one rate.
     """
     key = jax.random.fold_in(key, iteration)
 
     def uniform(key, number_B, *shape):
-        return jax.vmap(lambda number: jax.random.uniform(jax.random.fold_in(key, number), shape))(
-            number_B
-        )
+        def of_row(number):
+            row_key = jax.random.fold_in(key, number)
+            return jax.random.uniform(row_key, shape)
+
+        return jax.vmap(of_row)(number_B)
 
     row_B = jnp.arange(rows)
     t_B = uniform(jax.random.fold_in(key, 0), row_B // share)
     return {"ratio_B": 0.2 + 0.6 * t_B, "u_BC": uniform(key, row_B + 1, columns)}
 
 
-def coupled_views(token_BL, completion_BL, u_BL, ratio_B, mask_id):
+def coupled_views(token_BL, completion_BL, u_BL, ratio_B1, mask_id):
     """(the three versions of each canvas [B, K, L], mask_BL of the second).
 
     The completion is MASK in the first, where u < ratio in the second, and elsewhere in the third.
     The prompt is not masked; what follows EOS is (as in DiffuCoder's code).
     """
-    masks = diffusion.coupled_masks(completion_BL, u_BL, jnp.reshape(ratio_B, (-1, 1)))
-    views = [jnp.where(mask_BL, mask_id, token_BL) for mask_BL in (completion_BL, *masks)]
-    return jnp.stack(views, 1), masks[0]
+    mask_BL, other_BL = diffusion.coupled_masks(completion_BL, u_BL, ratio_B1)
+    mask_BKL = jnp.stack([completion_BL, mask_BL, other_BL], 1)
+    return jnp.where(mask_BKL, mask_id, token_BL[:, None]), mask_BL
 
 
 def hidden_of_views(model, token_BL, see_BL, views_BKC):
-    """Hidden states that predict each token of K versions of the completions, the last C columns:
-    [B, K, C, D].
+    """Hidden states that predict each token of K versions of the completions: [B, K, C, D].
 
     All versions go through the model in one forward pass, after their prompt. In a Dream of blocks
     each version has the clean row beside it: see its `readings`.
     """
-    (B, K, C), L = views_BKC.shape, token_BL.shape[1]
-    assert L > C, f"{L} columns hold no prompt before {C} tokens of completion"
-    views_BKL = jnp.concatenate([jnp.repeat(token_BL[:, None, : L - C], K, 1), views_BKC], 2)
-    views_RL, see_RL = (
-        views_BKL.reshape(K * B, L),
-        None if see_BL is None else jnp.repeat(see_BL, K, 0),
-    )
-    cfg = getattr(model, "cfg", md.DreamConfig)  # the defaults, of a model that has none
+    cfg = model.cfg
+    B, K, C = views_BKC.shape
+    L = token_BL.shape[1]
+    P = L - C  # columns of the prompt
+    prompt_BKP = jnp.repeat(token_BL[:, None, :P], K, 1)
+    views_BKL = jnp.concatenate([prompt_BKP, views_BKC], 2)
+    views_RL = views_BKL.reshape(K * B, L)
+    see_RL = jnp.repeat(see_BL, K, 0)
     if not cfg.block_length:
-        hidden, _ = model.hidden(views_RL, see_BM=see_RL)
-        return hidden.reshape(B, K, L, -1)[:, :, L - C - cfg.shift : L - cfg.shift]
-    see_RL = jnp.ones_like(views_RL) if see_RL is None else see_RL.astype(jnp.int32)
+        hidden_RLD, _ = model.hidden(views_RL, see_BM=see_RL)
+        hidden_BKLD = hidden_RLD.reshape(B, K, L, -1)
+        return hidden_BKLD[:, :, P - cfg.shift : L - cfg.shift]
+
+    see_RL = see_RL.astype(jnp.int32)
     position_RL = jnp.maximum(jnp.cumsum(see_RL, 1) - 1, 0)
     if cfg.causal:  # blocks begin after the prompt, as in sample_block.py
-        position_RL += -see_RL[:, : L - C].sum(1, keepdims=True) % cfg.block_length
+        prompt_R1 = see_RL[:, :P].sum(1, keepdims=True)
+        position_RL += -prompt_R1 % cfg.block_length
     hidden_RLD, before_RLD = model.readings(
-        views_RL, jnp.repeat(token_BL, K, 0), see_RL, position_RL, cfg.block_length
+        views_RL,
+        jnp.repeat(token_BL, K, 0),
+        see_RL,
+        position_RL,
+        cfg.block_length,
     )
     if cfg.causal:  # the token before a block predicts its first one
-        hidden_RLD = jnp.where(
-            (position_RL % cfg.block_length == 0)[..., None], before_RLD, hidden_RLD
-        )
-    return hidden_RLD.reshape(B, K, L, -1)[:, :, L - C :]
+        first_RL = position_RL % cfg.block_length == 0
+        hidden_RLD = jnp.where(first_RL[..., None], before_RLD, hidden_RLD)
+    return hidden_RLD.reshape(B, K, L, -1)[:, :, P:]
 
 
 def token_logps(logits_of, hidden_BLD, token_BL, chunk=1024):
@@ -97,14 +105,12 @@ def token_logps(logits_of, hidden_BLD, token_BL, chunk=1024):
     The head runs over at most `chunk` tokens of a device at a time, and the backward pass computes
     their logits again: [B, L, V] never exists. The entropy, for the log, has no gradient.
     """
-    (B, L, _), mesh = hidden_BLD.shape, jax.sharding.get_abstract_mesh()
-    rows = (
-        B // n
-        if B % (n := int(np.prod([mesh.shape.get(axis, 1) for axis in md.BATCH]))) == 0
-        else B
-    )
-    # a power of 2: for 43 a TPU's compiler took over 100 s
-    T = 1 << (max(1, min(L, chunk // rows)).bit_length() - 1)
+    B, L, _ = hidden_BLD.shape
+    mesh = jax.sharding.get_abstract_mesh()
+    devices = math.prod(mesh.shape.get(axis, 1) for axis in md.BATCH)
+    rows = B // devices if B % devices == 0 else B
+    T = max(1, min(L, chunk // rows))
+    T = 1 << (T.bit_length() - 1)  # a power of 2: for 43 a TPU's compiler took over 100 s
     chunks = -(-L // T)
 
     @jax.checkpoint
@@ -114,75 +120,71 @@ def token_logps(logits_of, hidden_BLD, token_BL, chunk=1024):
         logits_BTV -= jax.lax.stop_gradient(logits_BTV.max(-1, keepdims=True))  # exp stays finite
         weight_BTV = jnp.exp(logits_BTV)
         total_BT = weight_BTV.sum(-1)
-        logp_BT = jnp.take_along_axis(logits_BTV, token_BT[..., None], -1)[..., 0] - jnp.log(
-            total_BT
-        )
+        drawn_BT = jnp.take_along_axis(logits_BTV, token_BT[..., None], -1)[..., 0]
+        logp_BT = drawn_BT - jnp.log(total_BT)
         # entropy = log sum_v e^x_v - sum_v e^x_v x_v / sum_v e^x_v
         finite_BTV = jnp.where(weight_BTV > 0, logits_BTV, 0.0)  # a banned token's is -inf
         entropy_BT = jnp.log(total_BT) - (weight_BTV * finite_BTV).sum(-1) / total_BT
         return logp_BT, jax.lax.stop_gradient(entropy_BT)
 
     def split(x_BL):  # along the rows, so that they stay where they are on a mesh
-        x_BL = jnp.pad(x_BL, ((0, 0), (0, chunks * T - L), *[(0, 0)] * (x_BL.ndim - 2)))
-        return x_BL.reshape(B, chunks, T, *x_BL.shape[2:]).swapaxes(0, 1)
+        padding = [(0, 0)] * x_BL.ndim
+        padding[1] = (0, chunks * T - L)
+        x_BNT = jnp.pad(x_BL, padding).reshape(B, chunks, T, *x_BL.shape[2:])
+        return x_BNT.swapaxes(0, 1)
 
-    outs = jax.lax.map(of_chunk, (split(hidden_BLD), split(token_BL)))
-    return tuple(out.swapaxes(0, 1).reshape(B, -1)[:, :L] for out in outs)
+    def joined(x_NBT):
+        return x_NBT.swapaxes(0, 1).reshape(B, -1)[:, :L]
+
+    logp_NBT, entropy_NBT = jax.lax.map(of_chunk, (split(hidden_BLD), split(token_BL)))
+    return joined(logp_NBT), joined(entropy_NBT)
 
 
 def merge_views(logits_of, hidden_BKCD, token_BC, mask_BC, weights, chunk=1024):
     """The score of each token, w_0 lp_0 + (w_1 lp_1 where the mask, else w_2 lp_2), and its
     entropy: float32 [B, C].
 
-    hidden_BKCD holds what predicts the tokens in the three versions: all masked, the mask, its
-    complement. Of the last two each position is scored in one alone, so they are merged before the
-    head, which then has 2 C rows, not 3 C. weights are three numbers or [B, 1]; they multiply
-    log-probabilities, so a score is not one itself.
+    hidden_BKCD holds what predicts the tokens in the three versions. Of the last two each position
+    is scored in one alone, so they are merged before the head, which then has 2 C rows, not 3 C.
+    weights are three numbers or [B, 1].
     """
     B, _, C, D = hidden_BKCD.shape
     merged_BCD = jnp.where(mask_BC[..., None], hidden_BKCD[:, 1], hidden_BKCD[:, 2])
     two_BCD = jnp.stack([hidden_BKCD[:, 0], merged_BCD], 1).reshape(2 * B, C, D)
-    outs = token_logps(logits_of, two_BCD, jnp.repeat(token_BC, 2, 0), chunk)
-    logp_B2C, entropy_B2C = (x.reshape(B, 2, C) for x in outs)
-    score_BC = weights[0] * logp_B2C[:, 0] + jnp.where(mask_BC, *weights[1:]) * logp_B2C[:, 1]
-    return score_BC, entropy_B2C.mean(1)
+    logp, entropy = token_logps(logits_of, two_BCD, jnp.repeat(token_BC, 2, 0), chunk)
+    logp_B2C = logp.reshape(B, 2, C)
+    merged_weight_BC = jnp.where(mask_BC, weights[1], weights[2])
+    score_BC = weights[0] * logp_B2C[:, 0] + merged_weight_BC * logp_B2C[:, 1]
+    return score_BC, entropy.reshape(B, 2, C).mean(1)
 
 
 def coupled_scores(model, batch, mask_id, chunk=1024):
     """Scores of the completions and the entropy of their predictions, float32 [B, C].
 
-    batch: token_BL, whose last C columns are the completion; see_BL, False at padding, or None;
-    u_BC and ratio_B of draw_masks. The weights are 1/2, 1 / (2 ratio) and 1 / (2 (1 - ratio)).
-    model.hidden(token_BL, see_BM=see_BL) are hidden states, those at p predict the token at p + 1;
-    model.logits is the head. An id that grows holes, which the sampler never draws, has no
-    probability. Ref: DiffuCoder, arXiv:2506.20639, section 4.
+    batch: token_BL, whose last C columns are the completion; see_BL, False at padding; u_BC and
+    ratio_B of draw_masks. The weights are 1/2, 1 / (2 ratio) and 1 / (2 (1 - ratio)). An id that
+    grows holes, which the sampler never draws, has no probability.
+    Ref: DiffuCoder, arXiv:2506.20639, section 4.
     """
-    B, C = batch["u_BC"].shape
-    token_BC, ratio_B1 = (
-        batch["token_BL"][:, -C:],
-        jnp.reshape(batch["ratio_B"], (-1, 1)).astype(jnp.float32),
-    )
-    views_BKC, mask_BC = coupled_views(
-        token_BC, jnp.ones((B, C), bool), batch["u_BC"], batch["ratio_B"], mask_id
-    )
+    C = batch["u_BC"].shape[1]
+    token_BC = batch["token_BL"][:, -C:]
+    ratio_B1 = jnp.reshape(batch["ratio_B"], (-1, 1))
+    completion_BC = jnp.ones(token_BC.shape, bool)
+    views_BKC, mask_BC = coupled_views(token_BC, completion_BC, batch["u_BC"], ratio_B1, mask_id)
     hidden_BKCD = hidden_of_views(model, batch["token_BL"], batch["see_BL"], views_BKC)
-    weights = 0.5, 0.5 / ratio_B1, 0.5 / (1 - ratio_B1)
-    expand = getattr(model, "cfg", md.DreamConfig).expand_id
+    weights = (0.5, 0.5 / ratio_B1, 0.5 / (1 - ratio_B1))
+    expand = model.cfg.expand_id
 
     def logits_of(hidden_BTD):
         logits_BTV = model.logits(hidden_BTD)
-        return logits_BTV if expand < 0 else logits_BTV.at[..., expand].set(-jnp.inf)
+        if expand >= 0:
+            logits_BTV = logits_BTV.at[..., expand].set(-jnp.inf)
+        return logits_BTV
 
     return merge_views(logits_of, hidden_BKCD, token_BC, mask_BC, weights, chunk)
 
 
-# ---- advantages ----------------------------------------------------------------------------------------------------
-
-
-def completion_mask(token_BC, eos_id):
-    """True up to and including the first EOS; all True where there is none. NumPy or JAX arrays."""
-    ends_BC = token_BC == eos_id
-    return ends_BC.cumsum(-1) - ends_BC == 0
+# ---- advantages ----------------------------------------------------------------------------------
 
 
 class Advantages(typing.NamedTuple):
@@ -190,10 +192,8 @@ class Advantages(typing.NamedTuple):
 
     reward_B: np.ndarray  # weighted sum of the reward functions; an unknown one counts as 0
     advantage_B: np.ndarray
-    std_B: np.ndarray  # of its group, with N - 1
     counted_B: np.ndarray  # False: one of its rewards is not known
-    # all known rewards of its group are equal, so there is nothing to learn from it
-    constant_B: np.ndarray
+    constant_B: np.ndarray  # all known rewards of its group are equal: nothing to learn from it
 
 
 def group_advantages(reward_BF, weight_F, group):
@@ -204,26 +204,29 @@ def group_advantages(reward_BF, weight_F, group):
     completion that lacks a reward, as when the sandbox failed, has advantage 0 and is in no
     baseline; leave its tokens out of the loss (counted_B). Ref: RLOO, arXiv:2402.14740.
     """
-    reward_BF = np.array(reward_BF, np.float64).reshape(len(reward_BF), -1)
+    reward_BF = np.array(reward_BF, np.float64)
     counted_B = ~np.isnan(reward_BF).any(-1)
-    reward_B = (np.nan_to_num(reward_BF, nan=0.0) * np.asarray(weight_F, np.float64)).sum(-1)
+    known_BF = np.nan_to_num(reward_BF, nan=0.0)
+    reward_B = (known_BF * np.asarray(weight_F, np.float64)).sum(-1)
 
     # A row is a group. Masked entries, the unknown rewards, are in none of its statistics.
     reward_GN = np.ma.array(reward_B, mask=~counted_B).reshape(-1, group)
     n_G1 = reward_GN.count(-1)[:, None]
     others_G1 = np.maximum(n_G1 - 1, 1)
-    range_G1 = (reward_GN.max(-1) - reward_GN.min(-1)).filled(0)[:, None]
-    constant_G1 = (n_G1 < 2) | (range_G1 == 0)
+    range_G = (reward_GN.max(-1) - reward_GN.min(-1)).filled(0)
+    constant_G1 = (n_G1 < 2) | (range_G[:, None] == 0)
     difference_GN = (reward_GN - reward_GN.mean(-1, keepdims=True)).filled(0)
     # that from a rounded mean may not be 0
     difference_GN = np.where(constant_G1, 0.0, difference_GN)
-    std_G1 = np.sqrt((difference_GN**2).sum(-1, keepdims=True) / others_G1)
-    advantage_GN = difference_GN * n_G1 / others_G1
-    std_B, constant_B = (np.repeat(x_G1, group) for x_G1 in (std_G1, constant_G1))
-    return Advantages(reward_B, advantage_GN.reshape(-1), std_B, counted_B, constant_B)
+    return Advantages(
+        reward_B=reward_B,
+        advantage_B=(difference_GN * n_G1 / others_G1).reshape(-1),
+        counted_B=counted_B,
+        constant_B=np.repeat(constant_G1, group),
+    )
 
 
-# ---- loss ----------------------------------------------------------------------------------------------------------
+# ---- loss ----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,15 +239,14 @@ class Loss:
     limit: float = 20.0  # both logarithms are clipped to +- limit, where their gradients end
 
 
-def grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, loss=Loss()):
+def grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, form=Loss()):
     """(value, metrics): the mean of -min(r A, clip(r, 1 - low, 1 + high) A) + beta KL over the
-    counted tokens, float32.
+    counted tokens of the batch ("bnpo" in TRL), float32.
 
-    r = exp(score - old); old None stands for the score itself, so r = 1. KL = exp(d) - d - 1 with
-    d = ref - score; ref None leaves it out. What is not counted may have any value. Without a
-    counted token, value and metrics are 0. metrics: "kl", "clip_low" and "clip_high" (shares of
-    tokens without gradient at either side), "ratio_max", "tokens". The mean is over the tokens of
-    the batch ("bnpo" in TRL).
+    r = exp(score - old). KL = exp(d) - d - 1 with d = ref - score; ref None leaves it out. What is
+    not counted may have any value. Without a counted token, value and metrics are 0. metrics: "kl",
+    "clip_low" and "clip_high" (shares of tokens without gradient at either side), "ratio_max",
+    "tokens".
     Refs: PPO, arXiv:1707.06347, eq. 7; k3, http://joschu.net/blog/kl-approx.html.
     """
     counted_BC = counted_BC.astype(bool)
@@ -254,55 +256,54 @@ def grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, loss=Loss()):
         return jnp.where(counted_BC, x_BC, 0.0).sum() / jnp.maximum(tokens, 1)
 
     def logarithm(x_BC):
-        return jnp.clip(jnp.where(counted_BC, x_BC, 0.0), -loss.limit, loss.limit)
+        return jnp.clip(jnp.where(counted_BC, x_BC, 0.0), -form.limit, form.limit)
 
     # the clipped policy gradient
     score_BC = score_BC.astype(jnp.float32)
-    old_BC = jax.lax.stop_gradient(score_BC if old_BC is None else old_BC)
     advantage_B1 = jnp.asarray(advantage_B, jnp.float32)[:, None]
-    ratio_BC = jnp.exp(logarithm(score_BC - old_BC))
-    clipped_BC = jnp.clip(ratio_BC, 1 - loss.low, 1 + loss.high)
+    ratio_BC = jnp.exp(logarithm(score_BC - jax.lax.stop_gradient(old_BC)))
+    clipped_BC = jnp.clip(ratio_BC, 1 - form.low, 1 + form.high)
     loss_BC = -jnp.minimum(ratio_BC * advantage_B1, clipped_BC * advantage_B1)
 
     # the divergence from the reference model
     kl_BC = jnp.zeros_like(loss_BC)
-    if loss.beta and ref_BC is not None:
+    if form.beta and ref_BC is not None:
         log_BC = logarithm(ref_BC - score_BC)
         kl_BC = jnp.exp(log_BC) - log_BC - 1
-        loss_BC += loss.beta * kl_BC
+        loss_BC += form.beta * kl_BC
 
-    return (jnp.where(counted_BC, loss_BC, 0.0) / jnp.maximum(tokens, 1)).sum(), {
+    value = (jnp.where(counted_BC, loss_BC, 0.0) / jnp.maximum(tokens, 1)).sum()
+    return value, {
         "kl": mean(kl_BC),
-        "clip_low": mean((ratio_BC < 1 - loss.low) & (advantage_B1 < 0)),
-        "clip_high": mean((ratio_BC > 1 + loss.high) & (advantage_B1 > 0)),
+        "clip_low": mean((ratio_BC < 1 - form.low) & (advantage_B1 < 0)),
+        "clip_high": mean((ratio_BC > 1 + form.high) & (advantage_B1 > 0)),
         "ratio_max": jnp.where(counted_BC, ratio_BC, 0.0).max(),
         "tokens": tokens,
     }
 
 
-def micro_loss(model, batch, mask_id, loss=Loss(), chunk=1024, scores_of=coupled_scores):
-    """(value, metrics) of one micro-batch, to be differentiated: grpo_loss of scores_of, and the
-    mean entropy.
+def micro_loss(model, batch, mask_id, form=Loss(), chunk=1024):
+    """(value, metrics) of one micro-batch, to be differentiated: grpo_loss of coupled_scores, and
+    the mean entropy.
 
-    batch: what scores_of reads, advantage_B, counted_BC, old_BC, ref_BC if beta is not 0. With
+    batch: what coupled_scores reads, advantage_B, counted_BC, old_BC, ref_BC if beta is not 0. With
     batch["first"] no update followed old_BC, so that the score itself replaces it.
     """
-    score_BC, entropy_BC = scores_of(model, batch, mask_id, chunk)
-    old_BC = jnp.where(batch["first"], jax.lax.stop_gradient(score_BC), batch["old_BC"])
-    terms = old_BC, batch.get("ref_BC"), batch["advantage_B"], batch["counted_BC"]
-    value, metrics = grpo_loss(score_BC, *terms, loss)
-    entropy = jnp.where(batch["counted_BC"], entropy_BC, 0.0).sum() / jnp.maximum(
-        metrics["tokens"], 1
+    counted_BC = batch["counted_BC"]
+    score_BC, entropy_BC = coupled_scores(model, batch, mask_id, chunk)
+    old_BC = jnp.where(batch["first"], score_BC, batch["old_BC"])
+    value, metrics = grpo_loss(
+        score_BC, old_BC, batch.get("ref_BC"), batch["advantage_B"], counted_BC, form
     )
-    return value, metrics | {"entropy": entropy}
+    total = jnp.where(counted_BC, entropy_BC, 0.0).sum()
+    metrics["entropy"] = total / jnp.maximum(metrics["tokens"], 1)
+    return value, metrics
 
 
-# ---- updates -------------------------------------------------------------------------------------------------------
+# ---- updates -------------------------------------------------------------------------------------
 
 
-def make_programs(
-    graph, optimizer, mask_id, loss=Loss(), layouts=(None, None), scores_of=coupled_scores
-):
+def make_programs(graph, optimizer, mask_id, form=Loss(), layouts=(None, None)):
     """(scores, gradients, update), compiled once each; base is {} without LoRA.
 
     scores(trained, base, batch) -> [B, C]; gradients(trained, base, total, batch) -> (total + those
@@ -317,12 +318,12 @@ def make_programs(
     @jax.jit
     def scores(trained, base, batch):
         # whole on every device, so on every host
-        return md.shard(scores_of(policy(trained, base), batch, mask_id)[0])
+        return md.shard(coupled_scores(policy(trained, base), batch, mask_id)[0])
 
     @functools.partial(jax.jit, donate_argnums=2, out_shardings=(layouts[0], None))
     def gradients(trained, base, total, batch):
         def loss_of(trained):
-            return micro_loss(policy(trained, base), batch, mask_id, loss, scores_of=scores_of)
+            return micro_loss(policy(trained, base), batch, mask_id, form)
 
         (value, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(trained)
         return jax.tree.map(jnp.add, total, grads), {"loss": value} | metrics
@@ -332,9 +333,9 @@ def make_programs(
         grads = jax.tree.map(lambda g: g / count, total)
         norm = optax.tree.norm(grads)
         updates, new_opt = optimizer.update(grads, opt, trained)
-        new = optax.apply_updates(trained, updates), new_opt
+        new = optax.apply_updates(trained, updates)
         keep = functools.partial(jnp.where, jnp.isfinite(norm))
-        return *jax.tree.map(keep, new, (trained, opt)), norm
+        return jax.tree.map(keep, new, trained), jax.tree.map(keep, new_opt, opt), norm
 
     return scores, gradients, update
 
@@ -345,9 +346,8 @@ def learning_rate(peak, steps, warmup=1, floor=0.1):
 
     So the first update has rate 0, as in the reference (cosine_with_min_lr of Transformers).
     """
-    return optax.warmup_cosine_decay_schedule(
-        0.0, peak, warmup, max(steps, warmup + 1), floor * peak
-    )
+    steps = max(steps, warmup + 1)
+    return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps, floor * peak)
 
 
 def make_optimizer(rate, weight_decay=0.1, clip=0.2):
@@ -356,7 +356,10 @@ def make_optimizer(rate, weight_decay=0.1, clip=0.2):
     Only arrays of two or more axes decay: no norm and no bias. Keep the parameters in float32: at
     rate 1e-6 an update of bfloat16 weights is nearly always rounded away.
     """
-    decays = functools.partial(jax.tree.map, lambda x: x.ndim >= 2)
+
+    def decays(params):
+        return jax.tree.map(lambda x: x.ndim >= 2, params)
+
     adamw = optax.adamw(rate, 0.9, 0.99, 1e-8, weight_decay=weight_decay, mask=decays)
     return optax.chain(optax.clip_by_global_norm(clip), adamw)
 
@@ -369,9 +372,7 @@ def sync_reference(ref, params, mixup=0.6):
     return jax.tree.map(lambda r, p: ((1 - mixup) * r + mixup * p).astype(r.dtype), ref, params)
 
 
-# ---- several devices and hosts -------------------------------------------------------------------------------------
-
-
+@functools.partial(jax.jit, static_argnames=("mesh", "dtype"))
 def rollout_weights(params, mesh, dtype):
     """The weights on a mesh of (data, 1, tensor), matrices in dtype; None: as they are. A matrix
     that all devices share is gathered by two exchanges, between the groups of devices and within
@@ -379,33 +380,14 @@ def rollout_weights(params, mesh, dtype):
     """
 
     def move(x, last):
-        x = x.astype(dtype) if dtype and x.ndim > 1 else x
-        for axes in (("data", "tensor"), "tensor") if "fsdp" in last.spec else ():
-            spec = md.PS(*(axes if axis == "fsdp" else None for axis in last.spec))
-            x = jax.lax.with_sharding_constraint(
-                x, jax.NamedSharding(mesh, md.fit(spec, x.shape, mesh))
-            )
+        if dtype and x.ndim > 1:
+            x = x.astype(dtype)
+        if "fsdp" in last.spec:
+            for axes in (("data", "tensor"), "tensor"):
+                spec = [None] * len(last.spec)
+                spec[last.spec.index("fsdp")] = axes
+                layout = jax.NamedSharding(mesh, md.fit(md.PS(*spec), x.shape, mesh))
+                x = jax.lax.with_sharding_constraint(x, layout)
         return jax.lax.with_sharding_constraint(x, last)
 
     return jax.tree.map(move, params, md.shardings(mesh, params))
-
-
-def by_host_0(make, shape):
-    """make() as an array of this shape, of host 0, on all hosts: the others need no sandbox. All
-    raise its errors.
-    """
-    if not jax.distributed.is_initialized():
-        return np.array(make(), np.float64)
-    error, values = None, np.zeros(shape)
-    if jax.process_index() == 0:
-        try:
-            values = np.array(make(), np.float64)
-        except (
-            Exception
-        ) as problem:  # whatever a user's reward raises; the other hosts would wait for ever
-            error = problem
-    if multihost_utils.broadcast_one_to_all(np.array(error is not None)):
-        # waits for all hosts: the end of host 0 would end the others before they say why
-        jax.distributed.shutdown()
-        raise error or RuntimeError("host 0 could not run the programs; it says why")
-    return np.asarray(multihost_utils.broadcast_one_to_all(values), np.float64)

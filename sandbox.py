@@ -519,8 +519,7 @@ def run_program(runner, program, tests, options):
         try:
             outcome, value = verdict(test, row, given)
         except Exception:  # a value that cannot be made here is no value
-            outcome = "fail"
-            value = None
+            outcome, value = "fail", None
         verdicts.append(outcome)
         found.append(value)
     rate = verdicts.count("pass") / len(tests)

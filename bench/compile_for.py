@@ -1059,11 +1059,10 @@ class Grpo:
         model = dataclasses.replace(model, layers=self.layers or model.layers)
         devices = topology_devices(self.device)
         mesh = checkpoints.mesh_of(devices, (1, len(devices), 1))
-        cfg = coupled_grpo.Config(
-            preset="7b", lora_rank=self.lora_rank, **coupled_grpo.PRESETS["7b"]
+        flags = coupled_grpo.Config(
+            preset="7b", lora_rank=self.lora_rank, micro_batch=self.micro_batch
         )
-        cfg = dataclasses.replace(cfg, **coupled_grpo.batch_sizes(cfg, mesh.size))
-        cfg = dataclasses.replace(cfg, micro_batch=self.micro_batch or cfg.micro_batch)
+        cfg = coupled_grpo.settle(flags, mesh.size)
 
         def on_mesh(tree, dtype=None):
             def place(s, at):
@@ -1106,7 +1105,7 @@ class Grpo:
         graphs = coupled_grpo.graphs_of(
             model, jnp.dtype("bfloat16"), platform=platform(self.device)
         )
-        loss = grpo.Loss(cfg.beta, cfg.epsilon, cfg.epsilon_high)
+        loss = grpo.Loss(cfg.beta)
         scores, gradients, _ = grpo.make_programs(graphs[0], optimizer, model.mask_id, loss)
         beside_what = f" beside int{self.base_bits}" if self.base_bits else ""
         what = f"LoRA of rank {cfg.lora_rank}{beside_what}" if cfg.lora_rank else "all weights"

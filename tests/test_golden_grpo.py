@@ -15,10 +15,12 @@ import optax
 import pytest
 from conftest import cases_of
 
+import corpus
 import coupled_grpo
+import data_prep
 import diffusion
 import grpo
-import rl_tasks
+import model_dream
 import sandbox
 
 pytestmark = pytest.mark.golden
@@ -36,41 +38,28 @@ def both_masks(completion, u, ratio):
     return one, two & (u != ratio), two
 
 
+def canvases(golden_dir):
+    """(name, case, ids, completion, u, ratio) of the golden masks, a row of u for each of ids."""
+    for name, case in cases_of(golden_dir("grpo") / "forward_process.npz").items():
+        ids, u = case["batch"], case["random_matrix"]
+        u = np.tile(u, (len(ids) // len(u), 1))
+        completion = np.broadcast_to(~case["prompt_index"], ids.shape)
+        yield name, case, ids, completion, u, np.float32(case["mask_ratio"])
+
+
 def test_coupled_masks(golden_dir, library):
-    for case in cases_of(golden_dir("grpo") / "forward_process.npz").values():
-        batch, prompt, mask_id, u, ratio, tile = (
-            case[name]
-            for name in (
-                "batch",
-                "prompt_index",
-                "mask_id",
-                "random_matrix",
-                "mask_ratio",
-                "accumulate",
-            )
-        )
-        completion = np.broadcast_to(~prompt, batch.shape)
-        u = np.tile(u, (int(tile), 1)) if len(u) != len(batch) else u
-        ratio = np.float32(ratio)
+    for _, case, ids, completion, u, ratio in canvases(golden_dir):
         one, two, complement = library(both_masks, completion, u, ratio)
         np.testing.assert_array_equal(one, case["completion_mask"] & completion)
-        np.testing.assert_array_equal(np.where(one, mask_id, batch), case["noisy1"])
-        np.testing.assert_array_equal(np.where(two, mask_id, batch), case["noisy2"])
-        np.testing.assert_array_equal(
-            np.where(complement, mask_id, batch), case["noisy2_exact_complement"]
-        )
+        masks = {"noisy1": one, "noisy2": two, "noisy2_exact_complement": complement}
+        for key, mask in masks.items():
+            np.testing.assert_array_equal(np.where(mask, case["mask_id"], ids), case[key])
 
 
 def test_the_three_versions_of_a_canvas(golden_dir):
-    for name, case in cases_of(golden_dir("grpo") / "forward_process.npz").items():
-        batch, prompt, mask_id, u, ratio = (
-            case[key] for key in ("batch", "prompt_index", "mask_id", "random_matrix", "mask_ratio")
-        )
-        u = np.tile(u, (len(batch) // len(u), 1))
-        completion = jnp.asarray(np.broadcast_to(~prompt, batch.shape))
-        views, mask = grpo.coupled_views(
-            jnp.asarray(batch), completion, jnp.asarray(u), ratio, int(mask_id)
-        )
+    for name, case, ids, completion, u, ratio in canvases(golden_dir):
+        arrays = map(jnp.asarray, (ids, completion, u, np.reshape(ratio, (-1, 1))))
+        views, mask = grpo.coupled_views(*arrays, int(case["mask_id"]))
         want = np.stack([case[key] for key in ("noisy0", "noisy1", "noisy2_exact_complement")], 1)
         np.testing.assert_array_equal(views, want, err_msg=name)
         np.testing.assert_array_equal(mask, case["completion_mask"] & completion, err_msg=name)
@@ -97,29 +86,27 @@ def test_scores_of_logits(golden_dir):
 
 
 def loss_arguments(case):
-    low, high, beta = (float(case[name]) for name in ("epsilon_low", "epsilon_high", "beta"))
+    """([old, or None for the score itself, ref, advantages], (beta, low, high))."""
     old = None if case.get("num_iterations") == 1 else case["old_per_token_logps"]
-    return (old, case["ref_per_token_logps"], case["advantages"]), (low, high, beta)
+    numbers = (float(case[name]) for name in ("beta", "epsilon_low", "epsilon_high"))
+    return (old, case["ref_per_token_logps"], case["advantages"]), tuple(numbers)
 
 
 @functools.partial(jax.jit, static_argnames=("beta", "single"))
-def loss_in_three_forms(score, old, ref, advantage, counted, low, high, beta, single):
+def loss_in_three_forms(score, old, ref, advantage, counted, beta, low, high, single):
     """grpo_loss with its gradient, clipped at 20 and not at all, and the loss of each token
     alone.
     """
 
     def loss(score, counted, limit):
-        form = grpo.Loss(beta=beta, low=low, high=high, limit=limit)
-        return grpo.grpo_loss(score, None if single else old, ref, advantage, counted, form)
+        form = grpo.Loss(beta, low, high, limit)
+        return grpo.grpo_loss(score, score if single else old, ref, advantage, counted, form)
 
     gradient = jax.value_and_grad(loss, has_aux=True)
     one_hot = jnp.eye(score.size, dtype=bool).reshape(-1, *score.shape)
     per_token = jax.lax.map(lambda counted: loss(score, counted, math.inf)[0], one_hot)
-    return (
-        gradient(score, counted, 20.0),
-        gradient(score, counted, math.inf),
-        per_token.reshape(score.shape),
-    )
+    clipped, whole = (gradient(score, counted, limit) for limit in (20.0, math.inf))
+    return clipped, whole, per_token.reshape(score.shape)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # what is inf in float32
@@ -132,7 +119,7 @@ def test_loss_gradient_and_metrics(golden_dir):
         return np.pad(x, [(0, size - n) for n, size in zip(x.shape, largest, strict=False)])
 
     for name, case in cases.items():
-        (old, *arrays), (low, high, beta) = loss_arguments(case)
+        (old, *arrays), numbers = loss_arguments(case)
         here = tuple(slice(size) for size in case["per_token_logps"].shape)
         case = {
             key: np.float32(value) if value.dtype == np.float64 else value
@@ -141,7 +128,7 @@ def test_loss_gradient_and_metrics(golden_dir):
         score, counted = case["per_token_logps"], case["completion_mask"]
         inputs = [np.float32(x) for x in (score, score if old is None else old, *arrays)]
         inputs = [to_one_shape(x) for x in (*inputs, counted)]
-        *results, per_token = loss_in_three_forms(*inputs, low, high, beta=beta, single=old is None)
+        *results, per_token = loss_in_three_forms(*inputs, *numbers, single=old is None)
         clipped, parity = (((value, metrics), grad[here]) for (value, metrics), grad in results)
         close(per_token[here], case["per_token_loss64"], name)
         results = [parity, clipped]
@@ -164,27 +151,25 @@ def test_loss_gradient_and_metrics(golden_dir):
 def test_gradient_of_the_logits(golden_dir):
     for name, case in cases_of(golden_dir("grpo") / "loss_grad_logits.npz").items():
         C, V = case["logits"].shape[1:]
-        arrays, numbers = loss_arguments(case)
+        (old, *arrays), numbers = loss_arguments(case)
 
-        def loss(logits, case=case, arrays=arrays, numbers=numbers, C=C, V=V):
+        def loss(logits, case=case, old=old, arrays=arrays, numbers=numbers, C=C, V=V):
             hidden = logits.reshape(3, -1, C, V).swapaxes(0, 1)
-            weights, (low, high, beta) = (0.5, *case["weights"][1:] / 2), numbers
+            weights = (0.5, *case["weights"][1:] / 2)
             score, _ = grpo.merge_views(identity, hidden, case["index"], case["mask"], weights, 4)
-            form = grpo.Loss(beta=beta, low=low, high=high)
-            return grpo.grpo_loss(score, *arrays, case["completion_mask"], form)[0], score
+            inputs = (score if old is None else old, *arrays, case["completion_mask"])
+            return grpo.grpo_loss(score, *inputs, grpo.Loss(*numbers))[0], score
 
-        (value, score), grad = jax.jit(jax.value_and_grad(loss, has_aux=True))(
-            jnp.asarray(case["logits"])
-        )
+        gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))
+        (value, score), grad = gradient(jnp.asarray(case["logits"]))
         close(score, case["per_token_logps"], name)
         close(value, case["loss"], name)
         close(grad, case["dlogits"], name)
 
 
-@pytest.mark.parametrize("asarray", [np.asarray, jnp.asarray])
-def test_completion_mask(golden_dir, asarray):
+def test_completion_mask(golden_dir):
     for name, case in cases_of(golden_dir("grpo") / "completion_mask.npz").items():
-        mask = grpo.completion_mask(asarray(case["completion_ids"]), int(case["eos_id"]))
+        mask = coupled_grpo.completion_mask(case["completion_ids"], int(case["eos_id"]))
         np.testing.assert_array_equal(mask, case["completion_mask"] == 1, err_msg=name)
         np.testing.assert_array_equal(mask.sum(-1), case["lengths"], err_msg=name)
 
@@ -196,15 +181,10 @@ def missing_as_zero(rewards):
 
 def test_advantages(golden_dir):
     for name, case in cases_of(golden_dir("grpo") / "advantages.npz").items():
-        inputs = (
-            missing_as_zero(case["rewards_per_func"]),
-            case["reward_weights"],
-            int(case["num_generations"]),
-        )
-        plain = grpo.group_advantages(*inputs)
+        rewards, group = missing_as_zero(case["rewards_per_func"]), int(case["num_generations"])
+        plain = grpo.group_advantages(rewards, case["reward_weights"], group)
         close(plain.reward_B, case["rewards"], name)
         close(plain.advantage_B, case["advantages"], name)
-        close(plain.std_B, case["group_std"], name)
         assert plain.constant_B.mean() == case["zero_std_ratio"], name
 
 
@@ -225,16 +205,20 @@ def round_plan(accumulate, iterations):
         return trained, opt, 1.0
 
     trainer = types.SimpleNamespace(
-        gradients=gradients, update=update, trained={}, base={}, opt=None, updates=0
+        cfg=coupled_grpo.Config(
+            micro_batch=2, iterations=iterations, beta=0.0, group=B, reward_weights=(1.0,)
+        ),
+        gradients=gradients,
+        update=update,
+        to_devices=lambda batch, row_R, view: {"micro": row_R[0] // 2} | view,
+        mesh=types.SimpleNamespace(size=1),
+        trained={},
+        base={},
+        opt=None,
+        updates=0,
     )
-    trainer.cfg = coupled_grpo.Config(micro_batch=2, iterations=iterations, beta=0.0)
-    trainer.mesh = types.SimpleNamespace(size=1)
-    trainer.to_devices = lambda batch, row_R, scored: {"micro": row_R[0] // 2} | scored
-    advantages = grpo.group_advantages(np.arange(float(B)), [1.0], B)
-    batch = types.SimpleNamespace(counted_BC=np.ones((B, 3), bool))
-    coupled_grpo.Trainer.learn(
-        trainer, batch, [{"iteration": i} for i in range(iterations)], advantages
-    )
+    views = [{"iteration": i} for i in range(iterations)]
+    coupled_grpo.Trainer.learn(trainer, None, views, np.arange(float(B))[:, None])
     assert trainer.updates == iterations
     return plan
 
@@ -262,10 +246,8 @@ def test_learning_rate(golden_dir):
     for case in json.loads((golden_dir("grpo") / "schedule.json").read_text())["lr"]:
         steps, want = case["total_steps"], np.array(case["lr_at_step"])
         assert math.ceil(steps * case["warmup_ratio"]) == case["warmup_steps"]
-        rate = grpo.learning_rate(
-            case["learning_rate"], steps, case["warmup_steps"], case["min_lr_rate"]
-        )
-        got = rate(np.arange(len(want)))
+        settings = (case["warmup_steps"], case["min_lr_rate"])
+        got = grpo.learning_rate(case["learning_rate"], steps, *settings)(np.arange(len(want)))
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7 * case["learning_rate"])
 
 
@@ -273,12 +255,10 @@ def test_optimizer(golden_dir):
     for name, case in cases_of(golden_dir("grpo") / "optimizer.npz").items():
         names = sorted(key.removesuffix("_init") for key in case if key.endswith("_init"))
         params = {key: jnp.asarray(case[f"{key}_init"]) for key in names}
-        rate = grpo.learning_rate(
-            float(case["learning_rate"]), int(case["total_steps"]), int(case["warmup_steps"])
-        )
-        optimizer = grpo.make_optimizer(
-            rate, float(case["weight_decay"]), float(case["max_grad_norm"])
-        )
+        peak, steps, warmup = case["learning_rate"], case["total_steps"], case["warmup_steps"]
+        rate = grpo.learning_rate(float(peak), int(steps), int(warmup))
+        limits = float(case["weight_decay"]), float(case["max_grad_norm"])
+        optimizer = grpo.make_optimizer(rate, *limits)
         state, update = optimizer.init(params), jax.jit(optimizer.update)
         for step, lr in enumerate(case["lr"]):
             np.testing.assert_allclose(rate(step), lr, rtol=1e-5, atol=1e-12)
@@ -292,6 +272,8 @@ def test_optimizer(golden_dir):
 
 class Mixer:
     """The golden run's model: logits(ids) = tanh(mix @ emb[ids]) @ out."""
+
+    cfg = model_dream.DreamConfig  # its defaults
 
     def __init__(self, params):
         self.params = params
@@ -313,7 +295,8 @@ def programs(mask_id, epsilon, beta):
 
     @jax.jit
     def scores(params, tokens, u, ratio):
-        batch = {"token_BL": tokens, "see_BL": None, "u_BC": u, "ratio_B": ratio}
+        see = jnp.ones(tokens.shape, bool)
+        batch = {"token_BL": tokens, "see_BL": see, "u_BC": u, "ratio_B": ratio}
         return grpo.coupled_scores(Mixer(params), batch, mask_id, 8)[0]
 
     @jax.jit
@@ -342,19 +325,10 @@ def test_a_whole_run(golden_dir, variant):
 def check_run(everything, name, run, variant):
     names = ("emb", "mix", "out")
     want = everything[f"{name}.{variant}"]
-    A, n, micro, group, rounds = (
-        int(run[key])
-        for key in (
-            "gradient_accumulation_steps",
-            "num_iterations",
-            "micro_batch",
-            "num_generations",
-            "rounds",
-        )
-    )
-    mask_id, epsilon, beta, rate = (
-        run[key].item() for key in ("mask_id", "epsilon", "beta", "learning_rate")
-    )
+    sizes = "gradient_accumulation_steps num_iterations micro_batch num_generations rounds"
+    A, n, micro, group, rounds = (int(run[key]) for key in sizes.split())
+    numbers = ("mask_id", "epsilon", "beta", "learning_rate")
+    mask_id, epsilon, beta, rate = (run[key].item() for key in numbers)
     params = {key: jnp.asarray(run[key]) for key in names}
     ref = {key: jnp.asarray(run[f"ref_{key}"]) for key in names}
     plan = (reference_plan if variant == "reference_index" else round_plan)(A, n)
@@ -365,7 +339,7 @@ def check_run(everything, name, run, variant):
         data, cached = everything[f"{name}.round{r}"], everything[f"{name}.round{r}.{variant}"]
         tokens = jnp.asarray(np.concatenate([data["prompt_ids"], data["completion_ids"]], 1))
         C = data["completion_ids"].shape[1]
-        counted = grpo.completion_mask(data["completion_ids"], int(run["eos_id"]))
+        counted = coupled_grpo.completion_mask(data["completion_ids"], int(run["eos_id"]))
         np.testing.assert_array_equal(counted, data["completion_mask"] == 1)
         advantages = grpo.group_advantages(
             missing_as_zero(data["rewards_per_func"]), run["reward_weights"], group
@@ -406,20 +380,13 @@ def check_run(everything, name, run, variant):
                 close(grad0[key], want[f"grad0_{key}"], f"{name} first gradient of {key}")
             params = jax.tree.map(lambda p, g: p - rate * g, params, grads)
             updates += 1
+            where = f"{name} after update {updates}"
             for key in names:
-                close(
-                    params[key],
-                    want[f"step{updates}_{key}"],
-                    f"{name} {key} after update {updates}",
-                )
+                close(params[key], want[f"step{updates}_{key}"], f"{where}: {key}")
             if updates % int(run["ref_model_sync_steps"]) == 0:
                 ref = grpo.sync_reference(ref, params, float(run["ref_model_mixup_alpha"]))
                 for key in names:
-                    close(
-                        ref[key],
-                        want[f"ref_after{updates}_{key}"],
-                        f"{name} reference after {updates}",
-                    )
+                    close(ref[key], want[f"ref_after{updates}_{key}"], f"{where}: reference {key}")
     assert taken == len(want["losses"])
 
 
@@ -431,46 +398,37 @@ def prepared(rows, difficulty):
     """The tasks of a difficulty before anything is cleaned, and the ids of the rows they come
     from.
     """
-    kept = rl_tasks.choose(np.array([rl_tasks.pass_rates(row) for row in rows]), difficulty)
+    kept = corpus.choose(np.array([corpus.pass_rates(row) for row in rows]), difficulty)
     chosen = [row for row, keep in zip(rows, kept, strict=True) if keep]
-    return [task for row in chosen for task in rl_tasks.with_twin(row)], [
-        row["id"] for row in chosen
-    ]
+    tasks = [task for row in chosen for task in corpus.with_twin(row)]
+    return tasks, [row["id"] for row in chosen]
 
 
 def test_acecode(golden_dir):
     folder = golden_dir("grpo")
-    rows, want = (
-        read_lines(folder / "acecode_sample.jsonl"),
-        json.loads((folder / "acecode_expected.json").read_text()),
-    )
-    assert list(rl_tasks.COUNTED) == want["counted_models"]
-    close(
-        [rl_tasks.pass_rates(row) for row in rows],
-        np.stack([want["mean_acc"], want["std_acc"]], 1),
-        "",
-        1e-12,
-    )
-    for difficulty, ids in want["kept_ids"].items():
+    rows = read_lines(folder / "acecode_sample.jsonl")
+    want = json.loads((folder / "acecode_expected.json").read_text())
+    assert list(corpus.COUNTED) == want["counted_models"]
+    rates = np.stack([want["mean_acc"], want["std_acc"]], 1)
+    close([corpus.pass_rates(row) for row in rows], rates, "", 1e-12)
+    for difficulty in ("hard", "all"):
         tasks, kept = prepared(rows, difficulty)
-        assert kept == ids, difficulty
+        assert kept == want["kept_ids"][difficulty]
         assert len(tasks) == want[f"{difficulty}_rows_after_transform"]
         digest = hashlib.sha256("\0".join(task["question"] for task in tasks).encode()).hexdigest()
         assert digest == want[f"{difficulty}_sha256_of_questions"], difficulty
         assert all(list(task) == want["columns"] for task in tasks)
-        if (folder / f"acecode_expected_{difficulty}.jsonl").exists():
-            assert tasks == read_lines(folder / f"acecode_expected_{difficulty}.jsonl"), difficulty
+        assert tasks == read_lines(folder / f"acecode_expected_{difficulty}.jsonl"), difficulty
     for task, (system, user) in zip(prepared(rows, "hard")[0], want["hard_prompts"], strict=True):
-        for script in (coupled_grpo, rl_tasks):
-            assert system == {"role": "system", "content": script.SYSTEM}
-            assert user == {"role": "user", "content": script.question_of(task)}
+        assert system == {"role": "system", "content": coupled_grpo.SYSTEM}
+        assert user["content"] == coupled_grpo.question_of(task) == corpus.question_of(task)
 
 
 @pytest.mark.parametrize("difficulty", ["hard", "all"])
 def test_acecode_from_the_command(golden_dir, tmp_path, difficulty):
     sample = golden_dir("grpo") / "acecode_sample.jsonl"
     settings = {"roots": (str(sample),), "out": str(tmp_path / "out"), "heldout": 0.0}
-    rl_tasks.main(rl_tasks.Config(**settings, difficulty=difficulty))
+    data_prep.main(data_prep.AceCode(**settings, difficulty=difficulty))
     want = read_lines(golden_dir("grpo") / f"acecode_expected_{difficulty}.jsonl")
     # nothing in the sample needs cleaning
     assert read_lines(tmp_path / "out" / "train.jsonl") == want
