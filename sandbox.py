@@ -519,7 +519,8 @@ def run_program(runner, program, tests, options):
         try:
             outcome, value = verdict(test, row, given)
         except Exception:  # a value that cannot be made here is no value
-            outcome, value = "fail", None
+            outcome = "fail"
+            value = None
         verdicts.append(outcome)
         found.append(value)
     rate = verdicts.count("pass") / len(tests)

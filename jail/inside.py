@@ -2,8 +2,8 @@
 
 What it does not stop: a program sees the template's addresses, the seed of hash() and how many
 tests have run, may take record locks on Python's own files, and without namespaces finds out
-whether a path exists. It does not decide by what a program says: a test that executes, unpickles,
-imports or formats what a program wrote can be made to pass.
+whether a path exists. A test that executes, unpickles, imports or formats what a program wrote can
+be made to pass.
 
 sandbox.py starts an interpreter for each of its workers, the template, which executes the texts of
 boot.py, wire.py and this file: the standard library alone. For every test it forks run_judge() and
@@ -53,7 +53,8 @@ def enter_namespaces(libc, scratch, readable):
     The new root holds `readable`, read-only, and the folder /.sandbox. The caller exits with the
     status of process 1.
     """
-    uid, gid = os.getuid(), os.getgid()
+    uid = os.getuid()
+    gid = os.getgid()
     # CLONE_NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET: nothing is shared with the machine
     check(
         libc.unshare(0x20000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000),
@@ -71,7 +72,8 @@ def enter_namespaces(libc, scratch, readable):
             file.write(text)
     # The next child is process 1 of the new namespace: when it ends, the kernel kills all others in
     # it.
-    parent, first = os.pidfd_open(os.getpid()), os.fork()
+    parent = os.pidfd_open(os.getpid())
+    first = os.fork()
     if first:
         os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) & 0xFF)
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: end when the parent is killed
@@ -128,8 +130,11 @@ def file_rules(libc, job, writable):
     abi = job["landlock"]
     # all that this kernel knows: what no rule allows is refused
     rights = 0xFFFF if abi >= 5 else 0x7FFF
-    # files; since 4 also TCP, since 6 abstract sockets and signals
-    size = 8 if abi < 4 else 16 if abi < 6 else 24
+    size = 8  # files
+    if abi >= 4:
+        size = 16  # TCP
+    if abi >= 6:
+        size = 24  # abstract sockets and signals
     ruleset = check(libc.syscall(444, struct.pack("3Q", rights, 3, 3)[:size], size, 0), "landlock")
     for path in [*job["readable"], writable]:
         # write and read a file; execute, read a file, list a folder
@@ -185,7 +190,8 @@ ARGUMENT = {
 }
 MORE = {"socketpair": (53, 199), "clone": (56, 220)}
 MACHINES = {"x86_64": (0, 0xC000003E, 126), "aarch64": (1, 0xC00000B7, 91)}  # column, audit, capset
-ENOSYS, ALLOW = 0x50026, 0x7FFF0000
+ENOSYS = 0x50026
+ALLOW = 0x7FFF0000
 
 
 def call_filter(machine, threads, namespaces):
@@ -288,7 +294,9 @@ def run_program(libc, job, test, read, pipe):
     what the program prints (mode stdin); "!" and why, or "m" for memory, where it cannot be run.
     """
     # before the program can replace them
-    write, leave, clock = os.write, os._exit, time.process_time
+    write = os.write
+    leave = os._exit
+    clock = time.process_time
     request = receive(job["texts"])
     os.close(job["texts"])
     if test["mode"] == "stdin":
@@ -399,7 +407,8 @@ def names_set(tree):
     """The names that a test gives a value before it reads them, by import, =, for, with: they are
     not the program's.
     """
-    found, loaded = set(), set()
+    found = set()
+    loaded = set()
     for statement in tree.body:
         nodes = [*ast.walk(statement)]
         for node in nodes:
@@ -430,7 +439,8 @@ def run_test(text, peer, main):
         # for the report
         last.test.left = ast.NamedExpr(ast.Name("_got", ast.Store()), last.test.left)
     code = compile(ast.fix_missing_locations(tree), "<test>", "exec")
-    used, its = sorted(names_of(code)), names_set(tree)
+    used = sorted(names_of(code))
+    its = names_set(tree)
     peer.stops = "StopIteration" in used
     # In plain Python what a test imports is there for the program, too.
     imports = [
@@ -485,7 +495,8 @@ def run_calls(request, peer, main, write):
     main.data = unwire(request["data"])
     for i, form in enumerate(request["inputs"]):
         value, seconds = peer.ask("timed", function, *unwire(form))
-        line, seconds = wire(value, opaque), max(0.0, float.__float__(seconds))
+        line = wire(value, opaque)
+        seconds = max(0.0, float.__float__(seconds))
         if request["check"] and not main.right(i, unwire(form), unwire(line)):
             return False
         write(b"\n" if request["check"] else json.dumps([line, seconds]).encode() + b"\n")
@@ -526,7 +537,8 @@ def judge(request, test, read, ask, give):
         give(os.read(read, 4096))
         return
     loaded = os.read(read, 1)
-    verdict, got = "memory" if loaded == b"m" else "fail", None
+    verdict = "memory" if loaded == b"m" else "fail"
+    got = None
     if loaded == b"!":
         got = os.read(read, 400).decode("utf-8", "replace")
     main = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -629,24 +641,33 @@ def follow_test(job, test, pids, out, ends):
     """
     if len(job["buffer"]) < test["cap"] + 65536:
         job["buffer"] = memory_of_ours(test["cap"] + 65536)
-    buffer, size, counted, lines = job["buffer"], 0, 0, 0
-    watched, ended, next_look = [out, ends], False, 0.0
-    deadline, earlier_s = (
-        time.monotonic() + min(3 * job["timeout_s"], test["left_s"]),
-        processor_s(pids),
-    )
+    buffer = job["buffer"]
+    size = 0
+    counted = 0
+    lines = 0
+    watched = [out, ends]
+    ended = False
+    next_look = 0.0
+    deadline = time.monotonic() + min(3 * job["timeout_s"], test["left_s"])
+    earlier_s = processor_s(pids)
     # processor seconds of every call; other tests are one call
     limits = [*test["limits"], job["timeout_s"]]
     # the call that runs now, and both clocks when it began
-    call, call_cpu_s, call_begun = -1, 0.0, 0.0
+    call = -1
+    call_cpu_s = 0.0
+    call_begun = 0.0
     # what is not read before "+" the next process would read
     while (now := time.monotonic()) < deadline or not size:
         if now > next_look:
-            next_look, cpu_s = now + 0.1, processor_s(pids) - earlier_s
+            next_look = now + 0.1
+            cpu_s = processor_s(pids) - earlier_s
             while len(limits) > 1 and (end := buffer.find(b"\n", counted, size)) >= 0:
-                counted, lines = end + 1, lines + 1
+                counted = end + 1
+                lines += 1
             if (number := min(lines, len(limits) - 1)) != call:
-                call, call_cpu_s, call_begun = number, cpu_s if number else 0.0, now
+                call = number
+                call_cpu_s = cpu_s if number else 0.0
+                call_begun = now
             if size and (
                 cpu_s > limits[-1] or max(cpu_s - call_cpu_s, (now - call_begun) / 3) > limits[call]
             ):
@@ -757,7 +778,8 @@ def run_confined(libc, job, test, judge):
     pids = [judge.pid, spawn([*job["kept"], *pipes], run_program, libc, job, test, *pipes)]
     for file in pipes:
         os.close(file)
-    goes_on, earlier_s = False, processor_s(pids)
+    goes_on = False
+    earlier_s = processor_s(pids)
     try:
         outcome, size = follow_test(job, test, pids, judge.out, judge.ends)
         cpu_s = processor_s(pids) - earlier_s
@@ -805,7 +827,8 @@ def launch():
     job["texts"] = os.dup(0)
     # The report goes to a copy of standard output that no test inherits; what programs print goes
     # nowhere.
-    report, null = os.dup(1), os.open(os.devnull, os.O_RDWR)
+    report = os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
     signal.signal(signal.SIGTERM, orphaned)
@@ -817,7 +840,8 @@ def launch():
 
     # Ask the kernel what it offers. Namespaces were tried before, by layers(), in a launcher
     # without tests.
-    landlock, machine = libc.syscall(444, None, 0, 1), os.uname().machine
+    landlock = libc.syscall(444, None, 0, 1)
+    machine = os.uname().machine
     job["landlock"] = landlock if landlock >= 3 else 0  # older versions let files be truncated
     refused = libc.prctl(22, 2, None, 0, 0) == -1 and ctypes.get_errno()
     # EFAULT: known, only there was no filter
@@ -860,7 +884,8 @@ def launch():
         if base:
             os.mkdir(base, 0o700)
             os.mkdir(folder, 0o700)
-        job["kept"], judge = [job["texts"]], None  # files that a test process begins with
+        job["kept"] = [job["texts"]]  # files that a test process begins with
+        judge = None
         # a rule for what is above the folder's file system, where nothing can be written
         if job["landlock"]:
             job["ruleset"] = file_rules(libc, job, folder if base else "/.sandbox")

@@ -386,13 +386,14 @@ class Peer:
         self.lines = open(read, "rb")
         self.pipe = open(write, "wb")
         self.permits = permits
-        # our objects that the other end knows, and their numbers by id
-        self.held, self.numbers = [], {}
-        self.remotes, self.errors = {}, {}  # its objects by number, its exception classes by name
+        self.held = []  # our objects that the other end knows
+        self.numbers = {}  # their numbers, by id
+        self.remotes = {}  # its objects by number
+        self.errors = {}  # its exception classes by name
         self.changes = 0  # how often the other end was asked for what may change its objects
-        # containers at both ends, with what they held; their numbers by id, below 0 for its own;
-        # how many are ours
-        self.shared, self.ids, self.count = {}, {}, 0
+        self.shared = {}  # containers at both ends, with what they held
+        self.ids = {}  # their numbers, by id; below 0 for its own
+        self.count = 0  # how many are ours
         self.stops = False  # whether the test names StopIteration
 
     # What travels.
@@ -400,7 +401,8 @@ class Peer:
         """For wire(): the number of a container, and whether the other end does not have it yet."""
         if new := id(value) not in self.ids:
             self.count += 1
-            self.ids[id(value)], self.shared[self.count] = self.count, [value, None]
+            self.ids[id(value)] = self.count
+            self.shared[self.count] = [value, None]
         return self.ids[id(value)], new
 
     def form(self, value):
@@ -435,7 +437,8 @@ class Peer:
             number = -content[0]
             if len(content) > 1:
                 value = unwire(content[1], self.resolve)
-                self.shared[number], self.ids[id(value)] = [value, None], number
+                self.shared[number] = [value, None]
+                self.ids[id(value)] = number
             return self.shared[number][0]
         if tag == "mine":
             return self.held[content]
@@ -501,7 +504,8 @@ class Peer:
     def error_of(self, family, args, attributes, text):
         """An exception like that of form_of_error()."""
         name, parents = family
-        kind, args = self.error(name, parents), unwire(args, self.resolve)
+        kind = self.error(name, parents)
+        args = unwire(args, self.resolve)
         try:
             error = kind(*args)
         except Exception:  # a class of the program that wants other arguments
@@ -518,9 +522,11 @@ class Peer:
         """Send a message, and with it what has changed since the last one in containers that both
         ends have.
         """
-        changed, waiting = [], [*self.shared]
+        changed = []
+        waiting = [*self.shared]
         while waiting:
-            entry, known = self.shared[number := waiting.pop()], self.count
+            entry = self.shared[number := waiting.pop()]
+            known = self.count
             if entry[1] is None or not same(entry[1], state(entry[0])):
                 if entry[1] is not None:
                     changed.append([number, contents(entry[0], self.refer, self.share)])
@@ -544,7 +550,8 @@ class Peer:
     def update(self, changed, forgotten):
         """Change our containers as those at the other end, and drop those that it dropped."""
         for number, form in changed:
-            value, new = self.shared[-number][0], unwire(form, self.resolve)
+            value = self.shared[-number][0]
+            new = unwire(form, self.resolve)
             if type(value) in (list, bytearray):
                 value[:] = new
             elif hasattr(value, "dtype"):

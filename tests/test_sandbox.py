@@ -35,7 +35,7 @@ from jail import inside, wire
 ROOT = Path(__file__).resolve().parent.parent
 VALUE = ["assert f(1) == 2", "assert f(5) == 6"]
 BY_LOOP = ["for y in [2]:\n    assert f(1) == y", "for y in [6]:\n    assert f(5) == y"]
-FAIL, PASS = ["fail"] * 2, ["pass"] * 2
+PASS = ["pass"] * 2
 GOOD = "def f(x):\n    return x + 1\n"
 HEADER = re.compile(r"# (must|without namespaces|hole|options|with|value of): ?(.*)\n")
 
