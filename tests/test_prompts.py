@@ -1,14 +1,18 @@
 """Prompts as canvases and in chat templates; files of prompts; examples as tests of the sandbox."""
 
+import dataclasses
 import gzip
 import json
 import re
+import sys
 
 import pytest
 from conftest import ROOT
 from test_generate import new_tokenizer
 
 import data_prep
+import generate
+import generate_dream
 import prompts
 import runs
 
@@ -105,6 +109,16 @@ def test_a_folder_of_another_family_is_told_with_its_command(tmp_path, config, f
         with pytest.raises(ValueError, match="holds") as error:
             prompts.check_family(tmp_path, expected)
         assert str(error.value) == f"{tmp_path} holds {family}{tmp_path}"
+
+
+@pytest.mark.parametrize("script", [generate, generate_dream])
+def test_a_flag_that_moved_says_where(script, capfd, monkeypatch):
+    assert not {*script.MOVED} & {field.name for field in dataclasses.fields(script.Config)}
+    monkeypatch.setattr("os._exit", sys.exit)
+    monkeypatch.setattr("sys.argv", ["x.py", "--repair=3"])
+    with pytest.raises(SystemExit):
+        runs.command(script.main, script.Config, "", moved=script.MOVED)
+    assert capfd.readouterr().err == "--repair is gone: python extra/repair.py\n"
 
 
 def test_a_file_of_prompts_is_checked_while_it_is_read(tmp_path):
