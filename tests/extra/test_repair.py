@@ -14,6 +14,7 @@ from conftest import ROOT, refused_by
 from flax import nnx
 
 import checkpoints
+import generate_dream
 import infill
 import model_dream
 import runs
@@ -123,20 +124,27 @@ def test_a_function_that_passes_before_the_text_was_cut_off_is_left_alone():
     assert repair.draft_of(row, PROMPT + broken, TESTS).body == broken
 
 
-def test_the_command_repairs_what_it_generates_and_refuses_what_it_cannot(tmp_path, capsys):
-    prompt = 'def g(xs):\n    """Return the largest even number in a list.\n\n    >>> g([1, 4, 7])'
-    line = json.dumps({"prompt": prompt + '\n    4\n    """\n'})
-    wrong = json.dumps({"prompt": PROMPT.replace("    3\n", "    'no'\n")})
-    (tmp_path / "prompts.jsonl").write_text(f"{line}\n{wrong}\n")
-    file = str(tmp_path / "prompts.jsonl")
-    cfg = repair.Config(ckpt=str(DREAM), file=file, json=True, rounds=2, max_new=64)
+def test_the_command_repairs_what_was_generated_and_refuses_what_it_cannot(
+    tmp_path, capsys, monkeypatch
+):
+    body = "    return max(xs)\n"
+    wrong = PROMPT.replace("    3\n", "    'no'\n")
+    completions = []
+    for prompt in (PROMPT, wrong):
+        row = {"prompt": prompt, "completion": body, "suffix": "", "text": prompt + body}
+        completions.append((row, prompt + body))
+    monkeypatch.setattr(generate_dream.Dream, "complete", lambda dream, requests: completions)
+    lines = [json.dumps({"prompt": prompt}) for prompt in (PROMPT, wrong)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    settings = {"file": str(tmp_path / "prompts.jsonl"), "json": True, "rounds": 2}
+    settings |= {"temperature": 0.0, "threshold": 0.9, "compile_cache": "", "devices": 1}
     with pytest.raises(ValueError, match="no completion passes all examples of 1 of 2 prompts"):
-        repair.main(cfg)
+        repair.main(repair.Config(ckpt=str(DREAM), **settings))
     out, err = capsys.readouterr()
-    rows = [json.loads(line) for line in out.splitlines()]
-    assert rows[0]["passed"]
-    assert len(rows[1]["repair"]) == 2
-    assert "repair 2: " in err
+    right, failed = [json.loads(line) for line in out.splitlines()]
+    assert (right["passed"], right["completion"]) == (True, "    return sum(xs)\n")
+    assert len(failed["repair"]) == 2
+    assert "repair 1: 'max(xs)' -> 'sum(xs)': 1 of 1 examples pass" in err
     assert "give --prompt or --file" in refused_by(repair)
     assert "what is repaired is plain text" in refused_by(repair, "--prompt=x", "--chat=on")
     assert "no >>> examples" in refused_by(repair, "--prompt=x", f"--ckpt={DREAM}")
