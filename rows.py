@@ -50,6 +50,7 @@ class Rows:
                 path, "splits", "seq_len", "tokenizer_sha256", "vocab_size", "vocab_padded"
             )
             self.shards = self.meta["splits"][split]["shards"]
+            self.tokens = self.meta["splits"][split]["tokens"]
             # first row number of each shard
             self.first = np.cumsum([0] + [shard["rows"] for shard in self.shards])
         except (ValueError, KeyError, TypeError):
