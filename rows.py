@@ -1,17 +1,15 @@
-"""Token rows, as the trainers read them from a folder that data_prep.py wrote.
+"""Token rows, as the trainers read them from a folder of data_prep.py. Reads the disk.
 
     train, heldout, tokenizer_json = open_data("data/mine")
     token_BL, segment_BL, position_BL = train.batch(seed=0, step=7, size=16)
 
 Packed rows (PythonCoder, Dream) hold documents one after the other, each ended by EOS. Padded rows
 (MDLM) hold one document each: BOS, tokens, EOS, PAD. Rows of pairs hold whole pairs of prompt and
-response and have a fourth column,
-fixed: 1 where a token belongs to no response, 2 where the input is always MASK (see
-data_prep.edit).
+response, and have a fourth column, fixed: 1 where a token belongs to no response.
 
 A folder holds train/00000.parquet, heldout/00000.parquet, ... (COLUMNS: int32 lists of seq_len),
 tokenizer.json, and meta.json, which lists the shards with their rows and SHA-256 and is written
-last.
+last. This file makes no rows: data_prep.py does.
 
 Axes: R rows, L row length, V vocabulary.
 """
@@ -81,19 +79,19 @@ class Rows:
         data = path.read_bytes()
         if hashlib.sha256(data).hexdigest() != self.shards[i]["sha256"]:
             raise ValueError(
-                f"{path} is corrupted (its SHA-256 is another); delete it and run data_prep.py again"
+                f"{path} is corrupted (its SHA-256 is another); "
+                "delete it and run data_prep.py again"
             )
         table = pq.read_table(pa.BufferReader(data), columns=self.columns)
         columns = [table[name].combine_chunks() for name in self.columns]
-        stacked = np.stack(
-            [column.values.to_numpy().reshape(len(column), -1) for column in columns],
-            dtype=np.int32,
-        )
-        if not 0 <= stacked[0].min() <= stacked[0].max() < self.meta["vocab_size"]:
+        flat = [column.values.to_numpy().reshape(len(column), -1) for column in columns]
+        shard = np.stack(flat, dtype=np.int32)
+        largest = shard[0].max()
+        if shard[0].min() < 0 or largest >= self.meta["vocab_size"]:
             raise ValueError(
-                f"{path} holds ids that its tokenizer has not, up to {stacked[0].max()}; write it again"
+                f"{path} holds ids that its tokenizer has not, up to {largest}; write it again"
             )
-        return stacked
+        return shard
 
     def read(self, row_ids):
         """int32 [columns, ..., L] for an array of row numbers; -1 gives a row of zeros."""
@@ -135,22 +133,34 @@ def open_data(folder, seq_len=0):
     """(training Rows, held-out Rows, content of tokenizer.json) of a folder; seq_len 0 takes rows
     of any length.
     """
-    train, heldout = Rows(folder, "train"), Rows(folder, "heldout")
+    train = Rows(folder, "train")
     path = train.folder / "tokenizer.json"
-    if (
-        not path.exists()
-        or hashlib.sha256(content := path.read_bytes()).hexdigest()
-        != train.meta["tokenizer_sha256"]
-    ):
+    content = path.read_bytes() if path.exists() else b""
+    if hashlib.sha256(content).hexdigest() != train.meta["tokenizer_sha256"]:
         raise ValueError(
             f"{path} is missing, or not the one that made the shards; prepare the data again"
         )
-    if seq_len and train.meta["seq_len"] != seq_len:
-        advice = f"prepare it again with data_prep.py --seq_len={seq_len} and another --out"
+    found = train.meta["seq_len"]
+    if seq_len not in (0, found):
         raise ValueError(
-            f"{folder} has rows of {train.meta['seq_len']} tokens, the run wants {seq_len}; {advice}"
+            f"{folder} has rows of {found} tokens, the run wants {seq_len}; "
+            f"prepare it again with data_prep.py --seq_len={seq_len} and another --out"
         )
-    return train, heldout, content
+    return train, Rows(folder, "heldout"), content
+
+
+def standard_library(cfg, seq_len, name, *flags):
+    """open_data() of the standard library of the running Python, which is prepared first."""
+    if cfg.hosts:
+        raise ValueError(
+            "several hosts need the same data: write it with data_prep.py and pass --data"
+        )
+    folder = f"data/python-{seq_len}-{name}"
+    if not runs.as_path(f"{folder}/meta.json").exists():
+        print(f"no --data: preparing the Python standard library in {folder}", flush=True)
+        flags = (f"--out={folder}", f"--seq_len={seq_len}", *flags)
+        runs.script("data_prep.py", "python", *flags)
+    return open_data(folder, seq_len)
 
 
 def held_out(folder, data=""):
@@ -164,11 +174,13 @@ def held_out(folder, data=""):
         raise ValueError(
             f"{folder}/config.json does not say what the model was trained on; pass --data"
         )
-    heldout, tokenizer = Rows(data, "heldout"), runs.read_tokenizer(folder)
+    heldout = Rows(data, "heldout")
+    tokenizer = runs.read_tokenizer(folder)
     # The model's tokenizer may have one token more, MASK.
     if not runs.read_tokenizer(data).get_vocab().items() <= tokenizer.get_vocab().items():
         raise ValueError(
-            f"{data} was written with another tokenizer than that of {folder}; pass --data of its own"
+            f"{data} was written with another tokenizer than that of {folder}; "
+            "pass --data of its own"
         )
     if not heldout.total:
         raise ValueError(f"{data} holds no held-out rows; write it again with a larger --heldout")
@@ -193,10 +205,7 @@ def token_bytes(tokenizer, vocab):
     """Bytes of each token of a byte-level BPE, float32 [V]: one for each character; a special token
     has none.
     """
-    special = {
-        id
-        for id, token in tokenizer.get_added_tokens_decoder().items()
-        if token.content.strip(" \n\t")
-    }
+    added = tokenizer.get_added_tokens_decoder().items()
+    special = {id for id, token in added if token.content.strip(" \n\t")}
     names = {id: name for name, id in tokenizer.get_vocab().items() if id not in special}
     return np.array([len(names.get(id, "")) for id in range(vocab)], np.float32)

@@ -26,7 +26,6 @@ import lzma
 import math
 import time
 import typing
-from pathlib import Path
 from typing import Literal
 
 import jax
@@ -40,7 +39,7 @@ from jax import NamedSharding, P
 import checkpoints
 import model_pythoncoder as pc
 import runs
-from rows import held_out, open_data, prefetch, token_bytes
+from rows import held_out, open_data, prefetch, standard_library, token_bytes
 from runs import Count, Natural, NonNegative, Positive
 
 
@@ -119,17 +118,18 @@ def settle(cfg, devices, data=None, memory=None):
     memory = memory or checkpoints.device_memory_gib(device)
     on_cpu = memory is None
     sharing = devices[: cfg.fsdp * cfg.tensor or None]  # one copy of the weights
-    if not cfg.model:
-        cfg = dataclasses.replace(cfg, model=largest_model(cfg, sharing, memory, data))
+    seen = cfg.epochs * data.tokens if data else math.inf
+    name = cfg.model or largest_model(sharing, memory, seen)
+    cfg = dataclasses.replace(cfg, model=name)
     model = architecture(cfg, data)
     params = pc.count_params(model)["total"]
     small = params < 1e8
-    seq_len = cfg.seq_len or min(model.positions, 2048)
-    if data:
-        seq_len = data.meta["seq_len"]
     copies = max(1, len(devices) // cfg.tensor)
-    fitting = most_rows(cfg.model, sharing, memory)
-    batch, micro = batch_sizes(cfg, seq_len, copies, on_cpu, data, fitting)
+    tokens = 4096
+    if not on_cpu:  # short runs take smaller steps: two thousand of them rather than sixty
+        tokens = 2 ** int(math.log2(np.clip(seen / 2000, 8192, 131_072)))
+    most = rows_at_a_time(name, model.positions, most_rows(name, sharing, memory))
+    batch, micro = batch_sizes(cfg, tokens // model.positions, copies, most)
 
     # Length: whole epochs, unless --steps says otherwise. Evaluations divide an epoch evenly, so
     # that its end is one of them.
@@ -137,12 +137,16 @@ def settle(cfg, devices, data=None, memory=None):
     eval_every = cfg.eval_every
     if data:
         if len(data.columns) > 3:
-            advice = "for train_dream.py: PythonCoder would learn prompts too"
-            raise ValueError(f"{data.folder} holds pairs, {advice}")
+            raise ValueError(
+                f"{data.folder} holds pairs, "
+                "for train_dream.py: PythonCoder would learn prompts too"
+            )
         epoch = data.total // batch
         if not epoch:
-            has = f"{data.folder} has {data.total} training rows, a step takes {batch}"
-            raise ValueError(f"{has}; lower --batch_size or add data")
+            raise ValueError(
+                f"{data.folder} has {data.total} training rows, a step takes {batch}; "
+                "lower --batch_size or add data"
+            )
         steps = steps or max(1, round(cfg.epochs * epoch))
         evaluations = max(1, round(epoch / min(1000, max(50, steps // 10))))
         eval_every = eval_every or math.ceil(epoch / evaluations)
@@ -154,7 +158,7 @@ def settle(cfg, devices, data=None, memory=None):
         dropout = 0.0 if small else 0.1
     cfg = dataclasses.replace(
         cfg,
-        seq_len=seq_len,
+        seq_len=model.positions,
         batch_size=batch,
         micro_batch=micro,
         steps=steps,
@@ -190,26 +194,23 @@ def main(cfg):
     exact_products(cfg.dtype)
     describe(cfg, model, mesh, data)
 
-    # Moments: bfloat16 mu saves 2 GiB of 23 at 1.08 B and costs nothing measurable; nu stays
-    # float32.
-    optimizer = make_optimizer(mu_dtype=compute.dtype, muon=cfg.optimizer == "muon")
+    optimizer = make_optimizer(compute.dtype, muon=cfg.optimizer == "muon")
     shapes = checkpoints.state_shapes(pc, model, optimizer, mesh)
     needed = checkpoints.bytes_on_a_device((shapes, shapes["params"]))  # with gradients
     checkpoints.check_memory(mesh, needed, {})
     with runs.Folder(cfg, rank=jax.process_index(), hosts=jax.process_count()) as folder:
-        about = checkpoint_meta(folder, cfg, model, data)
-        store = checkpoints.Checkpoints(folder.out, KEEP)
-        state, first, skipped = first_state(store, about, cfg, model, optimizer, shapes)
-        config = about | {"train": about["train"] | asked, "data": str(data.folder)}
-        ends = {"generation_config.json": {"eos_token_id": data.meta["eos_id"]}}
-        folder.begin(first, config, checkpoints.companions(data.folder) | ends)
-
-        train_step = compiled_step(cfg, pc.graph_of(model, compute), optimizer, shapes, mesh)
+        store, about, state, first, skipped = begin(
+            folder, cfg, asked, model, data, optimizer, shapes
+        )
+        if first < cfg.steps:
+            print("compiling the train step", flush=True)
+            graph = pc.graph_of(model, compute)
+            train_step = lower_step(cfg, graph, optimizer, shapes, mesh).compile()
         plain = pc.graph_of(model, dataclasses.replace(compute, remat="none", dropout=0.0))
         epoch = max(data.total // cfg.batch_size, cfg.eval_every)
         in_a_row = 0  # steps without a finite gradient
         meter = Meter(cfg, model, mesh, first)
-        saved = time.monotonic()
+        saved_at = time.monotonic()
         load = functools.partial(load_batch, data, cfg, mesh)
         for step, batch, waited_s in prefetch(load, first, cfg.steps):
             # One program: gradients of all micro-batches, clipping, update. The new state takes
@@ -229,14 +230,16 @@ def main(cfg):
                 skipped += 1
             if in_a_row == 5:
                 store.close()  # with a checkpoint that is being written
-                advice = f"lower --lr, then --resume={cfg.out}"
-                raise RuntimeError(f"no finite gradient in five steps up to {done}; {advice}")
+                raise RuntimeError(
+                    f"no finite gradient in five steps up to {done}; "
+                    f"lower --lr, then --resume={cfg.out}"
+                )
 
             # The clocks of hosts differ, and all have to save the same step.
             late = False
             if last or done % cfg.log_every == 0 or in_a_row:
                 folder.log({"step": done, **metrics, **meter.row(done), "skipped": skipped})
-                late = checkpoints.host_0_says(time.monotonic() - saved > 60 * SAVE_MINUTES)
+                late = checkpoints.host_0_says(time.monotonic() - saved_at > 60 * SAVE_MINUTES)
 
             # Logged before the checkpoint, since --resume cuts the log to the newest one. An epoch
             # ends with an evaluation.
@@ -253,7 +256,7 @@ def main(cfg):
             if evaluates or late or stops:
                 store.save(done, state, about | {"step": done, "skipped": skipped}, scores or None)
                 meter.restart(done)  # none of this is the steps' time
-                saved = time.monotonic()
+                saved_at = time.monotonic()
             if stops:
                 store.close()
                 jax.distributed.shutdown()  # waits for the other hosts, until all have saved
@@ -286,10 +289,11 @@ def fused_kernel(device, dtype):
     """
     if device.platform == "tpu":
         return "tpu"
-    if device.platform != "gpu" or dtype != "bfloat16":
-        return ""
-    major = str(getattr(device, "compute_capability", "")).partition(".")[0]  # 8.9; of AMD's a name
-    return "gpu" if major in ("8", "9", "10", "12") else ""
+    if device.platform == "gpu" and dtype == "bfloat16":
+        version = str(getattr(device, "compute_capability", ""))  # 8.9; of AMD's a name
+        if version.partition(".")[0] in ("8", "9", "10", "12"):
+            return "gpu"
+    return ""
 
 
 def most_rows(name, devices, memory):
@@ -306,13 +310,12 @@ def most_rows(name, devices, memory):
     return max(fitting, default=0)
 
 
-def largest_model(cfg, devices, memory, data=None):
-    """The name of the largest preset that memory and data allow."""
+def largest_model(devices, memory, seen):
+    """The name of the largest preset that memory allows, and a run that sees so many tokens."""
     name = "tiny"
-    tokens = cfg.epochs * data.tokens if data else math.inf
     for larger in STEP_GIB.get(devices[0].platform, ()):
         wanted = TOKENS_PER_PARAMETER * pc.count_params(pc.CONFIGS[larger])["total"]
-        if tokens >= wanted and most_rows(larger, devices, memory):
+        if seen >= wanted and most_rows(larger, devices, memory):
             name = larger
     return name
 
@@ -321,13 +324,17 @@ def architecture(cfg, data=None):
     """The preset --model, with positions for a row. It has the data's number of ids if the preset
     has fewer, or twice as many.
     """
-    if cfg.model not in pc.CONFIGS:
-        known = ", ".join(pc.CONFIGS)
-        raise ValueError(f"--model={cfg.model}: not one of {known}; train_dream.py trains Dream")
-    model = pc.CONFIGS[cfg.model]
+    name = cfg.model or "tiny"
+    if name not in pc.CONFIGS:
+        raise ValueError(
+            f"--model={name}: not one of {', '.join(pc.CONFIGS)}; train_dream.py trains Dream"
+        )
+    model = pc.CONFIGS[name]
     if cfg.diff == "v2" and model.heads // model.kv_heads % 2:
-        advice = f"not {cfg.model}'s: choose another --model"
-        raise ValueError(f"--diff=v2 needs an even number of heads per key head, {advice}")
+        raise ValueError(
+            f"--diff=v2 needs an even number of heads per key head, not {name}'s: "
+            "choose another --model"
+        )
     ids = model.vocab
     positions = cfg.seq_len or model.positions
     if data:
@@ -345,23 +352,25 @@ def architecture(cfg, data=None):
     )
 
 
-def batch_sizes(cfg, seq_len, copies, on_cpu, data=None, fitting=math.inf):
-    """(rows of a step, rows per device at a time); `copies` devices hold different rows."""
-    tokens = 4096
-    if not on_cpu:
-        # Short runs take smaller steps: two thousand of them rather than sixty.
-        seen = cfg.epochs * data.tokens if data else math.inf
-        tokens = 2 ** int(math.log2(np.clip(seen / 2000, 8192, 131_072)))
-    batch = cfg.batch_size or max(1, tokens // seq_len // copies) * copies
+def rows_at_a_time(name, length, fitting):
+    """The most rows of so many tokens per device at a time, where so many of the preset's fit."""
+    share = min(1, pc.CONFIGS[name].positions / length)
+    return max(1, int(share * min(MICRO_BATCH.get(name, 1), fitting)))
+
+
+def batch_sizes(cfg, rows, copies, most):
+    """(rows of a step, rows per device at a time): about `rows`, at most `most`, where not given.
+    `copies` devices hold different rows.
+    """
+    batch = cfg.batch_size or max(1, rows // copies) * copies
     micro = cfg.micro_batch
     if not micro:
-        # The tables count rows of the preset's length.
-        share = min(1, pc.CONFIGS[cfg.model].positions / seq_len)
-        most = max(1, int(share * min(MICRO_BATCH.get(cfg.model, 1), fitting)))
         micro = max(m for m in range(1, most + 1) if batch // copies % m == 0)
     if batch % (copies * micro):
-        sizes = f"{copies} devices times --micro_batch={micro}"
-        raise ValueError(f"--batch_size={batch} does not divide over {sizes}")
+        raise ValueError(
+            f"--batch_size={batch} does not divide over "
+            f"{copies} devices times --micro_batch={micro}"
+        )
     return batch, micro
 
 
@@ -369,23 +378,12 @@ def batch_sizes(cfg, seq_len, copies, on_cpu, data=None, fitting=math.inf):
 
 
 def find_data(cfg):
-    """(training rows, held-out rows, tokenizer.json); without --data those of the standard library,
-    prepared first.
-    """
+    """(training rows, held-out rows, tokenizer.json): --data, or the standard library."""
     if cfg.data:
         return open_data(cfg.data, cfg.seq_len)
-    if cfg.hosts:
-        advice = "write it with data_prep.py and pass --data"
-        raise ValueError(f"several hosts need the same data: {advice}")
     model = architecture(cfg)
-    seq_len = cfg.seq_len or min(model.positions, 2048)
     vocab = min(model.vocab, 32_768)
-    folder = Path(f"data/python-{seq_len}-{vocab}")
-    if not (folder / "meta.json").exists():
-        print(f"no --data: preparing the Python standard library in {folder}", flush=True)
-        flags = [f"--out={folder}", f"--seq_len={seq_len}", f"--vocab_size={vocab}"]
-        runs.script("data_prep.py", "python", *flags)
-    return open_data(folder, seq_len)
+    return standard_library(cfg, model.positions, vocab, f"--vocab_size={vocab}")
 
 
 def exact_products(dtype):
@@ -395,20 +393,22 @@ def exact_products(dtype):
 
 def describe(cfg, model, mesh, data):
     """Print what was settled."""
-    memory = checkpoints.device_memory_gib(jax.devices()[0])
-    where = f"{memory:.1f} GiB each" if memory else "CPU"
+    kind = jax.devices()[0].device_kind
     params = pc.count_params(model)["total"]
     tokens = cfg.batch_size * cfg.seq_len
     seen = cfg.steps * tokens
-    print(f"{mesh.size} x {jax.devices()[0].device_kind} ({where}), mesh {dict(mesh.shape)}")
-    print(f"model {cfg.model}, {cfg.dtype} compute on {params:,} float32 parameters")
-    print(f"a step is {cfg.batch_size} rows of {cfg.seq_len} = {tokens:,} tokens")
-    print(f"{cfg.steps:,} steps = {seen / data.tokens:.2f} epochs of {data.tokens:,} tokens")
-    print(f"{seen / params:.1f} tokens per parameter; {cfg.optimizer}, learning rate {cfg.lr:.3g}")
+    print(f"{mesh.size} x {kind}, mesh {dict(mesh.shape)}, {cfg.dtype} compute")
+    print(f"model {cfg.model} of {params:,} parameters: {seen / params:.1f} tokens for each")
+    print(f"{cfg.steps:,} steps of {tokens:,} tokens = {seen / data.tokens:.2f} epochs")
+    print(f"{cfg.optimizer}, peak learning rate {cfg.lr:.3g}")
 
 
-def checkpoint_meta(folder, cfg, model, data):
-    """What a checkpoint says of itself. ValueError on all hosts if one has other settings."""
+def begin(folder, cfg, asked, model, data, optimizer, shapes):
+    """(store, what a checkpoint says of itself, state, its step, steps that were skipped so far).
+
+    The state is that of the newest checkpoint of --resume, or new. Writes the files of the folder.
+    ValueError on all hosts if one of them has other settings.
+    """
     settings = dataclasses.asdict(cfg)
     about = {
         "model": dataclasses.asdict(model),
@@ -416,28 +416,35 @@ def checkpoint_meta(folder, cfg, model, data):
     }
     same = {name: value for name, value in settings.items() if name not in OF_A_HOST}
     checkpoints.check_hosts(folder.out, about | {"train": same})
-    return about | {"train": settings}
-
-
-def first_state(store, about, cfg, model, optimizer, shapes):
-    """(state, its step, steps that were skipped): the newest checkpoint of --resume, or new
-    weights.
-    """
+    about["train"] = settings
+    store = checkpoints.Checkpoints(folder.out, KEEP)
     found = store.resume(cfg.resume, about, shapes) if cfg.resume else None
     if found:
         state, saved = found
         if saved["step"] >= cfg.steps:
-            advice = "raise --steps, or --epochs with --steps=0"
-            print(f"{cfg.out} has all of its {cfg.steps:,} steps; {advice}")
-        return state, saved["step"], saved["skipped"]
+            print(
+                f"{cfg.out} has all of its {cfg.steps:,} steps; "
+                "raise --steps, or --epochs with --steps=0"
+            )
+    else:
+        state = new_state(cfg, model, optimizer, shapes)
+        saved = {"step": 0, "skipped": 0}
+    files = checkpoints.companions(data.folder)
+    files["generation_config.json"] = {"eos_token_id": data.meta["eos_id"]}
+    config = about | {"train": settings | asked, "data": str(data.folder)}
+    folder.begin(saved["step"], config, files)
+    return store, about, state, saved["step"], saved["skipped"]
 
-    def new_state():
+
+def new_state(cfg, model, optimizer, shapes):
+    """The state before the first step. It is born split over the mesh: no device ever holds all."""
+
+    def make():
         params = pc.new_params(model, cfg.seed)
         return {"params": params, "opt": optimizer.init(params)}
 
-    # Born split over the mesh: no device ever holds all of them.
     layout = jax.tree.map(lambda s: s.sharding, shapes)
-    return jax.jit(new_state, out_shardings=layout)(), 0, 0
+    return jax.jit(make, out_shardings=layout)()
 
 
 def micro_rows(cfg, mesh):
@@ -524,13 +531,16 @@ def decays(tree):
     return jax.tree_util.tree_map_with_path(is_decayed, tree)
 
 
-def make_optimizer(clip=CLIP, weight_decay=WEIGHT_DECAY, mu_dtype=None, mask=decays, muon=False):
+def make_optimizer(mu_dtype, muon=False):
     """Clip, then AdamW at learning rate 1: its updates are multiplied by the schedule of the step.
+
+    mu_dtype is that of the first moments: bfloat16 saves 2 GiB of 23 at 1.08 B and costs nothing
+    measurable.
 
     muon: Muon for the layers' matrices, with updates of AdamW's size (arXiv:2502.16982); Adam
     without decay for embeddings, heads, norms and vectors.
     """
-    clipping = optax.clip_by_global_norm(clip)
+    clipping = optax.clip_by_global_norm(CLIP)
     if not muon:
         adamw = optax.adamw(
             1.0,
@@ -538,8 +548,8 @@ def make_optimizer(clip=CLIP, weight_decay=WEIGHT_DECAY, mu_dtype=None, mask=dec
             b2=0.95,
             eps=1e-8,
             mu_dtype=mu_dtype,
-            weight_decay=weight_decay,
-            mask=mask,
+            weight_decay=WEIGHT_DECAY,
+            mask=decays,
         )
         return optax.chain(clipping, adamw)
     # The matrices of all layers are stacked, and each of a stack is orthogonalised by itself.
@@ -554,7 +564,7 @@ def make_optimizer(clip=CLIP, weight_decay=WEIGHT_DECAY, mu_dtype=None, mask=dec
 
     muon = optax.contrib.muon(
         1.0,
-        weight_decay=weight_decay,
+        weight_decay=WEIGHT_DECAY,
         mu_dtype=mu_dtype,
         adam_b2=0.95,
         muon_weight_dimension_numbers=dimensions,
@@ -689,15 +699,6 @@ def lower_step(cfg, graph, optimizer, shapes, mesh, memory=None):
     )
     with jax.set_mesh(mesh):
         return train_step.lower(shapes, dict.fromkeys(COLUMNS, row), step)
-
-
-def compiled_step(*args):
-    """The train step of lower_step's arguments; prints how long it took to compile."""
-    started = time.perf_counter()
-    print("compiling the train step", flush=True)
-    step = lower_step(*args).compile()
-    print(f"compiled in {time.perf_counter() - started:.1f} s", flush=True)
-    return step
 
 
 # ---- scores ------------------------------------------------------------------------------------
