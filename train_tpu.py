@@ -461,7 +461,7 @@ def load_batch(data, cfg, mesh, step):
     ids = ids.reshape(-1, micro_rows(cfg, mesh))
     on_rows = NamedSharding(mesh, P(None, pc.BATCH))
     columns = checkpoints.on_mesh(data, ids, on_rows)
-    return dict(zip(COLUMNS, columns, strict=True))
+    return dict(zip(COLUMNS, columns, strict=False))
 
 
 class Meter:
