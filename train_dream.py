@@ -4,21 +4,17 @@
     python train_dream.py --resume=out/try    # continues a stopped run with its own settings
     python train_dream.py --objective=ar --out=out/ar    # the same layers, autoregressive
     python train_dream.py --init=out/ar --block_length=4 --block_warmup=200    # then in blocks
-    python train_dream.py --init=out/diffucoder --data=data/chat    # fine-tunes a converted Dream
     python train_dream.py --init=out/diffucoder --data=data/chat --lora_rank=16 --base_bits=4
     python train_dream.py --eval_only=out/diffucoder --data=data/chat    # held-out bits per byte
 
-Starts from scratch, from a converted model, or with LoRA. Reads a folder of packed rows, or of
-pairs, from data_prep.py; without --data it first prepares the standard library of the running
-Python. Writes --out: config.json, tokenizer.json, log.jsonl, samples.txt, checkpoints/<step>/, and
-with --lora_rank at the end adapter_model.safetensors with adapter_config.json, for peft, and
-merged/, a whole model. It does not train PythonCoder (train_tpu.py), nor from rewards
-(coupled_grpo.py).
+Reads a folder of packed rows, or of pairs, from data_prep.py; without --data it first prepares the
+standard library of the running Python. Writes --out: config.json, tokenizer.json, log.jsonl,
+samples.txt, checkpoints/<step>/; with --lora_rank also adapters for peft, and merged/, a whole
+model. It does not train PythonCoder (train_tpu.py), nor from rewards (coupled_grpo.py).
 
 With --block_length it learns block diffusion (BD3-LM, arXiv:2503.09573): a masked token attends to
 its own block and to the clean text before it, so each row passes the layers twice. Blocks of one
-token are an autoregressive model, at whose loss --block_warmup (blocks of 1, 2, 4, ..) begins. Row
-order, noise and learning rate are functions of (seed, step). Held-out bits per byte are a bound.
+token are an autoregressive model. Row order, noise and learning rate are functions of (seed, step).
 
 Letters: A micro-batches of a step, B rows of a micro-batch, L length, V vocabulary, N draws.
 """
@@ -50,27 +46,20 @@ from runs import Count, Natural, NonNegative, Positive
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    # folder of rows from data_prep.py; default: the Python standard library, prepared under data/
-    data: str = ""
+    data: str = ""  # folder of rows from data_prep.py; default: the Python standard library
     out: str = "out/train_dream"  # folder of the run
-    # folder of a run to continue, with its settings, not those of devices (--fsdp, --hosts, ..)
-    resume: str = ""
+    resume: str = ""  # folder of a run to continue, with its settings, not those of devices
     eval_only: str = ""  # folder of a model to score on held-out rows, instead of training
     model: str = ""  # preset, see CONFIGS in model_dream.py; default: tiny, or the model of --init
     init: str = ""  # folder of a Dream to start from, converted or trained here
-    # with --init: train adapters of this rank beside the layers' matrices; 0: train all weights
-    lora_rank: Natural = 0
-    # with --lora_rank: bits of the frozen matrices; 0: those of --dtype
-    base_bits: Literal[0, 8, 4] = 0
-    # predict masked tokens | each next token
-    objective: Literal["diffusion", "ar"] = "diffusion"
-    # steps in which the attention mask goes from causal to bidirectional, without blocks
-    anneal_steps: Natural = 0
+    lora_rank: Natural = 0  # with --init: of adapters to train; 0: train all weights
+    base_bits: Literal[0, 8, 4] = 0  # with LoRA: of the frozen matrices; 0: those of --dtype
+    objective: Literal["diffusion", "ar"] = "diffusion"  # predict masked tokens | each next token
+    anneal_steps: Natural = 0  # steps from causal to bidirectional attention, without blocks
     # block size: a token attends to its own and earlier blocks; 0: that of --init, else none
     block_length: Natural = 0
     block_warmup: Natural = 0  # steps in which the block size grows 1, 2, 4, .. to --block_length
-    # tokens per row; 0: that of the data, else the model's positions, at most 2048
-    seq_len: Natural = 0
+    seq_len: Natural = 0  # tokens per row; 0: that of the data, else at most 2048
     # rows of a step, all devices; 0: 8,192 to 131,072 tokens by the data, 4,096 on a CPU
     batch_size: Natural = 0
     epochs: Positive = 4.0  # passes over the training rows; sets --steps
@@ -78,16 +67,13 @@ class Config:
     # peak; 0: 3e-4 sqrt(1.5e9 / parameters), at most 3e-3; a tenth with --init, unless LoRA
     lr: NonNegative = 0.0
     warmup: Natural = 0  # steps of linear warm-up; 0: 2000, or a tenth of a shorter run
-    # default: muon below 100 M parameters without --init
-    optimizer: Literal["", "adamw", "muon"] = ""
-    # of the computation; parameters are float32
-    dtype: Literal["", "bfloat16", "float32"] = ""
+    optimizer: Literal["", "adamw", "muon"] = ""  # default: muon below 100 M without --init
+    dtype: Literal["", "bfloat16", "float32"] = ""  # of the computation; parameters are float32
     remat: Literal["none", "qkvo", "full"] = "qkvo"  # what the backward pass recomputes
     micro_batch: Natural = 0  # rows per device and forward pass; 0: by model
     fsdp: Natural = 0  # devices that share one copy of the weights; 0: all devices / --tensor
     tensor: Count = 1  # devices that share each layer's heads, feed-forward and vocabulary
-    # "cpu": train on the CPU even if the machine has an accelerator
-    device: Literal["", "cpu"] = ""
+    device: Literal["", "cpu"] = ""  # "cpu": even if the machine has an accelerator
     # "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process; default: one host
     hosts: str = ""
     log_every: Count = 10  # steps between rows of the log
@@ -99,7 +85,6 @@ class Config:
     seed: Natural = 0  # initial weights, row order, noise
 
 
-# What nobody had to change yet.
 CLIP = 1.0  # maximum global gradient norm
 WEIGHT_DECAY = 0.1  # of matrices; with adamw of embeddings, too
 SAVE_MINUTES = 30.0  # between checkpoints, checked when it logs
@@ -125,8 +110,7 @@ def settle(cfg, devices, data=None, memory=None, mask_id=None):
     """(cfg without a default left, architecture, md.Compute, mesh), by the devices and the data.
 
     data are the training rows; None stands for endless data. memory is that of a device in GiB,
-    where JAX cannot ask it. mask_id is that of a Dream from scratch. Prints nothing, and configures
-    nothing.
+    where JAX cannot ask it. mask_id is that of a Dream from scratch. Pure: prints nothing.
     """
     device = devices[0]
     memory = memory or checkpoints.device_memory_gib(device)
@@ -208,35 +192,31 @@ def main(cfg):
     cfg, model, compute, mesh = settle(cfg, jax.devices(), data, mask_id=mask_id)
     exact_products(cfg.dtype)
     describe(cfg, model, mesh, data)
-
     optimizer = make_optimizer(compute.dtype, muon=cfg.optimizer == "muon")
     shapes = shapes_that_fit(cfg, model, optimizer, mesh)
     with runs.Folder(cfg, rank=jax.process_index(), hosts=jax.process_count()) as folder:
-        store, about, state, first, skipped = begin(
-            folder, cfg, asked, model, data, tokenizer, optimizer, shapes, mesh
-        )
+        settings = (cfg, asked, model, data, tokenizer, optimizer, shapes, mesh)
+        store, about, state, first, skipped = begin(folder, *settings)
+        graph = md.graph_of(model, compute)
         if first < cfg.steps:
             print("compiling the train step", flush=True)
-            graph = md.graph_of(model, compute)
             lowered = lower_step(cfg, graph, optimizer, shapes, mesh, len(data.columns))
             train_step = lowered.compile()
         plain = md.graph_of(model, dataclasses.replace(compute, remat="none"))
         epoch = max(data.total // cfg.batch_size, cfg.eval_every)
-        in_a_row = 0  # steps without a finite gradient
         meter = Meter(cfg, model, mesh, first)
         saved_at = time.monotonic()
+        in_a_row = 0  # steps without a finite gradient
         load = functools.partial(load_batch, data, cfg, mesh)
         for step, batch, waited_s in prefetch(load, first, cfg.steps):
-            # One program: gradients of all micro-batches, clipping, update. The new state takes
-            # the old one's memory.
+            # One program: all gradients, clipping, update. The state takes the old one's memory.
             state, metrics = train_step(state, batch, jnp.int32(step))
             metrics = {name: float(metrics[name]) for name in METRICS}  # waits for the step
             meter.waited_s += waited_s
             done = step + 1
             last = done == cfg.steps
 
-            # A gradient that is not finite leaves the state as it was: one may be bad luck, five
-            # are a bad setting.
+            # A gradient that is not finite leaves the state as it was. Five are a bad setting.
             in_a_row += 1
             if metrics.pop("ok"):
                 in_a_row = 0
@@ -268,9 +248,8 @@ def main(cfg):
             # SIGTERM or Ctrl-C, to any host. The checkpoint is written while the next steps run.
             stops = folder.signal or store.manager.reached_preemption(done)
             if evaluates or late or stops:
-                store.save(
-                    done, kept(state), about | {"step": done, "skipped": skipped}, scores or None
-                )
+                meta = about | {"step": done, "skipped": skipped}
+                store.save(done, kept(state), meta, scores or None)
                 meter.restart(done)  # none of this is the steps' time
                 saved_at = time.monotonic()
             if stops:
@@ -278,13 +257,10 @@ def main(cfg):
                 jax.distributed.shutdown()  # waits for the other hosts, until all have saved
                 folder.leave(done)
         store.close()
+        out = cfg.out
         if cfg.lora_rank:
-            save_lora(folder, cfg, model, state.pop("params"))
-    out = f"{cfg.out}/merged" if cfg.lora_rank else cfg.out
+            out = save_lora(folder, cfg, model, state.pop("params"))
     print(f"done: {out}; generate code with: python generate_dream.py --ckpt={out}")
-
-
-# ---- data and model ----------------------------------------------------------------------------
 
 
 def check_lora(cfg):
@@ -360,8 +336,8 @@ def find_data(cfg):
 
 
 def with_mask(cfg, meta, tokenizer_json):
-    """(tokenizer of the run, id of MASK). That of --init; else the data's, to which <|mask|> is
-    added if it has no MASK. ValueError if the data has other ids than --init.
+    """(tokenizer of the run, id of MASK): of --init, else the data's, to which <|mask|> is added
+    if it has no MASK. ValueError if the data has other ids than --init.
     """
     tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
     vocab = tokenizer.get_vocab()
@@ -404,8 +380,7 @@ def describe(cfg, model, mesh, data):
 def begin(folder, cfg, asked, model, data, tokenizer, optimizer, shapes, mesh):
     """(store, what a checkpoint says of itself, state, its step, steps that were skipped so far).
 
-    The state is that of the newest checkpoint of --resume, of --init, or new. Writes the files of
-    the folder. ValueError on all hosts if one of them has other settings.
+    Writes the files of the folder. ValueError on all hosts if one of them has other settings.
     """
     settings = dataclasses.asdict(cfg)
     about = {
@@ -433,23 +408,19 @@ def begin(folder, cfg, asked, model, data, tokenizer, optimizer, shapes, mesh):
     else:
         state = new_state(cfg, model, optimizer, shapes, mesh)
         counts = {"step": 0, "skipped": 0}
-    # The chat template, its tokens and the model's own code: those of --init, else of the data.
-    files = checkpoints.companions(cfg.init) if cfg.init else {}
-    if not files.keys() - {"tokenizer.json"}:
-        files = checkpoints.companions(data.folder)
-    files["tokenizer.json"] = tokenizer.to_str().encode()
+    files = checkpoints.companions(data.folder)
     config = about | {"train": settings | asked, "data": str(data.folder)}
-    if cfg.init:  # the name by which generate_dream.py knows a chat model
+    if cfg.init:  # its chat template, code, and the name by which it is known as a chat model
+        files |= checkpoints.companions(cfg.init)
         begun = runs.read_json(runs.as_path(cfg.resume or cfg.init) / "config.json")
         config["source"] = begun.get("source", "")
+    files["tokenizer.json"] = tokenizer.to_str().encode()
     folder.begin(counts["step"], config, files)
     return store, about, state | frozen, counts["step"], counts["skipped"]
 
 
 def shapes_that_fit(cfg, model, optimizer, mesh):
-    """The state's arrays as ShapeDtypeStructs. ValueError, with what takes less, if they and the
-    gradients do not fit a device.
-    """
+    """The state's shapes. ValueError, with what takes less, if state and gradients do not fit."""
     forms = checkpoints.smaller_forms(cfg) if cfg.init else {}
     forms["as asked"] = (cfg.lora_rank, cfg.base_bits)
     needed = {}
@@ -472,9 +443,7 @@ def weights(state):
 
 
 def new_state(cfg, model, optimizer, shapes, mesh):
-    """The state before the first step, from --init or new. It is born split over the mesh: no
-    device ever holds all.
-    """
+    """The state before the first step, from --init or new; no device ever holds all of it."""
     layout = jax.tree.map(lambda s: s.sharding, shapes)
     new = functools.partial(md.new_params, model, cfg.seed)
     if cfg.lora_rank:
@@ -495,12 +464,13 @@ def init_weights(cfg, mesh, dtype):
 
 
 def save_lora(folder, cfg, model, adapters):
-    """Write the adapters in peft's form, and merged/, the whole model."""
+    """Write the adapters in peft's form, and the whole model to the folder merged/, returned."""
     source = runs.read_json(folder.out / "config.json")["source"]
     sample_dream.save_adapters(folder.out, adapters, cfg.lora_rank, source, model.family)
     files = [folder.out / name for name in checkpoints.companions(folder.out)]
     out = folder.out / "merged"
     checkpoints.save_merged(md, model, out, cfg.init, 0, cfg.dtype, adapters, files, source)
+    return out
 
 
 def micro_rows(cfg, mesh):
@@ -509,9 +479,7 @@ def micro_rows(cfg, mesh):
 
 
 def load_batch(data, cfg, mesh, step):
-    """The rows of a step on the mesh: those of its place in the epoch's order, cut into
-    micro-batches.
-    """
+    """The rows of a step, by its place in the epoch's order, in micro-batches on the mesh."""
     epoch, i = divmod(step, data.total // cfg.batch_size)
     ids = data.order(cfg.seed, epoch)[i * cfg.batch_size :][: cfg.batch_size]
     ids = ids.reshape(-1, micro_rows(cfg, mesh))
@@ -534,9 +502,7 @@ class Meter:
         self.waited_s = 0.0
 
     def row(self, step):
-        """Tokens per second, share of the device's peak (MFU), share of the time without a batch,
-        minutes to go.
-        """
+        """Tokens per second, MFU, share of the time without a batch, minutes to go."""
         cfg = self.cfg
         elapsed = time.perf_counter() - self.started
         rate = (step - self.step) / elapsed
@@ -597,10 +563,8 @@ def make_optimizer(mu_dtype, muon=False):
     """Clip, then AdamW at learning rate 1: its updates are multiplied by the schedule of the step.
 
     mu_dtype is that of the first moments: bfloat16 saves 2 GiB of 23 at 1.08 B and costs nothing
-    measurable.
-
-    muon: Muon for the layers' matrices, with updates of AdamW's size (arXiv:2502.16982); Adam
-    without decay for all else.
+    measurable. muon: Muon for the layers' matrices, with updates of AdamW's size
+    (arXiv:2502.16982); Adam without decay for all else.
     """
     clipping = optax.clip_by_global_norm(CLIP)
     if not muon:
@@ -646,10 +610,7 @@ def accumulate(loss_fn, params, batches):
 
 
 def nats_of(cfg, model, micro, key, rows, step):
-    """The loss of a micro-batch in nats, summed: the NELBO; with --objective=ar the likelihood.
-
-    key is that of the step, of so many rows.
-    """
+    """The summed loss of a micro-batch in nats: the NELBO, with --objective=ar the likelihood."""
     row = (micro["token_ABL"], micro["segment_ABL"], micro["position_ABL"])
     token_BL, segment_BL, position_BL = row
     fixed_BL = micro.get("fixed_ABL")
@@ -694,9 +655,7 @@ def nats_of(cfg, model, micro, key, rows, step):
 
 
 def make_step(cfg, graph, optimizer):
-    """train_step(state, batch, step) -> (state, metrics), to be compiled once with the state
-    donated.
-    """
+    """train_step(state, batch, step) -> (state, metrics), to be compiled with a donated state."""
 
     def train_step(state, batch, step):
         key = jax.random.fold_in(jax.random.key(cfg.seed), step)
@@ -753,11 +712,10 @@ def lower_step(cfg, graph, optimizer, shapes, mesh, columns=3):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def sums_of(graph, rows, draws, params, batch, row_B, bytes_V):
-    """[nats of each draw .., tokens, their bytes] of a batch of the `rows` held-out rows, the same
-    draws each time.
+    """[nats of each draw .., tokens, their bytes] of a batch of the `rows` held-out rows.
 
-    The nats are a bound, the NELBO at one noise level per document and draw; up to md.EXACT_BLOCK
-    tokens a block exact.
+    The nats are a bound, the NELBO at one noise level per document and draw, the same each time; up
+    to md.EXACT_BLOCK tokens a block exact.
     """
     model = nnx.merge(graph, params)
     batch = {name: x_ABL[0] for name, x_ABL in batch.items()}
@@ -783,11 +741,8 @@ def sums_of(graph, rows, draws, params, batch, row_B, bytes_V):
 
 
 def score(model, heldout, count, size, mesh, tokenizer, draws=4):
-    """{"heldout_nats", "bits_per_byte", "standard_error"} over `count` held-out rows, `size` rows
-    at a time.
-
-    Nats are per token that can be masked; the standard error, in bits per byte, is that of `draws`
-    draws of the noise.
+    """{"heldout_nats", "bits_per_byte", "standard_error"} of `count` held-out rows, `size` at a
+    time. Nats are per token that can be masked, the error is that of `draws` draws of the noise.
     """
     count = min(count, heldout.total)
     if not count:
@@ -813,9 +768,7 @@ def score(model, heldout, count, size, mesh, tokenizer, draws=4):
 
 
 def sample(model, tokenizer, meta, folder, step):
-    """Continue PROMPT and append the text to samples.txt; returns the row's tokens per forward
-    pass.
-    """
+    """Append what follows PROMPT to samples.txt; returns its tokens per forward pass."""
     if jax.process_count() > 1:  # one host does not hold the whole model
         return {}
     prompt = tokenizer.encode(PROMPT, add_special_tokens=False).ids

@@ -88,7 +88,6 @@ class Config:
     seed: Natural = 0  # initial weights, row order, dropout
 
 
-# What nobody had to change yet.
 CLIP = 1.0  # maximum global gradient norm
 WEIGHT_DECAY = 0.1  # of matrices; with adamw of embeddings, too
 SAVE_MINUTES = 30.0  # between checkpoints, checked when it logs
@@ -193,7 +192,6 @@ def main(cfg):
     cfg, model, compute, mesh = settle(cfg, jax.devices(), data)
     exact_products(cfg.dtype)
     describe(cfg, model, mesh, data)
-
     optimizer = make_optimizer(compute.dtype, muon=cfg.optimizer == "muon")
     shapes = checkpoints.state_shapes(pc, model, optimizer, mesh)
     needed = checkpoints.bytes_on_a_device((shapes, shapes["params"]))  # with gradients
@@ -208,21 +206,19 @@ def main(cfg):
             train_step = lower_step(cfg, graph, optimizer, shapes, mesh).compile()
         plain = pc.graph_of(model, dataclasses.replace(compute, remat="none", dropout=0.0))
         epoch = max(data.total // cfg.batch_size, cfg.eval_every)
-        in_a_row = 0  # steps without a finite gradient
         meter = Meter(cfg, model, mesh, first)
         saved_at = time.monotonic()
+        in_a_row = 0  # steps without a finite gradient
         load = functools.partial(load_batch, data, cfg, mesh)
         for step, batch, waited_s in prefetch(load, first, cfg.steps):
-            # One program: gradients of all micro-batches, clipping, update. The new state takes
-            # the old one's memory.
+            # One program: all gradients, clipping, update. The state takes the old one's memory.
             state, metrics = train_step(state, batch, jnp.int32(step))
             metrics = {name: float(metrics[name]) for name in METRICS}  # waits for the step
             meter.waited_s += waited_s
             done = step + 1
             last = done == cfg.steps
 
-            # A gradient that is not finite leaves the state as it was: one may be bad luck, five
-            # are a bad setting.
+            # A gradient that is not finite leaves the state as it was. Five are a bad setting.
             in_a_row += 1
             if metrics.pop("ok"):
                 in_a_row = 0
@@ -254,7 +250,8 @@ def main(cfg):
             # SIGTERM or Ctrl-C, to any host. The checkpoint is written while the next steps run.
             stops = folder.signal or store.manager.reached_preemption(done)
             if evaluates or late or stops:
-                store.save(done, state, about | {"step": done, "skipped": skipped}, scores or None)
+                meta = about | {"step": done, "skipped": skipped}
+                store.save(done, state, meta, scores or None)
                 meter.restart(done)  # none of this is the steps' time
                 saved_at = time.monotonic()
             if stops:
