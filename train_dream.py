@@ -56,16 +56,13 @@ class Config:
     base_bits: Literal[0, 8, 4] = 0  # with LoRA: of the frozen matrices; 0: those of --dtype
     objective: Literal["diffusion", "ar"] = "diffusion"  # predict masked tokens | each next token
     anneal_steps: Natural = 0  # steps from causal to bidirectional attention, without blocks
-    # block size: a token attends to its own and earlier blocks; 0: that of --init, else none
-    block_length: Natural = 0
+    block_length: Natural = 0  # a token attends to its own and earlier blocks; 0: as --init
     block_warmup: Natural = 0  # steps in which the block size grows 1, 2, 4, .. to --block_length
     seq_len: Natural = 0  # tokens per row; 0: that of the data, else at most 2048
-    # rows of a step, all devices; 0: 8,192 to 131,072 tokens by the data, 4,096 on a CPU
-    batch_size: Natural = 0
+    batch_size: Natural = 0  # rows of a step, all devices; 0: by the data, 4,096 tokens on a CPU
     epochs: Positive = 4.0  # passes over the training rows; sets --steps
     steps: Natural = 0  # optimizer steps; 0: from --epochs
-    # peak; 0: 3e-4 sqrt(1.5e9 / parameters), at most 3e-3; a tenth with --init, unless LoRA
-    lr: NonNegative = 0.0
+    lr: NonNegative = 0.0  # peak; 0: 3e-4 sqrt(1.5e9 / parameters), a tenth with --init
     warmup: Natural = 0  # steps of linear warm-up; 0: 2000, or a tenth of a shorter run
     optimizer: Literal["", "adamw", "muon"] = ""  # default: muon below 100 M without --init
     dtype: Literal["", "bfloat16", "float32"] = ""  # of the computation; parameters are float32
@@ -74,11 +71,9 @@ class Config:
     fsdp: Natural = 0  # devices that share one copy of the weights; 0: all devices / --tensor
     tensor: Count = 1  # devices that share each layer's heads, feed-forward and vocabulary
     device: Literal["", "cpu"] = ""  # "cpu": even if the machine has an accelerator
-    # "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process; default: one host
-    hosts: str = ""
+    hosts: str = ""  # "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process
     log_every: Count = 10  # steps between rows of the log
-    # steps between evaluations, each with a sample and checkpoint; 0: steps / 10, 50 to 1000
-    eval_every: Natural = 0
+    eval_every: Natural = 0  # steps between scores, samples, checkpoints; 0: 50 to 1000
     eval_rows: Count = 512  # held-out rows per evaluation, at most
     wandb: str = ""  # project name at Weights & Biases; default: log to files only
     compile_cache: str = "~/.cache/unmask"  # folder of compiled programs; "" compiles anew
@@ -94,23 +89,26 @@ AR_WEIGHT = 3.3  # of the autoregressive loss where the context is causal: Nemot
 MICRO_BATCH = {"tiny": 2, "500m": 4}  # rows per device at a time, 1 of any other preset
 MASKS = ("<|mask|>", "<mask>")  # what tokenizers call MASK
 GONE = {
-    "context": "it is for --init of a Nemotron, whose context is causal",
+    "context": "--init=DIR of a Nemotron has a causal context",
     "init_adapters": "--init=RUN/merged goes on from adapters",
 }
 
-# Settings that may differ between hosts, and those that --resume does not take from the run.
-OF_A_HOST = ("hosts", "data", "out", "resume", "wandb", "compile_cache")
-MACHINE = ("device", "hosts", "fsdp", "tensor")
-COLUMNS = ("token_ABL", "segment_ABL", "position_ABL", "fixed_ABL")  # of a batch; of pairs the last
-# of a step, in the order of the log; jit returns them sorted
-METRICS = ("loss", "lr", "grad_norm", "ok")
+OF_A_HOST = ("hosts", "data", "out", "resume", "wandb", "compile_cache")  # may differ between hosts
+MACHINE = ("device", "hosts", "fsdp", "tensor")  # not taken from a run by --resume
+COLUMNS = (
+    "token_ABL",
+    "segment_ABL",
+    "position_ABL",
+    "fixed_ABL",  # of pairs alone
+)
+METRICS = ("loss", "lr", "grad_norm", "ok")  # in the order of the log; jit returns them sorted
 
 
 def settle(cfg, devices, data=None, memory=None, mask_id=None):
     """(cfg without a default left, architecture, md.Compute, mesh), by the devices and the data.
 
-    data are the training rows; None stands for endless data. memory is that of a device in GiB,
-    where JAX cannot ask it. mask_id is that of a Dream from scratch. Pure: prints nothing.
+    data are the training rows, None endless data; memory is a device's in GiB, where JAX cannot ask
+    it; mask_id is that of a Dream from scratch. Prints and configures nothing.
     """
     device = devices[0]
     memory = memory or checkpoints.device_memory_gib(device)
@@ -138,8 +136,7 @@ def settle(cfg, devices, data=None, memory=None, mask_id=None):
     name = "init" if cfg.init else cfg.model or "tiny"
     batch, micro = batch_sizes(cfg, tokens // seq_len, copies, MICRO_BATCH.get(name, 1))
 
-    # Length: whole epochs, unless --steps says otherwise. Evaluations divide an epoch evenly, so
-    # that its end is one of them.
+    # Whole epochs, unless --steps says otherwise. The end of an epoch is an evaluation.
     steps = cfg.steps
     eval_every = cfg.eval_every
     if data:
@@ -153,8 +150,7 @@ def settle(cfg, devices, data=None, memory=None, mask_id=None):
         evaluations = max(1, round(epoch / min(1000, max(50, steps // 10))))
         eval_every = eval_every or math.ceil(epoch / evaluations)
 
-    # Small models bear larger steps; a trained model goes on with a tenth, new LoRA adapters with
-    # all: a guess.
+    # Small models bear larger steps; a trained model goes on with a tenth, adapters with all.
     peak = float(np.clip(3e-4 * math.sqrt(1.5e9 / params), 1e-4, 3e-3))
     if cfg.init and not cfg.lora_rank:
         peak /= 10
@@ -274,9 +270,7 @@ def check_lora(cfg):
 
 
 def architecture(cfg):
-    """The preset --model, or the model of --init, with the block size of the flags. An
-    autoregressive model is one with blocks of one token.
-    """
+    """The preset --model, or the model of --init, with the flags' blocks; autoregressive: of 1."""
     if cfg.init and cfg.model not in ("", "init"):
         raise ValueError(f"--init={cfg.init} says what it is; leave --model={cfg.model} out")
     name = cfg.model or "tiny"
@@ -288,7 +282,6 @@ def architecture(cfg):
         raise ValueError(
             f"--model={name}: not one of {', '.join(md.CONFIGS)}; train_tpu.py trains PythonCoder"
         )
-
     size = cfg.block_length
     if cfg.objective == "ar":
         if size or cfg.block_warmup or not model.shift:
@@ -336,9 +329,7 @@ def find_data(cfg):
 
 
 def with_mask(cfg, meta, tokenizer_json):
-    """(tokenizer of the run, id of MASK): of --init, else the data's, to which <|mask|> is added
-    if it has no MASK. ValueError if the data has other ids than --init.
-    """
+    """(tokenizer, id of MASK): of --init, whose ids the data has, else the data's with <|mask|>."""
     tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
     vocab = tokenizer.get_vocab()
     if not cfg.init:
@@ -379,8 +370,7 @@ def describe(cfg, model, mesh, data):
 
 def begin(folder, cfg, asked, model, data, tokenizer, optimizer, shapes, mesh):
     """(store, what a checkpoint says of itself, state, its step, steps that were skipped so far).
-
-    Writes the files of the folder. ValueError on all hosts if one of them has other settings.
+    ValueError on all hosts if one of them has other settings.
     """
     settings = dataclasses.asdict(cfg)
     about = {
@@ -434,7 +424,10 @@ def shapes_that_fit(cfg, model, optimizer, mesh):
 def kept(state):
     """What a checkpoint holds of a state. Adapters have a name of their own: they are no model."""
     name = "adapters" if "base" in state else "params"
-    return {name: state["params"], "opt": state["opt"]}
+    return {
+        name: state["params"],
+        "opt": state["opt"],
+    }
 
 
 def weights(state):
@@ -469,7 +462,17 @@ def save_lora(folder, cfg, model, adapters):
     sample_dream.save_adapters(folder.out, adapters, cfg.lora_rank, source, model.family)
     files = [folder.out / name for name in checkpoints.companions(folder.out)]
     out = folder.out / "merged"
-    checkpoints.save_merged(md, model, out, cfg.init, 0, cfg.dtype, adapters, files, source)
+    checkpoints.save_merged(
+        md,
+        model,
+        out,
+        cfg.init,
+        0,  # its newest step
+        cfg.dtype,
+        adapters,
+        files,
+        source,
+    )
     return out
 
 
@@ -529,15 +532,11 @@ def step_flops(cfg, model):
     return halves * flops * cfg.batch_size * cfg.seq_len
 
 
-# ---- the compiled step -------------------------------------------------------------------------
-
-
 def wsd(step, peak, steps, warmup=2000, stable=0.9, start=0.01, final=0.1):
     """Warmup-stable-decay learning rate of update `step` (0, 1, ...), float32.
 
-    peak (start + (1 - start) s / warmup) while s < warmup; peak while s < D = int(stable steps);
-    then with x = min(s - D, steps - D) / (steps - D): peak (final + (1 - final) (1 + cos(pi x)) /
-    2), so final * peak after the end.
+    A line from start * peak until `warmup`, peak until int(stable * steps), then half a cosine to
+    final * peak.
     """
     step = jnp.asarray(step, jnp.float32)
     decay = int(stable * steps)
@@ -627,9 +626,7 @@ def nats_of(cfg, model, micro, key, rows, step):
     counted_BL = md.counted(segment_BL, fixed_BL)
     if longest == 1 and model.cfg.shift:  # --objective=ar
         return model.ar_nll(token_BL, counted_BL, segment_BL, position_BL).sum()
-
-    # The block size doubles in equal numbers of steps. It is an array, so that all sizes are one
-    # program.
+    # The block size doubles in equal numbers of steps, traced: all sizes are one program.
     if cfg.block_warmup:
         doublings = math.ceil(math.log2(longest))
         done = jnp.minimum(step * doublings // cfg.block_warmup, doublings)
@@ -640,8 +637,7 @@ def nats_of(cfg, model, micro, key, rows, step):
         offset_R1 = jax.random.randint(jax.random.fold_in(key, rows), (rows, 1), 0, longest)
         shifted_BL = position_BL + offset_R1[micro["row_AB"]]
     place_BL = jnp.minimum(shifted_BL % block, position_BL)  # of a token in its block
-    # A mask rate for each block; u decides for each token. A block of one token is always masked:
-    # any other rate would only add noise to the same expectation.
+    # A mask rate for each block; blocks of one are always masked: less noise, the same expectation.
     rate_BL, u_BL = noise(md.parts(segment_BL, place_BL, block), eps=0.0)
     t_BL, weight_BL = diffusion.block_noise(rate_BL, least=block == 1)
     mask_BL = counted_BL & (u_BL < t_BL)
@@ -669,15 +665,20 @@ def make_step(cfg, graph, optimizer):
             return nats_of(cfg, model, micro, key, A * B, step) / tokens
 
         grads, loss = accumulate(loss_fn, state["params"], micros)
-
         # The update, which a gradient that is not finite leaves out.
         lr = wsd(step, cfg.lr, cfg.steps, cfg.warmup)
         norm = optax.tree.norm(grads)
         ok = jnp.isfinite(norm)
         updates, opt = optimizer.update(grads, state["opt"], state["params"])
         params = jax.tree.map(lambda p, u: p + lr * u, state["params"], updates)
-        new = {"params": params, "opt": opt}
-        old = {"params": state["params"], "opt": state["opt"]}
+        new = {
+            "params": params,
+            "opt": opt,
+        }
+        old = {
+            "params": state["params"],
+            "opt": state["opt"],
+        }
         state |= jax.tree.map(lambda new, old: jnp.where(ok, new, old), new, old)
         return state, {
             "loss": loss,
@@ -707,9 +708,6 @@ def lower_step(cfg, graph, optimizer, shapes, mesh, columns=3):
         return train_step.lower(shapes, dict.fromkeys(COLUMNS[:columns], row), step)
 
 
-# ---- scores ------------------------------------------------------------------------------------
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def sums_of(graph, rows, draws, params, batch, row_B, bytes_V):
     """[nats of each draw .., tokens, their bytes] of a batch of the `rows` held-out rows.
@@ -725,8 +723,7 @@ def sums_of(graph, rows, draws, params, batch, row_B, bytes_V):
     block = model.cfg.block_length
 
     def bound(draw):
-        # each draw moves rows to other levels
-        order_R = jax.random.permutation(jax.random.key(draws + draw), rows)
+        order_R = jax.random.permutation(jax.random.key(draws + draw), rows)  # to other levels
         part_BL = md.parts(*where, block or None)
         noise = md.noise(jax.random.key(draw), rows, order_R[row_B], part_BL)
         return model.nelbo(token_BL, *where, *noise, fixed_BL)
@@ -741,8 +738,8 @@ def sums_of(graph, rows, draws, params, batch, row_B, bytes_V):
 
 
 def score(model, heldout, count, size, mesh, tokenizer, draws=4):
-    """{"heldout_nats", "bits_per_byte", "standard_error"} of `count` held-out rows, `size` at a
-    time. Nats are per token that can be masked, the error is that of `draws` draws of the noise.
+    """Nats per token that can be masked, bits per byte and their standard error over `draws` draws
+    of the noise, of `count` held-out rows, `size` at a time.
     """
     count = min(count, heldout.total)
     if not count:
@@ -758,10 +755,11 @@ def score(model, heldout, count, size, mesh, tokenizer, draws=4):
             row_B = size * i + np.arange(size)
             sums.append(sums_of(graph, count, draws, params, batch, row_B, bytes_V))
     totals = np.sum(np.asarray(sums, np.float64), 0)
+    nats_N = totals[:draws]
     tokens, text_bytes = totals[draws:]
-    bits_N = totals[:draws] / math.log(2) / text_bytes
+    bits_N = nats_N / math.log(2) / text_bytes
     return {
-        "heldout_nats": totals[:draws].mean() / tokens,
+        "heldout_nats": nats_N.mean() / tokens,
         "bits_per_byte": bits_N.mean(),
         "standard_error": bits_N.std(ddof=1) / math.sqrt(draws),
     }
@@ -774,7 +772,10 @@ def sample(model, tokenizer, meta, folder, step):
     prompt = tokenizer.encode(PROMPT, add_special_tokens=False).ids
     new = min(64, model.cfg.positions - len(prompt))
     sampler = sample_block if model.cfg.block_length else sample_dream
-    rule = sampler.Sampling(vocab=meta["vocab_size"], eos_ids=(meta["eos_id"],))
+    rule = sampler.Sampling(
+        vocab=meta["vocab_size"],
+        eos_ids=(meta["eos_id"],),
+    )
     (row,), stats = sampler.generate(model, [prompt], new, rule, jax.random.key(0))
     text = tokenizer.decode(row[-new:])
     folder.append("samples.txt", f"---- step {step}\n{PROMPT}{text}\n")

@@ -502,9 +502,8 @@ def step_flops(cfg, model):
 def wsd(step, peak, steps, warmup=2000, stable=0.9, start=0.01, final=0.1):
     """Warmup-stable-decay learning rate of update `step` (0, 1, ...), float32.
 
-    peak (start + (1 - start) s / warmup) while s < warmup; peak while s < D = int(stable steps);
-    then with x = min(s - D, steps - D) / (steps - D): peak (final + (1 - final) (1 + cos(pi x)) /
-    2), so final * peak after the end.
+    A line from start * peak until `warmup`, peak until int(stable * steps), then half a cosine to
+    final * peak.
     """
     step = jnp.asarray(step, jnp.float32)
     decay = int(stable * steps)
