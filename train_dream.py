@@ -136,7 +136,7 @@ def settle(cfg, devices, data=None, memory=None, mask_id=None):
     name = "init" if cfg.init else cfg.model or "tiny"
     batch, micro = batch_sizes(cfg, tokens // seq_len, copies, MICRO_BATCH.get(name, 1))
 
-    # Whole epochs, unless --steps says otherwise. The end of an epoch is an evaluation.
+    # Whole epochs, if --steps does not say; an epoch ends with an evaluation.
     steps = cfg.steps
     eval_every = cfg.eval_every
     if data:
@@ -665,10 +665,9 @@ def make_step(cfg, graph, optimizer):
             return nats_of(cfg, model, micro, key, A * B, step) / tokens
 
         grads, loss = accumulate(loss_fn, state["params"], micros)
-        # The update, which a gradient that is not finite leaves out.
         lr = wsd(step, cfg.lr, cfg.steps, cfg.warmup)
         norm = optax.tree.norm(grads)
-        ok = jnp.isfinite(norm)
+        ok = jnp.isfinite(norm)  # else nothing is updated
         updates, opt = optimizer.update(grads, state["opt"], state["params"])
         params = jax.tree.map(lambda p, u: p + lr * u, state["params"], updates)
         new = {
