@@ -58,7 +58,7 @@ class Config:
     # of new matrices: by fan-in | 0.02; default: the preset's
     init_std: Literal["", "fan_in", "paper"] = ""
     # of attention output, feed-forward hidden and output; default: 0.1, small models 0
-    dropout: typing.Annotated[float, (0, 0.99, "0 .. 0.99")] | None = None
+    dropout: typing.Annotated[float, (0, 0.99)] | None = None
     # weight of the multi-token-prediction loss (the token after the next)
     mtp_weight: NonNegative = 0.1
     # tokens per row; 0: that of the data, else the model's positions, at most 2048
