@@ -141,7 +141,9 @@ class Reader:
         """`predict` for slots [B, C] of canvases of any lengths, one or BEAMS of them in a pass."""
         cfg = self.model.cfg
         B = len(canvases)
-        at_once = BEAMS if B > 1 else 1
+        at_once = 1
+        if B > 1:
+            at_once = BEAMS
         rows = -(-B // at_once) * at_once
         L = sample_dream.canvas_width(max(map(len, canvases)), cfg.positions)
         token_BL = np.full((rows, L), cfg.pad_id, np.int32)
@@ -196,7 +198,8 @@ class Filled:
             following += 1
         text, ended = self.text_of(ids[:following])
         whole = ended or (following == L and self.canvas[-1] != self.mask)
-        if not (parses(text) if whole else can_go_on(text)):
+        is_right = parses(text) if whole else can_go_on(text)
+        if not is_right:
             return False
         # What a hole opened is closed in it, by a token each.
         begin = p
@@ -263,7 +266,10 @@ def write_again(read, ids, span, fits, beams=0):
             for logp, token in zip(*likeliest, strict=True):
                 found.append((total + logp, [*beam[:p], token, *beam[p + 1 :]]))
         fitting = (each for each in sorted(found, reverse=True) if fits(each[1], p))
-        kept = list(itertools.islice(fitting, 1 if p == span[-1] else beams or BEAMS))
+        most = beams or BEAMS
+        if p == span[-1]:
+            most = 1
+        kept = list(itertools.islice(fitting, most))
         if not kept:
             return None
     return kept[0][1]
