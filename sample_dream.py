@@ -430,8 +430,7 @@ def layout(rule, masked_BL):
 
 def keys_of_rows(key, rows):
     """The data of a random key for each row, [rows, 2], of one key or of one for each row."""
-    if key is None:
-        key = jax.random.key(0)
+    key = jax.random.key(0) if key is None else key
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if key.ndim == (0 if typed else 1):
         key = jax.vmap(jax.random.fold_in, (None, 0))(key, np.arange(rows))
@@ -554,9 +553,7 @@ def filling(model, token_BL, see_BL, rule, key=None, rows=0, by_step=False):
     passes_B = np.zeros(B, int)
     for first, start, width in blocks:
         open_B = open_rows(cfg, state, given._replace(first=first))
-        waiting = np.flatnonzero(open_B)
-        if together and len(waiting):
-            waiting = np.arange(B)
+        waiting = np.arange(B) if together and open_B.any() else np.flatnonzero(open_B)
         for i in range(0, len(waiting), rows):
             chosen = waiting[i : i + rows]
             index = np.resize(chosen, rows)  # the last batch is filled up with rows that come again
@@ -704,19 +701,22 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0):
 
 
 def steps(model, prompts, max_new, rule=None, key=None, widths=()):
-    """Generate as `generate` does, in one batch: a Step after each denoising step. The last one
-    comes once more, with the stats of `generate`.
+    """Generate as `generate` does, in one batch: a Step after each forward pass; then the last one
+    once more, with the stats of `generate`.
     """
     rule = dataclasses.replace(rule or Sampling(), history=True)
     longest = max(map(len, prompts)) + max_new
     width = next((width for width in widths if width >= longest), 0)
     token_BL, see_BL = canvas(prompts, max_new, model.cfg, width)
+    forwards = 0
     for state, stats in filling(model, token_BL, see_BL, rule, key, by_step=True):
+        if state.forwards == forwards and not stats:  # the schedule has filled nothing
+            continue
+        forwards = state.forwards
         rows = []
         probability = []
-        arrays = state.token_BL, state.record.logp_BL, see_BL
-        for token_L, logp_L, see_L in zip(*arrays, strict=True):
-            rows.append(token_L[see_L].tolist())
+        for row, logp_L, see_L in zip(state.token_BL, state.record.logp_BL, see_BL, strict=True):
+            rows.append(row[see_L].tolist())
             probability.append(np.exp(logp_L[see_L]).tolist())
         yield Step(int(state.step), int(state.forwards), rows, probability, stats)
 

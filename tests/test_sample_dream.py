@@ -457,10 +457,10 @@ def test_the_steps_are_those_of_generate(shallow, settings):
         assert last.stats[name] == stats[name], name
     for name in ("passes", "when", "probability"):
         np.testing.assert_array_equal(last.stats[name], stats[name])
-    assert [step.number for step in shown] == list(range(1, stats["steps"] + 1))
+    assert [step.forwards for step in shown] == list(range(1, stats["forwards"] + 1))
     # A row begins with its prompt and masks, which become tokens with their probability.
     first, step = np.array(shown[0].rows[0]), stats["when"][0, -27:]
-    np.testing.assert_array_equal(first == MASK, step > 1)
+    np.testing.assert_array_equal(first == MASK, step > shown[0].number)
     assert all(p == 1 for p in np.array(shown[0].probability[0])[first == MASK])
     assert any(p < 1 for p in last.probability[0])
 
