@@ -74,7 +74,7 @@ class Config:
     rounds: Natural | None = None  # rounds of the whole run; 0: one epoch
     tasks: Count | None = None  # tasks per round
     # completions per task, GRPO's group
-    group: typing.Annotated[int, (2, 1_000_000, "2 .. 1,000,000")] | None = None
+    group: typing.Annotated[int, (2, 1_000_000)] | None = None
     iterations: Count | None = None  # updates per round
     micro_batch: Natural = 0  # completions per backward pass, all devices together; 0: the preset's
     generation_batch: Natural = 0  # completions generated at a time; 0: the preset's
@@ -87,7 +87,7 @@ class Config:
     beta: NonNegative = 0.01  # weight of the KL divergence; 0: no reference model
     rewards: tuple[str, ...] | None = None  # names in sandbox.py, or your own file.py:function
     # weight of each of --rewards
-    reward_weights: typing.Annotated[tuple[float, ...], (-1e9, 1e9, "-1e9 .. 1e9")] | None = None
+    reward_weights: typing.Annotated[tuple[float, ...], (-1e9, 1e9)] | None = None
     lora_rank: Natural = 0  # rank of LoRA adapters; 0 trains all weights
     base_bits: typing.Literal[0, 8, 4] = 0  # with LoRA: bits of frozen matrices; 0: not quantised
     eval_every: Count | None = None  # rounds between evaluations; each saves a checkpoint
