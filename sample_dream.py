@@ -428,12 +428,15 @@ def layout(rule, masked_BL):
     return blocks, size, rule.steps // count or size
 
 
+fold_in = jax.jit(jax.vmap(jax.random.fold_in, (None, 0)))
+
+
 def keys_of_rows(key, rows):
     """The data of a random key for each row, [rows, 2], of one key or of one for each row."""
     key = jax.random.key(0) if key is None else key
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if key.ndim == (0 if typed else 1):
-        key = jax.vmap(jax.random.fold_in, (None, 0))(key, np.arange(rows))
+        key = fold_in(key, np.arange(rows))
         typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(key) if typed else key
 
@@ -632,9 +635,7 @@ def canvas_width(length, positions):
 
 
 def widths(lengths, size, positions, most=3):
-    """At most `most` canvas widths for texts of these lengths, `size` at a time: those with the
-    least padding. Each is a program, which at 7B takes longer to compile than padding costs.
-    """
+    """At most `most` canvas widths for texts, `size` at a time: few programs, little padding."""
     batches = [lengths[i : i + size] for i in range(0, len(lengths), size)]
     needed = collections.Counter(canvas_width(max(batch), positions) for batch in batches)
     *narrower, widest = sorted(needed)
