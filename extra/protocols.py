@@ -41,9 +41,7 @@ from runs import Natural
 @dataclasses.dataclass(frozen=True)
 class Config(benchmarks.Config):
     protocol: str = "ours"  # harness, or its record: dream_instruct, lm_eval/humaneval_instruct
-    shots: typing.Annotated[int, (0, 3)] | None = (
-        None  # MBPP: solved problems; default: protocol's
-    )
+    shots: typing.Annotated[int, (0, 3)] | None = None  # MBPP: solved problems; default: protocol's
     max_new: Natural = 0  # new tokens at most; default: the protocol's
     # chat: strip the end of the prompt, as transformers 4.46; 4.49 does not
     trim_prefix: bool = True

@@ -137,7 +137,7 @@ def test_the_column_of_text_is_found_and_rows_of_other_licences_are_dropped(tmp_
     cfg = config(tmp_path, roots=(str(tmp_path / "forms.jsonl"),), out=str(tmp_path / "out3"))
     dp.main(cfg)
     assert texts_of(cfg.out) == sorted((texts[2], texts[3], texts[5]))
-    with pytest.raises(ValueError, match="--roots name files of rows, and others hold .py files"):
+    with pytest.raises(ValueError, match=r"--roots name files of rows, and others hold \.py files"):
         dp.main(
             dataclasses.replace(
                 cfg, roots=(*cfg.roots, str(Path(__file__).parent)), out=str(tmp_path / "out4")

@@ -12,8 +12,8 @@ import pytest
 from conftest import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from test_dream_path import write_hub
 from test_acecode import rows_of_acecode
+from test_dream_path import write_hub
 
 NOTEBOOK = ROOT / "notebooks" / "colab.ipynb"
 RUNTIMES = {  # of Colab: its device, the extra of JAX for it, and what has to be of JAX's release
