@@ -571,8 +571,7 @@ def filling(model, token_BL, see_BL, rule, key=None, rows=0, by_step=False):
             passes = int(new.forwards - old.forwards)
             own_B = (new.step_B - old.step_B + 1) * open_B[index]
             passes_B[chosen] += np.minimum(passes, own_B)[: len(chosen)]
-            # the first pass of a block with a cache is over the canvas
-            windows += [L] + [width] * (passes - 1)
+            windows += [L] + [width] * (passes - 1)  # the first pass of a block is over the canvas
 
             state = state.with_rows(chosen, new)
 
