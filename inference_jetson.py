@@ -54,8 +54,8 @@ SCHEDULES = (*diffusion.SCHEDULES, "even")
 MOST_TOGETHER = 64  # steps in one CUDA graph
 
 
-def setting(default, text, choices=(), limits=None):
-    """A field of Config: its default, its help, and the values that `check` allows."""
+def setting(default, text, choices=None, limits=None):
+    """A field of Config: default, help, the values argparse allows, the range `check` allows."""
     metadata = {"help": text, "choices": choices, "limits": limits}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -64,7 +64,7 @@ def setting(default, text, choices=(), limits=None):
 class Config:
     bundle: str = setting("", "bundle, run or checkpoint; if empty out/jetson, else weights/mdlm")
     backend: str = setting("auto", "auto: kernels if they run here, else torch", BACKENDS)
-    device: str = setting("", "if empty cuda where there is one", ("", "cpu", "cuda"))
+    device: str = setting("", "if empty cuda where there is one", ("cpu", "cuda"))
     prompt: str = setting("", "text to continue, \\n a new line, [MASK:n] n tokens; empty: asks")
     max_new: int = setting(
         64, "tokens to generate after a prompt without [MASK:n]", limits=(1, 2**62)
@@ -94,31 +94,22 @@ def command_line(arguments=None):
     )
     for field in dataclasses.fields(Config):
         flags = dict.fromkeys([f"--{field.name}", f"--{field.name.replace('_', '-')}"])
-        text = field.metadata["help"]
-        options = {"dest": field.name, "default": field.default}
+        options = {"dest": field.name, "default": field.default, "help": field.metadata["help"]}
         if field.type is bool:
-            action = argparse.BooleanOptionalAction
-            parser.add_argument(*flags, action=action, help=text, **options)
-            continue
-        known = ", ".join(filter(None, field.metadata["choices"]))
-        if known:
-            text = f"{known}; {text}"
-        text += " (default: %(default)s)"
-        parser.add_argument(*flags, metavar="X", type=field.type, help=text, **options)
-    same = {"dest": "bundle", "metavar": "X", "default": argparse.SUPPRESS}
-    parser.add_argument("--ckpt", help="the same as --bundle", **same)
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options["help"] += " (default: %(default)s)"
+            options["type"] = field.type
+            options["choices"] = field.metadata["choices"]
+        parser.add_argument(*flags, **options)
     return Config(**vars(parser.parse_args(arguments)))
 
 
 def check(cfg):
-    """The settings. Raises ValueError for the first value that is not allowed."""
+    """The settings. Raises ValueError for the first value that is out of its range."""
     for field in dataclasses.fields(cfg):
         value = getattr(cfg, field.name)
-        choices = field.metadata["choices"]
         limits = field.metadata["limits"]
-        if choices and value not in choices:
-            known = ", ".join(filter(None, choices))
-            raise ValueError(f"--{field.name}={value}: not one of {known}")
         if limits and not limits[0] <= value <= limits[1]:
             raise ValueError(f"--{field.name}={value}: not in {limits[0]:,} .. {limits[1]:,}")
     return cfg
@@ -134,9 +125,8 @@ def first_line(error):
 def find_bundle(bundle):
     """The folder of --bundle, the newest step_<n>/ of a run; by default out/jetson or SHIPPED."""
     folder = Path(bundle or "out/jetson")
-    if not bundle and not folder.exists() and SHIPPED.exists():
-        small = "using weights/mdlm, a small model that comes with Unmask"
-        print(f"no out/jetson: {small}", file=sys.stderr)
+    if not bundle and not folder.exists():
+        print("no out/jetson: using weights/mdlm, a small model", file=sys.stderr)
         return SHIPPED
     steps = {int(path.name[5:]): path for path in folder.glob("step_*") if path.name[5:].isdigit()}
     if steps:
@@ -154,16 +144,18 @@ def read_bundle(folder):
         names = "config.json", "model.safetensors", "tokenizer.json"
         missing = [name for name in names if not (folder / name).exists()]
         if missing:
-            lacks = f"no bundle.json, no {', no '.join(missing)}"
-            raise FileNotFoundError(f"{folder} has {lacks}; write one with: {export}")
-        return {"format": FORMAT, "torch": None, "tensorrt": None, "files": dict.fromkeys(names)}
+            raise FileNotFoundError(
+                f"{folder} has no bundle.json, no {', no '.join(missing)}; write one with: {export}"
+            )
+        return {"files": dict.fromkeys(names)}
     try:
         about = json.loads((folder / "bundle.json").read_text())
         if about["format"] != FORMAT:
             raise ValueError(f"it is of format {about['format']}, this script reads {FORMAT}")
     except (ValueError, TypeError, KeyError) as error:
-        problem = f"{folder}/bundle.json cannot be used ({error})"
-        raise ValueError(f"{problem}; export again with: {export}") from None
+        raise ValueError(
+            f"{folder}/bundle.json cannot be used ({error}); export again with: {export}"
+        ) from None
     return about
 
 
@@ -171,17 +163,16 @@ def read_file(folder, about, name):
     """The bytes of a file of the bundle. Raises FileNotFoundError, or ValueError by its digest."""
     path = folder / name
     if name not in about["files"]:
-        advice = "export where export_jetson.py can write it"
-        if name == "model.trt":
-            advice = f"add one: python export_jetson.py --tensorrt --bundle={folder}"
-        raise FileNotFoundError(f"the bundle holds no {name}; {advice}")
+        raise FileNotFoundError(
+            f"the bundle holds no {name}; "
+            "export_jetson.py writes it, model.trt with --tensorrt --bundle=..."
+        )
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing; copy the folder again")
     data = path.read_bytes()
     want = about["files"][name]
-    if want and (len(data) != want["bytes"] or hashlib.sha256(data).hexdigest() != want["sha256"]):
-        problem = f"not the {want['bytes']:,} bytes that were written"
-        raise ValueError(f"{path} is damaged: {problem}; copy it again")
+    if want and hashlib.sha256(data).hexdigest() != want["sha256"]:
+        raise ValueError(f"{path} is damaged: its SHA-256 is another; copy it again")
     return data
 
 
@@ -192,8 +183,9 @@ def read_model(folder, about):
     try:
         return mdlm.build(config, weights).eval()
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        problem = f"{folder} holds no MDLM that this version reads: {error}"
-        raise ValueError(f"{problem}; copy it again") from None
+        raise ValueError(
+            f"{folder} holds no MDLM that this version reads: {error}; copy it again"
+        ) from None
 
 
 # ---- one denoising step, of one shape ------------------------------------------------------------
@@ -216,7 +208,10 @@ def fused_forward(model, rate_N, kernels):
         position_PD = model.position.weight
         cos_sin_PK = None
     # Every residual sum is followed by a norm: the one inside the block, or the next block's first.
-    norms = [norm for block in model.blocks for norm in (block.norm1, block.norm2)] + [model.norm]
+    norms = []
+    for block in model.blocks:
+        norms += [block.norm1, block.norm2]
+    norms.append(model.norm)
 
     def add_norm(x_BLD, residual_BLD, norm):
         """(x + residual, LayerNorm of it) in one launch."""
@@ -253,16 +248,22 @@ def graph_forward(run, rate_N):
 
 def sample_fused_(logits_RV, token_BL, state_2, keep_N, ban, rule):
     """One ancestral step in place by csrc/sampler.cu; random numbers are Philox of state_2."""
-    filters = rule.temperature, rule.top_k, rule.top_p
     torch.ops.unmask.sample_(
-        logits_RV, token_BL, state_2, keep_N, ban, mdlm.MASK, rule.vocab, *filters
+        logits_RV,
+        token_BL,
+        state_2,
+        keep_N,
+        ban,
+        mdlm.MASK,
+        rule.vocab,
+        rule.temperature,
+        rule.top_k,
+        rule.top_p,
     )
 
 
 def sample_sorted_(logits_RV, token_BL, state_2, keep_N, ban, rule):
-    """The same in PyTorch operators of fixed shapes, which can be captured; random numbers are
-    torch's own.
-    """
+    """The same in PyTorch operators of fixed shapes, for capture; torch's own random numbers."""
     race_RV = logits_RV[:, : rule.vocab].float().index_fill(1, ban.long(), -torch.inf)
     best_R1 = race_RV.argmax(-1, keepdim=True)
     if rule.temperature > 0:
@@ -275,7 +276,7 @@ def sample_sorted_(logits_RV, token_BL, state_2, keep_N, ban, rule):
         if rule.top_p < 1:
             prob_RV = race_RV.softmax(-1)
             likelier_RV = prob_RV.cumsum(-1) - prob_RV
-            race_RV = race_RV.masked_fill(likelier_RV >= max(rule.top_p, 1e-9), -torch.inf)
+            race_RV = race_RV.masked_fill(likelier_RV >= rule.top_p, -torch.inf)
         # -log of an exponential is Gumbel noise: the argmax of the sum is a draw from the softmax.
         race_RV = race_RV - torch.empty_like(race_RV).exponential_().log()
         best_R1 = id_RV.gather(1, race_RV.argmax(-1, keepdim=True))
@@ -307,8 +308,10 @@ class Denoiser:
         # unmasks in each row are one buffer: one copy to the device and one back, from and to
         # pinned memory.
         sizes = 2, B * L, self.steps * B
-        self.host = torch.full((sum(sizes),), mdlm.MASK, pin_memory=device.type == "cuda")
         self.on_device = torch.full((sum(sizes),), mdlm.MASK, device=device)
+        self.host = torch.full((sum(sizes),), mdlm.MASK)
+        if device.type == "cuda":
+            self.host = self.host.pin_memory()
         self.state_2, token, counts = self.on_device.split(sizes)
         self.state_2.zero_()
         self.token_BL = token.view(B, L)
@@ -340,9 +343,7 @@ class Denoiser:
         step_1.add_(1)
 
     def capture(self, together):
-        """Record `together` steps as a CUDA graph, or one if they do not fit. ValueError if that
-        fails, too.
-        """
+        """Record `together` steps as a CUDA graph, or one if they do not fit, else ValueError."""
         # a few plain runs first, on a side stream: libraries allocate and choose kernels in them
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -368,17 +369,14 @@ class Denoiser:
 
     @torch.inference_mode()
     def __call__(self, token_BL, seed, on_step=None):
-        """The filled canvases, on the CPU; tokens other than MASK stay. on_step as in
-        mdlm.sample.
-        """
+        """The canvases filled, on the CPU; tokens but MASK stay. on_step as in mdlm.sample."""
         count_NB = torch.zeros(self.count_NB.shape, dtype=torch.long)
         if not self.ancestral:
             masks_B = (token_BL == mdlm.MASK).sum(1).numpy()
-            count_NB = torch.from_numpy(
-                diffusion.step_counts(masks_B, self.steps, self.rule.schedule)
-            )
-        state_2 = torch.tensor([seed, 0])
-        self.host.copy_(torch.cat([state_2, token_BL.flatten(), count_NB.flatten()]))
+            count_NB = diffusion.step_counts(masks_B, self.steps, self.rule.schedule)
+            count_NB = torch.from_numpy(count_NB)
+        given = [torch.tensor([seed, 0]), token_BL.flatten(), count_NB.flatten()]
+        self.host.copy_(torch.cat(given))
         self.on_device.copy_(self.host, non_blocking=True)
         torch.manual_seed(seed)  # what sample_sorted_ draws from
         torch.ne(self.token_BL, mdlm.PAD, out=self.see_BL)
@@ -395,9 +393,7 @@ class Denoiser:
 
 
 class GraphModel:
-    """A graph run(token, noise, see) as the model of mdlm.sample, which asks for hidden states,
-    then for logits.
-    """
+    """A graph run(token, noise, see) as the model of mdlm.sample, which asks both, one by one."""
 
     def __init__(self, run):
         self.run = run
@@ -412,7 +408,9 @@ class GraphModel:
 # ---- backends ------------------------------------------------------------------------------------
 
 PLAIN = types.SimpleNamespace(
-    attention=ops.attention_torch, add_norm=ops.add_norm_torch, bias_gelu=ops.bias_gelu_torch
+    attention=ops.attention_torch,
+    add_norm=ops.add_norm_torch,
+    bias_gelu=ops.bias_gelu_torch,
 )
 
 
@@ -426,20 +424,20 @@ def why_no_sampler(vocab, device):
 def why_no_kernels(config, vocab, device):
     """The reason why the kernels cannot run this model on this device, or ""."""
     head = config.width // config.heads
-    fits = head == ops.HEAD and config.ffn % 8 == 0
-    if not fits or config.width > ops.MAX_WIDTH or config.positions > ops.MAX_LENGTH:
-        kinds = f"heads of {ops.HEAD}, widths to {ops.MAX_WIDTH}, {ops.MAX_LENGTH} positions"
-        ours = f"{head}, {config.width}, {config.positions}, {config.ffn}"
-        return f"the kernels are for {kinds}, a multiple of 8 as ffn; this model has {ours}"
+    too_large = config.width > ops.MAX_WIDTH or config.positions > ops.MAX_LENGTH
+    if too_large or head != ops.HEAD or config.ffn % 8:
+        return (
+            f"the kernels are for heads of {ops.HEAD}, widths to {ops.MAX_WIDTH}, "
+            f"{ops.MAX_LENGTH} positions, a multiple of 8 as ffn; "
+            f"this model has {head}, {config.width}, {config.positions}, {config.ffn}"
+        )
     return why_no_sampler(vocab, device)
 
 
 def run_onnx(data):
     """run(token, noise, see) -> logits of an ONNX graph."""
-    try:
-        import onnxruntime
-    except ImportError:
-        raise ValueError("--backend=onnx needs onnxruntime: pip install onnxruntime") from None
+    import onnxruntime
+
     # a wheel with TensorRT would try that first, and build engines for minutes at each start
     wanted = "CUDAExecutionProvider", "CPUExecutionProvider"
     providers = [name for name in wanted if name in onnxruntime.get_available_providers()]
@@ -455,32 +453,33 @@ def run_onnx(data):
 
 def run_tensorrt(data, built):
     """run(token, noise, see) -> logits of an engine; built: what bundle.json says of it."""
-    try:
-        import tensorrt as trt
-    except ImportError:
-        advice = "apt install python3-libnvinfer"
-        raise ValueError(f"--backend=tensorrt needs JetPack's module: {advice}") from None
+    import tensorrt as trt  # JetPack's: apt install python3-libnvinfer
+
     there = f"TensorRT {built['version']} on {built['gpu']}"
     here = f"TensorRT {trt.__version__} on {torch.cuda.get_device_name()}"
     runtime = trt.Runtime(trt.Logger(trt.Logger.ERROR))
     engine = runtime.deserialize_cuda_engine(data) if there == here else None
     if engine is None:
-        advice = "build: export_jetson.py --tensorrt --bundle=..."
-        raise ValueError(f"model.trt is of {there}, this is {here}; {advice}")
+        raise ValueError(
+            f"model.trt is of {there}, this is {here}; "
+            "build: export_jetson.py --tensorrt --bundle=..."
+        )
     context = engine.create_execution_context()
     vocab = engine.get_tensor_shape("logits")[-1]
-    names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
 
     def run(token, noise, see):
         given = {"token": token, "noise": noise, "see": see}
         logits_BLV = torch.empty(*token.shape, vocab, dtype=torch.float16, device=token.device)
-        for name in names:
+        for i in range(engine.num_io_tensors):
+            name = engine.get_tensor_name(i)
             if name in given:
                 context.set_input_shape(name, tuple(given[name].shape))
             context.set_tensor_address(name, given.get(name, logits_BLV).data_ptr())
         if not context.execute_async_v3(torch.cuda.current_stream().cuda_stream):
-            problem = f"did not run model.trt on {[*token.shape]} tokens"
-            raise ValueError(f"TensorRT {problem}; its own messages are above")
+            raise ValueError(
+                f"TensorRT did not run model.trt on {[*token.shape]} tokens; "
+                "its own messages are above"
+            )
         return logits_BLV
 
     run.engine = engine  # lives as long as the function
@@ -488,9 +487,7 @@ def run_tensorrt(data, built):
 
 
 class Writer:
-    """The model of a bundle on a device, run by one backend: fill(token_BL, rule) gives the filled
-    canvases.
-    """
+    """The model of a bundle on a device, run by one backend; see `fill`."""
 
     def __init__(self, cfg):
         self.cfg = cfg
@@ -507,8 +504,10 @@ class Writer:
         self.tokenizer.encode_special_tokens = True  # names of special tokens in a prompt are text
         self.vocab = 1 + max(self.tokenizer.get_vocab().values(), default=0)
         if self.vocab > self.model.cfg.vocab:
-            problem = f"has ids up to {self.vocab - 1}, the model has {self.model.cfg.vocab}"
-            raise ValueError(f"tokenizer.json {problem}")
+            raise ValueError(
+                f"tokenizer.json has ids up to {self.vocab - 1}, "
+                f"the model has {self.model.cfg.vocab}"
+            )
         self.backend = self.choose_backend()
         self.longest = self.model.cfg.positions  # of a canvas
         self.length = 0  # of every canvas of an engine
@@ -531,27 +530,36 @@ class Writer:
             try:
                 return torch.jit.load(data, map_location=self.device)
             except RuntimeError as error:
-                problem = f"torch {torch.__version__} cannot load model_jetson.pt"
-                advice = f"written by torch {about['torch']}; export it on this machine"
-                raise ValueError(f"{problem}, {advice} ({first_line(error)})") from None
+                raise ValueError(
+                    f"torch {torch.__version__} cannot load model_jetson.pt, "
+                    f"written by torch {about['torch']}; export it on this machine "
+                    f"({first_line(error)})"
+                ) from None
         if self.backend == "onnx":
             return run_onnx(read_file(self.folder, about, "model.onnx"))
         if self.backend == "tensorrt":
             if self.device.type != "cuda":
                 raise ValueError("--backend=tensorrt needs a CUDA device")
-            self.longest = self.length = about["tensorrt"]["length"]
-            return run_tensorrt(read_file(self.folder, about, "model.trt"), about["tensorrt"])
+            plan = read_file(self.folder, about, "model.trt")
+            self.length = about["tensorrt"]["length"]
+            self.longest = self.length
+            return run_tensorrt(plan, about["tensorrt"])
         return None
 
     def rule(self, cfg):
         """The sampling rule of the settings."""
-        names = "sampler", "steps", "schedule", "temperature", "top_k", "top_p"
-        return mdlm.Sampling(*(getattr(cfg, name) for name in names), vocab=self.vocab)
+        return mdlm.Sampling(
+            sampler=cfg.sampler,
+            steps=cfg.steps,
+            schedule=cfg.schedule,
+            temperature=cfg.temperature,
+            top_k=cfg.top_k,
+            top_p=cfg.top_p,
+            vocab=self.vocab,
+        )
 
     def choose_backend(self):
-        """The backend asked for; "auto" is kernels where they run, else torch, with the reason on a
-        GPU.
-        """
+        """The backend asked for; "auto": kernels where they run, else torch; a GPU says why."""
         if self.cfg.backend not in ("auto", "kernels"):
             return self.cfg.backend
         reason = why_no_kernels(self.model.cfg, self.vocab, self.device)
@@ -591,12 +599,14 @@ class Writer:
     def fits(self, L):
         """Raises ValueError for a canvas that is too long."""
         if L > self.model.cfg.positions:
-            limit = f"the model's {self.model.cfg.positions} positions"
-            raise ValueError(f"{L:,} tokens do not fit {limit}")
+            raise ValueError(
+                f"{L:,} tokens do not fit the model's {self.model.cfg.positions} positions"
+            )
         if L > self.longest:
-            another = f"python export_jetson.py --tensorrt --bundle={self.folder} --length={L}"
-            problem = f"the engine takes up to {self.longest} tokens, not {L}"
-            raise ValueError(f"{problem}; build another: {another}")
+            raise ValueError(
+                f"the engine takes up to {self.longest} tokens, not {L}; build another: "
+                f"python export_jetson.py --tensorrt --bundle={self.folder} --length={L}"
+            )
 
     def fill_captured(self, token_BL, rule, on_step=None):
         """Pads canvases to a multiple of 32, or to the engine's length, for few captures."""
@@ -612,8 +622,7 @@ class Writer:
         return torch.cat(filled)[:, :L]
 
     def fill(self, token_BL, rule, on_step=None):
-        """token_BL int64 [B, L] on the CPU with its masks filled; on_step(i, token_BL) follows each
-        step.
+        """token_BL int64 [B, L] on the CPU, filled; on_step(i, token_BL) follows each step.
 
         Every call uses another seed. Raises ValueError if memory runs out.
         """
@@ -627,13 +636,13 @@ class Writer:
             model = GraphModel(self.run) if self.run else self.model
             generator = torch.Generator(self.device).manual_seed(self.seed)
             return mdlm.sample(model, token_BL.to(self.device), rule, generator, on_step).cpu()
-        except (RuntimeError, MemoryError) as error:
+        except RuntimeError as error:
             # The last two are a Jetson's.
-            memory = re.search("out of memory|allocate memory|NvMap|NVML", str(error))
-            if isinstance(error, RuntimeError) and not memory:
+            if not re.search("out of memory|allocate memory|NvMap|NVML", str(error)):
                 raise
-            advice = "lower --n or --max_new"
-            raise ValueError(f"out of memory at batch {B}, length {L}: {advice}") from None
+            raise ValueError(
+                f"out of memory at batch {B}, length {L}: lower --n or --max_new"
+            ) from None
         finally:
             self.seed += B
 
@@ -648,7 +657,7 @@ def canvas(writer, cfg):
     """
     pieces = re.split(r" ?\[MASK:(\d+)\]", cfg.prompt)
     texts = pieces[::2]
-    sizes = [int(size[:9]) for size in pieces[1::2]]
+    sizes = list(map(int, pieces[1::2]))
     if any("[MASK" in text for text in texts):
         raise ValueError("a mask is written with its number of tokens: [MASK:12]")
     encoded = [writer.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
@@ -683,14 +692,16 @@ def write(writer, cfg, on_step=None):
 
         filled_BL = writer.fill(canvas_BL, writer.rule(cfg), on_canvas if on_step else None)
         if (filled_BL == mdlm.MASK).any():
-            advice = "export it again, or train with a lower --lr"
-            raise ValueError(f"the model's logits are not finite; {advice}")
+            raise ValueError(
+                "the model's logits are not finite; export it again, or train with a lower --lr"
+            )
         text_BL = torch.cat([text_BL[:, :start], filled_BL], 1)
         left -= size
         new += size
         if left <= 0 or (text_BL == mdlm.EOS).any(1).all():
             rows = [text_ids(row, cfg.prompt) for row in text_BL.tolist()]
-            return [writer.tokenizer.decode(row) for row in rows], cfg.n * new
+            texts = [writer.tokenizer.decode(row) for row in rows]
+            return texts, cfg.n * new
 
 
 def text_ids(ids, prompt=""):
@@ -735,6 +746,7 @@ class StepViewer:
 def answer(writer, cfg):
     """Generate cfg.n texts for a prompt and print them."""
     started = time.perf_counter()
+    cfg = dataclasses.replace(cfg, prompt=cfg.prompt.replace("\\n", "\n"))
     viewer = StepViewer(writer, cfg) if cfg.show_steps else None
     texts, new = write(writer, cfg, viewer)
     seconds = time.perf_counter() - started
@@ -756,7 +768,7 @@ def interact(writer, cfg):
             return
         try:
             if line:
-                answer(writer, dataclasses.replace(cfg, prompt=line.replace("\\n", "\n")))
+                answer(writer, dataclasses.replace(cfg, prompt=line))
         except ValueError as error:  # of this prompt
             print(error, file=sys.stderr)
 
@@ -767,7 +779,7 @@ def interact(writer, cfg):
 def main(cfg):
     writer = Writer(check(cfg))
     if cfg.prompt:
-        answer(writer, dataclasses.replace(cfg, prompt=cfg.prompt.replace("\\n", "\n")))
+        answer(writer, cfg)
     else:
         interact(writer, cfg)
 
@@ -775,10 +787,8 @@ def main(cfg):
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it silently
     try:
-        if "--serve" in sys.argv:
-            raise ValueError("--serve is gone: see git checkout eec146f")
         main(command_line())
     except KeyboardInterrupt:
         sys.exit(130)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         sys.exit(str(error))

@@ -81,8 +81,6 @@ class Config:
 
 
 SMALLEST_TIME = 1e-3  # in training: the NELBO's weights grow like 1 / t
-
-
 KEEP = 2  # newest checkpoints
 
 
@@ -101,8 +99,10 @@ def settle(cfg, devices):
     if not micro_batch:
         micro_batch = rows if devices.device.type == "cuda" else math.gcd(rows, 16)
     if cfg.batch_size % devices.world or not micro_batch or rows % micro_batch:
-        factors = f"{devices.world} devices times --micro_batch={micro_batch}"
-        raise ValueError(f"--batch_size={cfg.batch_size} is no multiple of {factors}")
+        raise ValueError(
+            f"--batch_size={cfg.batch_size} is no multiple of "
+            f"{devices.world} devices times --micro_batch={micro_batch}"
+        )
     return dataclasses.replace(
         cfg,
         micro_batch=micro_batch,
@@ -186,8 +186,7 @@ def train(cfg, devices):
             if evaluates or done % cfg.log_every == 0:
                 began = time.perf_counter()
                 tokens.clear()
-    advice = f"generate text with: python inference_jetson.py --bundle={cfg.out}"
-    print(f"done: {cfg.out}; {advice}", flush=True)
+    print(f"done: {cfg.out}; generate text with: python inference_jetson.py --bundle={cfg.out}")
 
 
 def announce(cfg, architecture, rows, devices):
@@ -221,8 +220,9 @@ def find_data(cfg):
     if train.meta.get("mask_id") != mdlm.MASK:  # packed rows have none
         raise ValueError(f"{folder} holds no padded rows; prepare it with --rows=padded")
     if not heldout.total:
-        advice = "prepare it again with --heldout above 0"
-        raise ValueError(f"{folder} holds no held-out rows; {advice}")
+        raise ValueError(
+            f"{folder} holds no held-out rows; prepare it again with --heldout above 0"
+        )
     return train, heldout, tokenizer_json
 
 
@@ -469,9 +469,7 @@ def learning_rate(step, cfg):
 
 
 def update(state, step, cfg):
-    """Update the weights, where the gradient norm is finite (the device decides), and their EMA;
-    returns the norm.
-    """
+    """Update the weights, if the gradient is finite (the device decides), and the EMA: the norm."""
     for optimizer, peak in zip(state.optimizers, (cfg.lr, cfg.muon_lr), strict=False):
         for group in optimizer.param_groups:
             group["lr"] = peak * learning_rate(step, cfg)
@@ -503,9 +501,10 @@ def metrics(state, loss, norm, stop, step, cfg, devices):
     loss, stop, norm, skipped, in_a_row = torch.cat([sums_2, norm[None], state.skipped_2]).tolist()
     most = 20 if state.scaler.is_enabled() else 5  # float16 overflows now and then
     if in_a_row >= most:
-        problem = f"no finite gradient in {in_a_row:.0f} steps, the last {step + 1}"
-        saved = [*runs.saved_steps(Path(cfg.out))] or "the start"
-        raise ValueError(f"{problem}; --resume={cfg.out} with a lower --lr, from {saved}")
+        raise ValueError(
+            f"no finite gradient in {in_a_row:.0f} steps, the last {step + 1}; "
+            f"--resume={cfg.out} with a lower --lr"
+        )
     row = {
         "step": step + 1,
         "loss": loss,
@@ -530,16 +529,11 @@ def trainer_tensors(state):
 
 
 def save(state, step, cfg, meta, tokenizer_json, devices):
-    """Write step_<n>/ atomically, and delete all but the newest cfg.keep. One process writes, the
-    others wait.
-    """
+    """Write step_<n>/ atomically, and delete all but the newest two. One process writes."""
     if devices.rank == 0:
         tensors = {}
-        averaged = {}
         for name, tensor in trainer_tensors(state).items():
             tensors[name] = tensor.detach().cpu().contiguous()
-            if name.startswith("ema."):
-                averaged[name.removeprefix("ema.")] = tensors[name]
         data = safetensors.torch.save(tensors)
         trainer = {
             "step": step,
@@ -548,7 +542,7 @@ def save(state, step, cfg, meta, tokenizer_json, devices):
             "sha256": hashlib.sha256(data).hexdigest(),
         }
         with runs.new_folder(Path(cfg.out, f"step_{step}")) as folder:
-            mdlm.save(state.ema, folder, tokenizer_json, averaged)
+            mdlm.save(state.ema, folder, tokenizer_json)
             runs.write(folder / "trainer.json", meta | trainer)
             runs.write(folder / "trainer.safetensors", data)
         Path(cfg.out, runs.SAVED).touch()
@@ -562,13 +556,11 @@ def save(state, step, cfg, meta, tokenizer_json, devices):
 def restore(folder, state, meta):
     """Load a checkpoint into the state; returns its step. Raises ValueError if it does not fit."""
     advice = "delete it to use the one before"
-    if not folder.name.startswith("step_"):  # of train_tpu.py or train_dream.py
-        advice = "go on with the trainer that wrote it"
     try:
-        keys = "model", "train", "data", "step", "skipped", "scaler"
+        keys = "model", "train", "data", "step", "skipped", "scaler", "sha256"
         trainer = runs.read_json(folder / "trainer.json", *keys)
         data = (folder / "trainer.safetensors").read_bytes()
-        if trainer.get("sha256") not in (None, hashlib.sha256(data).hexdigest()):
+        if trainer["sha256"] != hashlib.sha256(data).hexdigest():
             raise ValueError("trainer.safetensors is not what was saved")
         saved = safetensors.torch.load(data)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
@@ -647,9 +639,7 @@ def scores(sums_T4, bits):
 
 
 def eval_only(cfg, devices):
-    """Print and return the bound of a checkpoint over several draws of noise, and scores by mask
-    rate.
-    """
+    """Print and return the bound of a checkpoint over draws of noise, and scores by mask rate."""
     cfg = settle(cfg, devices)
     folder = Path(cfg.eval_only)
     heldout, tokenizer = held_out(folder, cfg.data)

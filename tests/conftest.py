@@ -76,7 +76,7 @@ def pytest_runtest_call(item):
     return result
 
 
-# ---- scripts, as a user runs them ----------------------------------------------------------------------------------
+# ---- scripts, as a user runs them ----------------------------------------------------------------
 
 AS_A_USER = {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
@@ -231,7 +231,7 @@ def no_compile_cache(monkeypatch):
     monkeypatch.setattr(checkpoints, "keep_compiled", lambda folder: None)
 
 
-# ---- trainers, in this process ---------------------------------------------------------------------------------------
+# ---- trainers, in this process -------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -332,7 +332,7 @@ def with_other_tokenizer(folder, copy):
     return copy
 
 
-# ---- array libraries and reference values --------------------------------------------------------------------------
+# ---- array libraries and reference values --------------------------------------------------------
 
 
 class Library:
@@ -465,7 +465,7 @@ def special_ids(folder):
     return int(mask_id), int(kept[0]) if len(kept) else 0
 
 
-# ---- a bucket ------------------------------------------------------------------------------------------------------
+# ---- a bucket ------------------------------------------------------------------------------------
 
 # The emulated storage does not say which generation of an object it hands out, which TensorStore
 # asks for.
@@ -515,7 +515,7 @@ def copy_in_bucket(bucket, direction, here, there):
     )
 
 
-# ---- CUDA kernels, emulated on a CPU -------------------------------------------------------------------------------
+# ---- CUDA kernels, emulated on a CPU -------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")

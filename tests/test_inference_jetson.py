@@ -31,13 +31,16 @@ import model_mdlm as mdlm
 from csrc import ops
 
 ROOT = Path(__file__).resolve().parent.parent
+CPU = torch.device("cpu")
 SMALL = mdlm.Config(vocab=300, width=128, layers=2, heads=2, ffn=256, positions=48)
 
 
 def tokenizer_json():
     """A byte-level tokenizer with the five special tokens and a few merges."""
-    tokenizer = tokenizers.ByteLevelBPETokenizer()
-    special = ["<pad>", "<bos>", "<eos>", "<mask>", "<unk>"]
+    tokenizer, special = (
+        tokenizers.ByteLevelBPETokenizer(),
+        "<pad> <bos> <eos> <mask> <unk>".split(),
+    )
     tokenizer.train_from_iterator(
         ["once upon a time there was a dragon"] * 3, 290, 2, False, special
     )
@@ -57,18 +60,33 @@ def make_model(**changes):
 def bundle(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bundle")
     mdlm.save(make_model(rope=True), folder / "run/step_7", tokenizer_json())
-    export_jetson.main(
-        export_jetson.Config(ckpt=str(folder / "run"), out=str(folder / "jetson"), onnx=False)
-    )
+    settings = {"ckpt": str(folder / "run"), "out": str(folder / "jetson"), "onnx": False}
+    export_jetson.main(export_jetson.Config(**settings))
     return folder / "jetson"
 
 
-@pytest.fixture
-def broken(bundle, tmp_path):
-    """A copy of the bundle to break."""
-    for path in bundle.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    return tmp_path
+def writer(bundle, **settings):
+    return jetson.Writer(jetson.Config(bundle=str(bundle), **settings))
+
+
+def rule(made, steps=3, **settings):
+    return dataclasses.replace(made.rule(made.cfg), steps=steps, **settings)
+
+
+def stops(match, function, *arguments, **settings):
+    """A refusal in one line; returns it."""
+    with pytest.raises((ValueError, OSError), match=match) as stop:
+        function(*arguments, **settings)
+    assert "\n" not in str(stop.value)
+    return str(stop.value)
+
+
+def filled_where_masked(filled_BL, token_BL):
+    """Masks are filled with ids that may be drawn, and nothing else has changed."""
+    masked_BL = token_BL == mdlm.MASK
+    assert torch.equal(filled_BL[~masked_BL], token_BL[~masked_BL])
+    assert not torch.isin(filled_BL[masked_BL], torch.tensor(mdlm.BANNED)).any()
+    assert (filled_BL < 290).all()
 
 
 def canvases(cfg, B=2, L=33):
@@ -78,7 +96,7 @@ def canvases(cfg, B=2, L=33):
     return token_BL
 
 
-# ---- the fused step ------------------------------------------------------------------------------------------------
+# ---- the fused step ------------------------------------------------------------------------------
 
 
 SHAPES = {}, {"tie": True}, {"heads": 4}, {"rope": True}, {"rope": True, "heads": 4}
@@ -101,10 +119,8 @@ def test_fused_forward_is_the_model(changes):
 @pytest.mark.parametrize("rope", [True, pytest.param(False, marks=pytest.mark.slow)])
 @torch.inference_mode()
 def test_fused_forward_on_kernels_is_as_exact_as_the_half_model(runs, rope):
-    model, rate_N = (
-        make_model(rope=rope).to(runs.device),
-        torch.linspace(1, 0.1, 5, device=runs.device),
-    )
+    model = make_model(rope=rope).to(runs.device)
+    rate_N = torch.linspace(1, 0.1, 5, device=runs.device)
     token_BL, step_1 = canvases(model.cfg).to(runs.device), torch.tensor([2], device=runs.device)
     see_BL, rate_B = token_BL != mdlm.PAD, rate_N[2].expand(2)
     exact = model.double()(token_BL, rate_B.double(), see_BL)[see_BL]
@@ -131,19 +147,14 @@ def denoiser(model, kernels, sample_, token_BL, steps=2, **settings):
     rate_N, keep_N = mdlm.step_tables(steps, rule.schedule)
     with torch.inference_mode():
         forward = jetson.fused_forward(model, rate_N, kernels)
-        made = jetson.Denoiser(forward, sample_, *token_BL.shape, keep_N, rule, torch.device("cpu"))
+        made = jetson.Denoiser(forward, sample_, *token_BL.shape, keep_N, rule, CPU)
         return made, made(token_BL, 5)
 
 
 def test_the_step_over_emulated_kernels_fills_canvases(kernels):
-    model = make_model().half()
-    token_BL = canvases(model.cfg)
+    model, token_BL = make_model().half(), canvases(SMALL)
     made, filled = denoiser(model, kernels, by_rule(kernels.sample_), token_BL)
-    masked_BL = token_BL == mdlm.MASK
-    assert torch.equal(filled[~masked_BL], token_BL[~masked_BL])
-    new = filled[masked_BL]
-    assert not torch.isin(new, torch.tensor(mdlm.BANNED)).any()
-    assert (new < 290).all()
+    filled_where_masked(filled, token_BL)
     with torch.inference_mode():
         assert torch.equal(made(token_BL, 5), filled)
         assert not torch.equal(made(token_BL, 6), filled)
@@ -153,17 +164,10 @@ def test_the_step_over_emulated_kernels_fills_canvases(kernels):
 
 
 def test_the_step_over_registered_operators_fills_canvases():
-    model = make_model()
-    token_BL = canvases(model.cfg)
-    for kernels, sample_ in (
-        (torch.ops.unmask, jetson.sample_fused_),
-        (jetson.PLAIN, jetson.sample_sorted_),
-    ):
-        for settings in ({}, {"temperature": 0.0}, {"top_k": 3}):
-            _, filled = denoiser(model, kernels, sample_, token_BL, **settings)
-            masked_BL = token_BL == mdlm.MASK
-            assert torch.equal(filled[~masked_BL], token_BL[~masked_BL])
-            assert not torch.isin(filled[masked_BL], torch.tensor(mdlm.BANNED)).any()
+    model, token_BL = make_model(), canvases(SMALL)
+    for settings in ({}, {"temperature": 0.0}, {"top_k": 3}):
+        for pair in (torch.ops.unmask, jetson.sample_fused_), (jetson.PLAIN, jetson.sample_sorted_):
+            filled_where_masked(denoiser(model, *pair, token_BL, **settings)[1], token_BL)
 
 
 @pytest.mark.parametrize("schedule", [*diffusion.SCHEDULES, "square"])
@@ -174,10 +178,7 @@ def test_each_step_fills_its_share(schedule, monkeypatch):
     rate_N, keep_N = mdlm.step_tables(N, schedule)
     zeros = lambda token, see, step: torch.zeros(*token.shape, 8)  # noqa: E731
     for sample_ in (jetson.sample_fused_, jetson.sample_sorted_):
-        made = jetson.Denoiser(
-            zeros, sample_, 1, L, keep_N, mdlm.Sampling(vocab=8), torch.device("cpu")
-        )
-        left = []
+        made, left = jetson.Denoiser(zeros, sample_, 1, L, keep_N, mdlm.Sampling(vocab=8), CPU), []
         for _ in range(N):
             made.step()
             left.append((made.token_BL == mdlm.MASK).double().mean().item())
@@ -185,16 +186,16 @@ def test_each_step_fills_its_share(schedule, monkeypatch):
         assert left[-1] == 0
 
 
-BAN = torch.tensor(mdlm.BANNED, dtype=torch.int32)
+def sort(logits, token, rule):
+    ban = torch.tensor(mdlm.BANNED, dtype=torch.int32)
+    jetson.sample_sorted_(logits, token, torch.tensor([0, 0]), torch.zeros(1), ban, rule)
 
 
 def test_the_sort_based_sampler_draws_from_the_filtered_softmax():
     logits, R = torch.tensor([2.0, 1.0, 0.0, 5.0, 5.0, 0.5, -1.0, 0.7]), 20_000
     token = torch.full((1, R), mdlm.MASK)
     rule = mdlm.Sampling(vocab=7, temperature=0.8, top_k=3, top_p=0.9)
-    jetson.sample_sorted_(
-        logits.repeat(R, 1), token, torch.tensor([0, 0]), torch.zeros(1), BAN, rule
-    )
+    sort(logits.repeat(R, 1), token, rule)
     allowed = diffusion.ban(logits[:7], mdlm.BANNED)
     want = diffusion.softmax(diffusion.filter_logits(allowed, 0.8, 3, 0.9))
     share = torch.bincount(token[0], minlength=7)[:7] / R
@@ -209,8 +210,7 @@ def test_the_sort_based_sampler_costs_a_tenth_of_the_bisection(monkeypatch):
 
     logits, token = torch.randn(64, 8192).half(), torch.full((1, 64), mdlm.MASK)
     with Count() as count:
-        rule = mdlm.Sampling(vocab=8192, top_k=50)
-        jetson.sample_sorted_(logits, token, torch.tensor([0, 0]), torch.zeros(1), BAN, rule)
+        sort(logits, token, mdlm.Sampling(vocab=8192, top_k=50))
     assert count.launches < 50
     assert count.bytes < 90e6
 
@@ -221,9 +221,8 @@ def test_the_sort_based_sampler_costs_a_tenth_of_the_bisection(monkeypatch):
 def test_the_surest_are_those_of_the_models_own_loop(sample_):
     """At temperature 0 nothing is random: the same tokens at the same places after every step."""
     model, token_BL, want, got = make_model(rope=True), canvases(SMALL), [], []
-    for sampler, schedule in zip(
-        diffusion.CONFIDENCES, ("cosine_sq", "even", "linear"), strict=True
-    ):
+    schedules = "cosine_sq", "even", "linear"
+    for sampler, schedule in zip(diffusion.CONFIDENCES, schedules, strict=True):
         rule = mdlm.Sampling(sampler, 4, schedule, temperature=0.0, vocab=290)
         mdlm.sample(model, token_BL, rule, None, lambda i, token_BL: want.append(token_BL))
         settings = {"sampler": sampler, "schedule": schedule, "temperature": 0.0}
@@ -244,22 +243,15 @@ class OneDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, function.__name__
-        tensors = [
-            t
-            for t in torch.utils._pytree.tree_leaves((args, kwargs))
-            if isinstance(t, torch.Tensor)
-        ]
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         devices = {t.device.type for t in tensors if t.ndim}  # a number may stay on the CPU
-        if (
-            name.startswith(("copy_", "_to_copy"))
-            and len(devices | {str(kwargs.get("device", "cpu"))} - {"cpu"}) > 1
-        ):
+        to = {str(kwargs.get("device", "cpu"))} - {"cpu"}
+        if name.startswith(("copy_", "_to_copy")) and len(devices | to) > 1:
             self.copies.append(name)
-            return (
-                args[0]
-                if name.startswith("copy_")
-                else torch.empty_like(args[0], device=kwargs["device"])
-            )
+            if name.startswith("copy_"):
+                return args[0]
+            return torch.empty_like(args[0], device=kwargs["device"])
         assert len(devices) < 2, f"{name} on {[(t.device.type, tuple(t.shape)) for t in tensors]}"
         return function(*args, **kwargs)
 
@@ -272,10 +264,8 @@ def test_a_text_is_one_copy_to_the_device_and_one_back(sample_, sampler, rope):
     rate_N, keep_N = (table_N.to("meta") for table_N in mdlm.step_tables(3, "linear"))
     graph = lambda *inputs: export_jetson.Exported(model)(*inputs)  # noqa: E731
     with torch.inference_mode():
-        for forward in (
-            jetson.fused_forward(model, rate_N, torch.ops.unmask),
-            jetson.graph_forward(graph, rate_N),
-        ):
+        fused = jetson.fused_forward(model, rate_N, torch.ops.unmask)
+        for forward in (fused, jetson.graph_forward(graph, rate_N)):
             rule = mdlm.Sampling(sampler, schedule="even", vocab=290)
             made = jetson.Denoiser(forward, sample_, 2, 33, keep_N, rule, meta)
             with OneDevice() as mode:
@@ -283,7 +273,7 @@ def test_a_text_is_one_copy_to_the_device_and_one_back(sample_, sampler, rope):
             assert mode.copies == ["copy_.default"] * 2
 
 
-# ---- what fails on a device ----------------------------------------------------------------------------------------
+# ---- what fails on a device ----------------------------------------------------------------------
 
 
 def test_every_backend_has_the_fused_sampler_where_it_is_built(bundle, monkeypatch):
@@ -297,23 +287,10 @@ def test_every_backend_has_the_fused_sampler_where_it_is_built(bundle, monkeypat
 
 
 def test_a_graph_that_cannot_be_captured_is_one_line_that_says_what_to_do(bundle, monkeypatch):
-    class Fails(contextlib.nullcontext):
-        def __init__(self, graph, stream):
-            super().__init__()
-
-        def __exit__(self, *error):
-            raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
-
-    stream = types.SimpleNamespace(wait_stream=lambda other: None)
-    fakes = {"Stream": lambda: stream, "current_stream": lambda: stream, "CUDAGraph": object}
-    for name, fake in (fakes | {"stream": contextlib.nullcontext, "graph": Fails}).items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    made, said = (
-        writer(bundle),
-        "CUDA graph: operation not permitted when stream is capturing; run with --no-graph, ",
-    )
-    with pytest.raises(ValueError, match=f"^{said}which is slower$"):
-        made.fill_captured(canvases(SMALL), rule(made))
+    Recorded(monkeypatch, most=0, error="operation not permitted\nmore lines")
+    made = writer(bundle)
+    said = "^CUDA graph: operation not permitted; run with --no-graph, which is slower$"
+    stops(said, made.fill_captured, canvases(SMALL), rule(made))
 
 
 class Recorded:
@@ -321,7 +298,7 @@ class Recorded:
     at each replay.
     """
 
-    def __init__(self, monkeypatch, most=1000):
+    def __init__(self, monkeypatch, most=1000, error="out of memory"):
         self.open, self.replays = None, []
         stream = types.SimpleNamespace(wait_stream=lambda other: None)
         take = jetson.Denoiser.step
@@ -341,21 +318,17 @@ class Recorded:
             yield
             self.open = None
             if len(graph.steps) > most:
-                raise RuntimeError("out of memory")
+                raise RuntimeError(error)
 
-        fakes = {
-            "Stream": lambda: stream,
-            "current_stream": lambda: stream,
-            "CUDAGraph": Graph,
-            "graph": capturing,
-        }
-        for name, fake in (fakes | {"stream": contextlib.nullcontext}).items():
+        def step(made):
+            self.open.steps.append(made) if self.open else take(made)
+
+        for name, fake in (
+            ("Stream", lambda: stream), ("current_stream", lambda: stream), ("CUDAGraph", Graph),
+            ("graph", capturing), ("stream", contextlib.nullcontext),
+        ):  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, fake)
-        monkeypatch.setattr(
-            jetson.Denoiser,
-            "step",
-            lambda made: self.open.steps.append(made) if self.open else take(made),
-        )
+        monkeypatch.setattr(jetson.Denoiser, "step", step)
 
 
 @pytest.mark.parametrize("sampler", ["ancestral", pytest.param("entropy", marks=pytest.mark.slow)])
@@ -370,9 +343,8 @@ def test_a_graph_holds_all_steps_of_a_text(bundle, monkeypatch, capsys, sampler)
     assert recorded.replays == [5, 5]
     # what is watched is taken step by step, and so is a text of many steps
     seen = []
-    assert torch.equal(
-        made.fill_captured(token_BL, rule(made, 5), lambda i, token_BL: seen.append(i)), want
-    )
+    watched = made.fill_captured(token_BL, rule(made, 5), lambda i, token_BL: seen.append(i))
+    assert torch.equal(watched, want)
     assert seen == [0, 1, 2, 3, 4]
     assert recorded.replays == [5, 5] + [1] * 5
     # what nobody asked otherwise is one launch
@@ -389,21 +361,21 @@ def test_a_graph_holds_all_steps_of_a_text(bundle, monkeypatch, capsys, sampler)
 
 def fake_tensorrt(monkeypatch, runs=True):
     """A module tensorrt whose engines do nothing."""
-    context = types.SimpleNamespace(
-        set_input_shape=lambda *_: True,
-        set_tensor_address=lambda *_: True,
-        execute_async_v3=lambda stream: runs,
-    )
+    yes = lambda *_: True  # noqa: E731
+    methods = {
+        "set_input_shape": yes,
+        "set_tensor_address": yes,
+        "execute_async_v3": lambda _: runs,
+    }
+    context = types.SimpleNamespace(**methods)
     engine = types.SimpleNamespace(
-        create_execution_context=lambda: context, get_tensor_shape=lambda name: (1, 64, 300), num_io_tensors=2,
-        get_tensor_name=lambda i: ("token", "logits")[i],
+        create_execution_context=lambda: context, get_tensor_shape=lambda name: (1, 64, 300),
+        num_io_tensors=2, get_tensor_name=lambda i: ("token", "logits")[i],
     )  # fmt: skip
     runtime = types.SimpleNamespace(deserialize_cuda_engine=lambda data: engine)
     logger = type("Logger", (), {"ERROR": 0, "__init__": lambda self, level: None})
-    module = types.SimpleNamespace(
-        __version__="10.3", Logger=logger, Runtime=lambda logger: runtime
-    )
-    monkeypatch.setitem(sys.modules, "tensorrt", module)
+    names = {"__version__": "10.3", "Logger": logger, "Runtime": lambda logger: runtime}
+    monkeypatch.setitem(sys.modules, "tensorrt", types.SimpleNamespace(**names))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Orin")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
 
@@ -413,20 +385,17 @@ def test_an_engine_that_did_not_run_is_no_text(monkeypatch):
     fake_tensorrt(monkeypatch)
     assert jetson.run_tensorrt(b"", built)(*given).shape == (2, 33, 300)
     fake_tensorrt(monkeypatch, runs=False)
-    with pytest.raises(ValueError, match=r"TensorRT did not run model.trt on \[2, 33\] tokens"):
-        jetson.run_tensorrt(b"", built)(*given)
+    stops(
+        r"TensorRT did not run model.trt on \[2, 33\] tokens",
+        jetson.run_tensorrt(b"", built),
+        *given,
+    )
 
 
 def test_onnx_runs_by_cuda_or_the_cpu_and_nothing_else(monkeypatch):
-    asked, names = (
-        [],
-        ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"],
-    )
-    session = types.SimpleNamespace(get_inputs=list)
-    fake = types.SimpleNamespace(
-        get_available_providers=lambda: names,
-        InferenceSession=lambda data, providers: asked.append(providers) or session,
-    )
+    names, asked = [f"{name}ExecutionProvider" for name in ("Tensorrt", "CUDA", "CPU")], []
+    session = lambda data, providers: asked.append(providers)  # noqa: E731
+    fake = types.SimpleNamespace(get_available_providers=lambda: names, InferenceSession=session)
     monkeypatch.setitem(sys.modules, "onnxruntime", fake)
     jetson.run_onnx(b"")
     assert asked == [names[1:]]
@@ -441,44 +410,29 @@ def bench_jetson(monkeypatch):
 
 
 def test_the_board_tells_its_memory(bench_jetson):
-    cuda, nano = (
-        torch.device("cuda"),
-        "NVIDIA Jetson Orin Nano Engineering Reference Developer Kit Super",
-    )
+    reference = "Engineering Reference Developer Kit"
     for board, mode, want in (
-        (nano, "NV Power Mode: 15W", 68.3),
-        (nano, "NV Power Mode: MAXN_SUPER", 102.4),
-        ("NVIDIA Jetson Orin NX Engineering Reference Developer Kit", "NV Power Mode: 15W", 102.4),
-        ("NVIDIA Jetson AGX Orin Developer Kit", "NV Power Mode: MAXN", 204.8),
-        ("NVIDIA Jetson AGX Thor Developer Kit", "NV Power Mode: MAXN", 273.0),
+        (f"Orin Nano {reference} Super", "15W", 68.3),
+        (f"Orin Nano {reference} Super", "MAXN_SUPER", 102.4),
+        (f"Orin NX {reference}", "15W", 102.4),
+        ("AGX Orin Developer Kit", "MAXN", 204.8),
+        ("AGX Thor Developer Kit", "MAXN", 273.0),
     ):
-        assert (
-            bench_jetson.peak_gb_s(cuda, {"name": "Orin", "board": board, "power_mode": mode})
-            == want
-        )
-
-
-ORIN_NANO = {  # lines of tegrastats: JetPack 6, 6 under load, 5
-    "04-27-2026 14:59:41 RAM 775/7620MB (lfb 3x4MB) SWAP 0/3810MB (cached 0MB) CPU [1%@729,0%@729,0%@729,0%@729,0%@729,"
-    "0%@729] GR3D_FREQ 0% cpu@48.468C soc2@47.531C soc0@48.062C gpu@48.562C tj@49.156C soc1@49.156C VDD_IN "
-    "4761mW/4778mW VDD_CPU_GPU_CV 515mW/501mW VDD_SOC 1428mW/1428mW": (4761, 515),
-    "11-15-2024 08:38:09 RAM 6185/7620MB (lfb 8x2MB) SWAP 851/3810MB (cached 1MB) CPU [15%@729,11%@729,14%@729,13%@729,"
-    "11%@729,8%@729] EMC_FREQ 43%@2133 GR3D_FREQ 63%@[621] NVDEC off NVJPG off NVJPG1 off VIC off OFA off APE 200 "
-    "cpu@53.968C soc2@52.437C soc0@50.75C gpu@53.343C tj@53.968C soc1@51.656C VDD_IN 12479mW/12479mW VDD_CPU_GPU_CV "
-    "4667mW/4667mW VDD_SOC 2817mW/2817mW": (12479, 4667),
-    "05-11-2023 10:01:12 RAM 2446/6481MB (lfb 5x4MB) SWAP 0/3241MB (cached 0MB) CPU [3%@1510,1%@1510,off,off,off,off] "
-    "EMC_FREQ 0%@2133 GR3D_FREQ 0%@[0] VIC_FREQ 115 APE 200 CV0@-256C CPU@45.1C SOC2@44.3C SOC0@43.9C CV1@-256C "
-    "GPU@-256C tj@45.1C SOC1@44.6C CV2@-256C VDD_IN 3335mW/3335mW VDD_CPU_GPU_CV 521mW/521mW VDD_SOC 1125mW/1125mW":
-        (3335, 521),
-}  # fmt: skip
+        about = {
+            "name": "Orin",
+            "board": f"NVIDIA Jetson {board}",
+            "power_mode": f"NV Power Mode: {mode}",
+        }
+        assert bench_jetson.peak_gb_s(torch.device("cuda"), about) == want
 
 
 def test_power_is_read_from_tegrastats(bench_jetson, tmp_path, monkeypatch):
-    for line, milliwatts in ORIN_NANO.items():
-        assert bench_jetson.rail_mw(line) == dict(
-            zip(("VDD_IN", "VDD_CPU_GPU_CV"), milliwatts, strict=True)
-        )
-    agx = "GPU@-256C tj@42.593C SOC1@40.468C VDD_GPU_SOC 2399mW/2399mW VDD_CPU_CV 400mW/400mW VIN_SYS_5V0 4032mW/4032mW"
+    lines = []  # of tegrastats on an Orin Nano: JetPack 6, 6 under load, 5; two numbers before it
+    for row in (ROOT / "tests/tegrastats.txt").read_text().splitlines():
+        module, gpu, line = row.split(" ", 2)
+        assert bench_jetson.rail_mw(line) == {"VDD_IN": int(module), "VDD_CPU_GPU_CV": int(gpu)}
+        lines.append(line)
+    agx = "SOC1@40.468C VDD_GPU_SOC 2399mW/2399mW VDD_CPU_CV 400mW/400mW VIN_SYS_5V0 4032mW/4032mW"
     assert bench_jetson.rail_mw(agx) == {}
     with monkeypatch.context() as bare:
         bare.setenv("PATH", str(tmp_path))  # no tegrastats there
@@ -486,16 +440,22 @@ def test_power_is_read_from_tegrastats(bench_jetson, tmp_path, monkeypatch):
             pass
     assert none == {}
     # one that writes two lines and goes on for ever, as the real one
-    lines = "\n".join(list(ORIN_NANO)[:2])
-    (tmp_path / "tegrastats").write_text(
-        f"#!/bin/sh\necho '{lines}'\ntouch {tmp_path}/wrote\nexec sleep 600\n"
-    )
+    two = "\n".join(lines[:2])
+    script = f"#!/bin/sh\necho '{two}'\ntouch {tmp_path}/wrote\nexec sleep 600\n"
+    (tmp_path / "tegrastats").write_text(script)
     (tmp_path / "tegrastats").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     with bench_jetson.mean_power() as mean_mw:
         while not (tmp_path / "wrote").exists():
             time.sleep(0.01)
     assert mean_mw == {"VDD_IN": (4761 + 12479) / 2, "VDD_CPU_GPU_CV": (515 + 4667) / 2}
+
+
+def alone(code, *arguments):
+    """The finished process of Python code, where no GPU is seen."""
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, timeout=120)
 
 
 WITHOUT_JAX = """
@@ -509,20 +469,14 @@ sys.exit(pytest.main(["-q", "--collect-only", "-m", "gpu", "-p", "no:cacheprovid
 
 @pytest.mark.slow
 def test_the_tests_of_a_gpu_are_found_without_jax():
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-c", WITHOUT_JAX], cwd=ROOT, capture_output=True, text=True, env=env
-    )
+    ran = alone(WITHOUT_JAX)
     assert ran.returncode == 0, ran.stdout[-2000:]
-    names = (
-        "writes_what_its_launches_write[kernels]",
-        "packed_texts_are_each_text_alone[cuda]",
-        "test_kernels.py",
-    )
-    for name in names:
+    packed = "packed_texts_are_each_text_alone[cuda]"
+    for name in ("writes_what_its_launches_write[kernels]", packed, "test_kernels.py"):
         assert name in ran.stdout
 
 
+@pytest.mark.slow
 def test_the_first_hour_skips_what_needs_a_gpu_and_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT / "bench")
     import first_hour
@@ -533,22 +487,12 @@ def test_the_first_hour_skips_what_needs_a_gpu_and_says_so(tmp_path, monkeypatch
     settings = {"model": "tiny", "out": str(tmp_path / "out.json")}
     steps = first_hour.make_steps(first_hour.Config(), tmp_path)
     names = [step.name for step in steps if "GPU" in step.needs]
-    anywhere = {
-        "build",
-        "export",
-        "write_torch",
-        "write_torchscript",
-        "write_onnx",
-        "data",
-        "train",
-    }
-    assert {step.name for step in steps} - set(names) == anywhere
+    anywhere = "build export write_torch write_torchscript write_onnx data train"
+    assert {step.name for step in steps} - set(names) == {*anywhere.split()}
     first_hour.main(first_hour.Config(**settings, only=tuple(names)))
     assert capsys.readouterr().out.count("skipped: torch sees no GPU") == len(names)
-    ran = {
-        step["name"]: step["status"]
-        for step in json.loads((tmp_path / "out.json").read_text())["steps"]
-    }
+    steps = json.loads((tmp_path / "out.json").read_text())["steps"]
+    ran = {step["name"]: step["status"] for step in steps}
     assert ran.pop("export") == "passed"  # the engine is made of what it writes
     assert ran == dict.fromkeys(names, "skipped: torch sees no GPU")
     first_hour.main(first_hour.Config(**settings, only=("kernels",)))  # beside what was there
@@ -566,20 +510,18 @@ def test_a_step_of_the_first_hour_that_fails_or_hangs_is_a_row(tmp_path, monkeyp
     assert "ValueError: 7" in row["tail"][-1]
     assert row["numbers"] == [{"step": 1}, {"step": 3}]
     assert run(Step("b", "-c import(time);time.sleep(60)"))["status"] == "failed"
-    assert (
-        run(Step("c", "-c __import__('time').sleep(60)", seconds=1))["status"]
-        == "failed: more than 1 s"
-    )
+    row = run(Step("c", "-c __import__('time').sleep(60)", seconds=1))
+    assert row["status"] == "failed: more than 1 s"
     assert run(Step("d", "-c print('{\"name\":','7}')"))["numbers"] == [{"name": 7}]
 
 
-# ---- the command line ----------------------------------------------------------------------------------------------
+# ---- the command line ----------------------------------------------------------------------------
 
 ALONE = """
 import sys
 class Nothing:  # what a Jetson does not have
     def find_spec(self, name, *_):
-        if name.split(".")[0] in {"tyro", "safetensors", "jax", "flax", "pyarrow", "triton", "flash_attn"}:
+        if name.split(".")[0] in "tyro safetensors jax flax pyarrow triton flash_attn".split():
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Nothing())
 import inference_jetson
@@ -587,11 +529,10 @@ inference_jetson.main(inference_jetson.command_line())
 """
 
 
+@pytest.mark.slow
 def test_it_writes_without_any_other_package(bundle):
     arguments = f"--bundle={bundle}", "--prompt=once upon", "--max_new", "9", "--steps=4"
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", ALONE, *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    result = alone(ALONE, *arguments)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("once upon")
     assert "9 tokens in" in result.stderr
@@ -604,9 +545,8 @@ def run(bundle, *arguments):
 
 
 def test_interactive_prompts_and_infilling(bundle, monkeypatch, capsys):
-    monkeypatch.setattr(
-        sys, "stdin", io.StringIO("once\nonce [MASK] dragon\nonce [MASK:4] dragon\n")
-    )
+    typed = io.StringIO("once\nonce [MASK] dragon\nonce [MASK:4] dragon\n")
+    monkeypatch.setattr(sys, "stdin", typed)
     run(bundle, "--steps=3", "--max-new=5", "--n=2")
     out, err = capsys.readouterr()
     assert "[MASK:12]" in err or "number of tokens" in err  # a prompt that is refused ends nothing
@@ -618,9 +558,8 @@ def test_interactive_prompts_and_infilling(bundle, monkeypatch, capsys):
 
 
 def test_piped_prompts_that_are_no_text_end_the_session(bundle, monkeypatch):
-    monkeypatch.setattr(
-        sys, "stdin", io.TextIOWrapper(io.BytesIO("once\nonc\u00e9".encode()[:-1]), "utf-8")
-    )
+    half = io.BytesIO("once\nonc\u00e9".encode()[:-1])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(half, "utf-8"))
     with pytest.raises(UnicodeDecodeError):
         run(bundle, "--steps=3", "--max-new=5")
 
@@ -629,16 +568,13 @@ def test_the_steps_are_shown_on_both_paths(bundle, capsys):
     run(bundle, "--steps=3", "--prompt=once [MASK:4] dragon", "--show_steps")
     # a text may hold line breaks
     *shown, last = re.split(r"step [123]: (?=once)", capsys.readouterr().out)[1:]
-    assert [text.count("\u2591") for text in shown] == sorted(
-        (text.count("\u2591") for text in shown), reverse=True
-    )
+    left = [text.count("\u2591") for text in shown]
+    assert left == sorted(left, reverse=True)
     text = last[: len(last) // 2]  # the last step shows the answer, which follows
     assert last == text * 2
     assert text.endswith(" dragon\n")
     made, token_BL, seen = writer(bundle, graph=False), canvases(SMALL), []
-    filled = made.fill_captured(
-        token_BL, rule(made), lambda i, token_BL: seen.append((i, token_BL))
-    )
+    filled = made.fill_captured(token_BL, rule(made), lambda *step: seen.append(step))
     assert [i for i, _ in seen] == [0, 1, 2]
     assert torch.equal(seen[-1][1][:, : filled.shape[1]], filled)  # of the padded canvas
     assert (seen[0][1] == mdlm.MASK).any()
@@ -677,10 +613,7 @@ def test_a_text_that_is_longer_than_the_canvas_goes_on_from_its_last_tokens(
         return filled[-1]
 
     monkeypatch.setattr(made, "fill", watched)
-    shown, cfg = (
-        [],
-        jetson.Config(prompt="once upon a time", max_new=max_new, steps=2, n=2),
-    )
+    shown, cfg = ([], jetson.Config(prompt="once upon a time", max_new=max_new, steps=2, n=2))
     ids, _ = jetson.canvas(made, cfg)
     texts, tokens = jetson.write(made, cfg, lambda i, ids: shown.append(ids))
     text_BL = torch.tensor([ids, ids])
@@ -701,16 +634,11 @@ def test_a_text_that_is_longer_than_the_canvas_goes_on_from_its_last_tokens(
 
 def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path, capsys):
     for step in (9, 10):
-        mdlm.save(
-            make_model(rope=True, layers=step - 8), tmp_path / f"step_{step}", tokenizer_json()
-        )
+        model = make_model(rope=True, layers=step - 8)
+        mdlm.save(model, tmp_path / f"step_{step}", tokenizer_json())
     (tmp_path / "step_11.tmp").mkdir()  # of a run that goes on
     (tmp_path / "config.json").write_text('{"train": {}}')
-    jetson.main(
-        jetson.command_line(
-            [f"--ckpt={tmp_path}", "--prompt=once", "--max-new=4", "--steps=2", "--device=cpu"]
-        )
-    )
+    run(tmp_path, "--prompt=once", "--max-new=4", "--steps=2")
     assert capsys.readouterr().out.startswith("once")
     for folder, layers in ((tmp_path, 2), (tmp_path / "step_9", 1)):
         assert writer(folder).model.cfg.layers == layers
@@ -718,67 +646,53 @@ def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path, capsys):
 
 def test_a_checkpoint_needs_no_export(tmp_path, monkeypatch, capsys):
     """The form of weights/mdlm: what mdlm.save writes, in 16 bits."""
-    model = make_model(rope=True).bfloat16()
-    mdlm.save(model, tmp_path / "weights/mdlm", tokenizer_json())
-    monkeypatch.setattr(jetson, "SHIPPED", tmp_path / "weights/mdlm")
+    folder, model = tmp_path / "weights/mdlm", make_model(rope=True).bfloat16()
+    mdlm.save(model, folder, tokenizer_json())
+    monkeypatch.setattr(jetson, "SHIPPED", folder)
     monkeypatch.chdir(tmp_path)
     arguments = ["--prompt=once upon", "--max_new=5", "--steps=2", "--device=cpu"]
     jetson.main(jetson.command_line(arguments))
     out, err = capsys.readouterr()
     assert out.startswith("once upon")
-    assert (
-        err.splitlines()[0]
-        == "no out/jetson: using weights/mdlm, a small model that comes with Unmask"
-    )
-    made = writer(tmp_path / "weights/mdlm")
-    for name, weight in made.model.state_dict().items():
-        assert weight.dtype == torch.float32
-        assert torch.equal(weight, model.state_dict()[name].float())
+    assert err.startswith("no out/jetson: using weights/mdlm, a small model\n")
+    read = writer(folder).model.state_dict()
+    for name, weight in model.state_dict().items():
+        assert read[name].dtype == torch.float32
+        assert torch.equal(read[name], weight.float())
     (tmp_path / "out/jetson").mkdir(parents=True)  # it is there, so it is meant
-    with pytest.raises(
-        FileNotFoundError, match=r"out/jetson has no bundle.json, no config.json, no mod"
-    ):
-        jetson.main(jetson.command_line(arguments))
-    path = tmp_path / "weights/mdlm/model.safetensors"
-    data, config = path.read_bytes(), tmp_path / "weights/mdlm/config.json"
-    keys = json.loads(config.read_text())
+    cfg = jetson.command_line(arguments)
+    stops(r"out/jetson has no bundle.json, no config.json, no mod", jetson.main, cfg)
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    model = make_model(rope=True).bfloat16()
+    mdlm.save(model, tmp_path, tokenizer_json())
+    path, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    data, keys = path.read_bytes(), json.loads(config.read_text())
     for change, part in (
         ({"heads": 0}, "0 heads"),
         ({"width": 64}, "problems: "),
         ({"layers": 9}, "problems: "),
     ):
         config.write_text(json.dumps(keys | change))
-        with pytest.raises(ValueError, match=part) as stop:
-            writer(tmp_path / "weights/mdlm")
-        assert len(str(stop.value)) < 700  # three tensors and a count
-    # as from elsewhere
-    config.write_text(json.dumps({key: value for key, value in keys.items() if key != "sha256"}))
+        assert len(stops(part, writer, tmp_path)) < 700  # three tensors and a count
+    del keys["sha256"]  # as from elsewhere
+    config.write_text(json.dumps(keys))
     nan = {name: torch.full_like(tensor, torch.nan) for name, tensor in model.state_dict().items()}
     path.write_bytes(safetensors.torch.save(nan))
-    with pytest.raises(ValueError, match="tensors hold NaN or infinity"):
-        writer(tmp_path / "weights/mdlm")
+    stops("tensors hold NaN or infinity", writer, tmp_path)
     path.write_bytes(data)
     tokenizer = json.loads(tokenizer_json())
     tokenizer["model"]["vocab"]["e"] = 90_000
-    (tmp_path / "weights/mdlm/tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ValueError, match=r"tokenizer\.json has ids up to 90000, the model has 300"):
-        writer(tmp_path / "weights/mdlm")
-    for damaged in (
-        data[:1000],
-        data[:-1],
-        b"",
-        data.replace(b"BF16", b"BF61"),
-        data.replace(b"BF16", b"I8  "),
-    ):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    stops(r"tokenizer\.json has ids up to 90000, the model has 300", writer, tmp_path)
+    types = data.replace(b"BF16", b"BF61"), data.replace(b"BF16", b"I8  ")
+    for damaged in (data[:1000], data[:-1], b"", *types):
         path.write_bytes(damaged)
-        with pytest.raises(
-            ValueError, match=r"holds no MDLM that this version reads: .*; copy it again"
-        ) as stop:
-            writer(tmp_path / "weights/mdlm")
-        assert "\n" not in str(stop.value)
+        stops("holds no MDLM that this version reads: .*; copy it again", writer, tmp_path)
 
 
-# ---- one process for many texts ------------------------------------------------------------------------------------
+# ---- one process for many texts ------------------------------------------------------------------
 
 
 def test_a_resident_process_keeps_few_captures(bundle):
@@ -789,24 +703,13 @@ def test_a_resident_process_keeps_few_captures(bundle):
     assert made.denoiser(1, 32, rule(made, top_k=11)) is last
 
 
-def writer(bundle, **settings):
-    return jetson.Writer(jetson.Config(bundle=str(bundle), **settings))
-
-
-NAMES = "sampler", "steps", "schedule", "temperature", "top_k", "top_p"
-
-
-def rule(made, steps=3, **settings):
-    return dataclasses.replace(made.rule(made.cfg), steps=steps, **settings)
-
-
 def test_on_a_cpu_it_is_the_models_own_loop(bundle):
     model, token_BL = mdlm.load(bundle), canvases(SMALL)
-    for settings in ("ancestral", 5, "cosine", 0.9, 20, 0.9), ("entropy", 5, "even", 1.0, 0, 1.0):
-        made = writer(bundle, **dict(zip(NAMES, settings, strict=True)), seed=3)
-        want = mdlm.sample(
-            model, token_BL, mdlm.Sampling(*settings, made.vocab), torch.Generator().manual_seed(3)
-        )
+    names = "sampler steps schedule temperature top_k top_p".split()
+    for values in ("ancestral", 5, "cosine", 0.9, 20, 0.9), ("entropy", 5, "even", 1.0, 0, 1.0):
+        made = writer(bundle, **dict(zip(names, values, strict=True)), seed=3)
+        rule, generator = mdlm.Sampling(*values, made.vocab), torch.Generator().manual_seed(3)
+        want = mdlm.sample(model, token_BL, rule, generator)
         assert torch.equal(made.fill(token_BL, made.rule(made.cfg)), want)
 
 
@@ -839,127 +742,97 @@ def test_canvases_grow_to_few_shapes(bundle):
     assert {L for _, L, *_ in made.denoisers} == {32, 48}
     made.length = made.longest = 32  # an engine's
     assert made.fill_captured(token_BL[:, :20], rule(made)).shape == (2, 20)
-    with pytest.raises(ValueError, match="takes up to 32 tokens, not 48"):
-        made.fill(token_BL, rule(made))
+    stops("takes up to 32 tokens, not 48", made.fill, token_BL, rule(made))
 
 
 def test_the_bench_times_a_bundle(bench_jetson, bundle, tmp_path, capsys):
-    settings = {
-        "lengths": (16, 32),
-        "steps_list": (3,),
-        "batches": (1, 2),
-        "repeats": 3,
-        "device": "cpu",
-    }
-    bench_jetson.main(
-        bench_jetson.Config(bundle=str(bundle), out=str(tmp_path / "b.json"), **settings)
-    )
-    report = json.loads((tmp_path / "b.json").read_text())
-    assert [(row["length"], row["batch"]) for row in report["rows"]] == [
-        (16, 1),
-        (16, 2),
-        (32, 1),
-        (32, 2),
-    ]
+    def bench(**settings):
+        bench_jetson.main(bench_jetson.Config(bundle=str(bundle), device="cpu", **settings))
+
+    out, shapes = tmp_path / "b.json", [(16, 1), (16, 2), (32, 1), (32, 2)]
+    bench(out=str(out), lengths=(16, 32), steps_list=(3,), batches=(1, 2), repeats=3)
+    report = json.loads(out.read_text())
+    assert [(row["length"], row["batch"]) for row in report["rows"]] == shapes
     for row in report["rows"]:
         tokens = row["batch"] * (row["length"] - 1)
         assert row["tok_per_s"] * row["ms_per_step"] == pytest.approx(1000 * tokens / row["steps"])
         assert row["spread"][0] <= row["tok_per_s"] <= row["spread"][1]
     assert report["backend"] == "torch"
     assert report["device"]["name"]
-    assert (
-        len(
-            [
-                line
-                for line in capsys.readouterr().out.splitlines()
-                if line.split()[:1] in (["16"], ["32"])
-            ]
-        )
-        == 4
-    )
-    with pytest.raises(ValueError, match="49 tokens do not fit the model's 48 positions"):
-        bench_jetson.main(bench_jetson.Config(bundle=str(bundle), lengths=(49,), device="cpu"))
+    said = [line.split()[:1] for line in capsys.readouterr().out.splitlines()]
+    assert said.count(["16"]) + said.count(["32"]) == 4
+    stops("49 tokens do not fit the model's 48 positions", bench, lengths=(49,))
 
 
 def test_weights_are_counted_as_they_are(bench_jetson):
-    model = make_model()
-    weights = sum(
-        p.numel()
-        for name, p in model.named_parameters()
-        if name.startswith(("blocks", "norm", "head"))
-    )
+    model, parts = make_model(), ("blocks", "norm", "head")
+    weights = sum(p.numel() for name, p in model.named_parameters() if name.startswith(parts))
     assert bench_jetson.bytes_per_step(model, 2, 10, 2) == 2 * (weights + 2 * 20 * 300)
 
 
-# ---- bad input -----------------------------------------------------------------------------------------------------
+# ---- bad input -----------------------------------------------------------------------------------
+
+ARGUMENTS = r"""
+--prompt=x[MASK:47] | 50 tokens do not fit the model's 48 positions
+--prompt=[MASK] | \[MASK:12\]
+--backend=kernels | the kernels need a CUDA device
+--backend=onnx | holds no model.onnx
+--backend=tensorrt | needs a CUDA device
+--top_p=0 --prompt=x | --top_p=0.0: not in 1e-09 .. 1
+--temperature=nan --prompt=x | --temperature=nan: not in 0 .. 100
+--steps=0 --prompt=x | --steps=0: not in 1 .. 10,000
+--prompt=x --n=10000000000000 | not in 1 .. 10,000
+"""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--prompt=x[MASK:47]", "50 tokens do not fit the model's 48 positions"),
-        ("--prompt=[MASK]", "[MASK:12]"),
-        ("--backend=fast", "not one of auto, kernels"),
-        ("--backend=kernels", "the kernels need a CUDA device"),
-        ("--backend=onnx", "holds no model.onnx"),
-        ("--backend=tensorrt", "needs a CUDA device"),
-        ("--top_p=0 --prompt=x", "--top_p=0.0: not in 1e-09 .. 1"),
-        ("--temperature=nan --prompt=x", "--temperature=nan: not in 0 .. 100"),
-        ("--steps=0 --prompt=x", "--steps=0: not in 1 .. 10,000"),
-        ("--schedule=evenly", "not one of linear, cosine, cosine_sq, even"),
-        ("--sampler=surest", "not one of ancestral, max_prob, margin, entropy"),
-        ("--device=tpu", "not one of cpu, cuda"),
-        ("--prompt=x --n=10000000000000", "not in 1 .. 10,000"),
-    ],
-)
-def test_bad_arguments_are_named(bundle, arguments, said):
-    with pytest.raises((ValueError, OSError)) as stop:
-        run(bundle, *arguments.split())
-    assert said in str(stop.value)
+def test_bad_arguments_are_named(bundle):
+    for line in ARGUMENTS.strip().splitlines():
+        arguments, said = line.split(" | ")
+        stops(said, run, bundle, *arguments.split())
 
 
-@pytest.mark.parametrize(
-    "why",
-    [
+def test_out_of_memory_is_one_line_and_other_errors_are_bugs(bundle, monkeypatch):
+    def fails(why):
+        def sample(*_):
+            raise RuntimeError(why)
+
+        monkeypatch.setattr(mdlm, "sample", sample)
+
+    for why in (
         "CUDA out of memory. Tried to allocate",
         "DefaultCPUAllocator: can't allocate memory",
         "NvMapMemAlloc",
         'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "CUDACachingAllocator.cpp":1131',  # a Jetson's
-    ],
-)
-def test_out_of_memory_is_one_line_and_other_errors_are_bugs(bundle, monkeypatch, why):
-    def fails(message):
-        def sample(*_):
-            raise RuntimeError(message)
-
-        return sample
-
-    monkeypatch.setattr(mdlm, "sample", fails(why))
-    with pytest.raises(
-        ValueError, match="out of memory at batch 1, length 6: lower --n or --max_new"
     ):
-        run(bundle, "--prompt=[MASK:4]")
-    monkeypatch.setattr(mdlm, "sample", fails("a bug"))
+        fails(why)
+        said = "out of memory at batch 1, length 6: lower --n or --max_new"
+        stops(said, run, bundle, "--prompt=[MASK:4]")
+    fails("a bug")
     with pytest.raises(RuntimeError, match="a bug"):
         run(bundle, "--prompt=[MASK:4]")
 
 
 def test_a_torch_without_code_for_the_gpu_is_said(bundle, monkeypatch):
-    """Stands in for a GPU, which is not here, with what PyTorch raises on an Orin under JetPack
-    7.2.
-    """
+    """What PyTorch raises on an Orin under JetPack 7.2."""
 
     def raising(*shape, device=None):
-        raise RuntimeError(
-            "CUDA error: no kernel image is available for execution on the device\nCompile with ..."
-        )
+        raise RuntimeError("CUDA error: no kernel image is available on the device\nCompile with")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "ones", raising)
-    with pytest.raises(
-        ValueError, match=r"no kernel image .* on the device: see requirements-jetson"
-    ):
-        writer(bundle)
+    stops("no kernel image .* on the device: see requirements-jetson", writer, bundle)
+
+
+COMMAND_LINES = """
+--stepps=3 | unrecognized arguments: --stepps=3
+--step=3 | unrecognized arguments: --step=3
+--steps=x | invalid int value
+--graph=x | ignored explicit argument
+--backend=fast | choose from 'auto', 'kernels'
+--schedule=evenly | choose from 'linear', 'cosine', 'cosine_sq', 'even'
+--sampler=surest | choose from 'ancestral', 'max_prob', 'margin', 'entropy'
+--device=tpu | choose from 'cpu', 'cuda'
+"""
 
 
 def test_a_bad_command_line_ends_in_one_line(tmp_path, capsys, monkeypatch):
@@ -971,55 +844,52 @@ def test_a_bad_command_line_ends_in_one_line(tmp_path, capsys, monkeypatch):
     finally:
         signal.signal(signal.SIGPIPE, before)  # which a program sets to end silently
     assert "\n" not in stop.value.code
-    for argument, said in (
-        ("--stepps=3", "unrecognized arguments: --stepps=3"),
-        ("--step=3", "unrecognized arguments: --step=3"),
-        ("--steps=x", "invalid int value"),
-        ("--graph=x", "ignored explicit argument"),
-    ):
+    for line in COMMAND_LINES.strip().splitlines():
+        argument, said = line.split(" | ")
         with pytest.raises(SystemExit):
             jetson.command_line([argument])
-        assert said in capsys.readouterr().err.splitlines()[-1]
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert said in error or said.replace("'", "") in error  # Python 3.12 has no quotes
 
 
-def test_bad_bundles_are_named(broken):
-    def stops(*parts):
-        with pytest.raises((ValueError, OSError)) as stop:
-            writer(broken, backend="torchscript")
-        assert all(part in str(stop.value) for part in parts), stop.value
+def test_bad_bundles_are_named(bundle, tmp_path):
+    def refused(match):
+        stops(match, writer, tmp_path, backend="torchscript")
 
-    about = json.loads((broken / "bundle.json").read_text())
-    (broken / "bundle.json").write_text(json.dumps(about | {"format": 2}))
-    stops("format 2, this script reads 1")
-    (broken / "bundle.json").write_text(json.dumps(about)[:100])
-    stops("bundle.json cannot be used")
-    (broken / "bundle.json").write_text("[1]")
-    stops("bundle.json cannot be used")
-    (broken / "bundle.json").write_text(json.dumps(about))
+    for path in bundle.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    about = json.loads((tmp_path / "bundle.json").read_text())
+    for text, said in (
+        (json.dumps(about | {"format": 2}), "format 2, this script reads 1"),
+        (json.dumps(about)[:100], "bundle.json cannot be used"),
+        ("[1]", "bundle.json cannot be used"),
+    ):
+        (tmp_path / "bundle.json").write_text(text)
+        refused(said)
+    (tmp_path / "bundle.json").write_text(json.dumps(about))
     for name in ("model_jetson.pt", "model.safetensors", "tokenizer.json", "config.json"):
-        data = (broken / name).read_bytes()
-        (broken / name).write_bytes(bytes([*data[:-1], data[-1] ^ 1]))
-        stops(f"{name} is damaged")
-        (broken / name).unlink()
-        stops(f"{name} is missing")
-        (broken / name).write_bytes(data)
+        data = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(bytes([*data[:-1], data[-1] ^ 1]))
+        refused(f"{name} is damaged")
+        (tmp_path / name).unlink()
+        refused(f"{name} is missing")
+        (tmp_path / name).write_bytes(data)
 
 
 def test_reasons_against_the_kernels():
     cuda = torch.device("cuda")
     assert "heads of 64" in jetson.why_no_kernels(dataclasses.replace(SMALL, heads=4), 300, cuda)
     assert "16,384 ids" in jetson.why_no_kernels(SMALL, 20_000, cuda)
-    assert "CUDA device" in jetson.why_no_kernels(SMALL, 300, torch.device("cpu"))
+    assert "CUDA device" in jetson.why_no_kernels(SMALL, 300, CPU)
 
 
 def test_an_answer_that_is_not_finite_is_named(bundle, monkeypatch):
     made = writer(bundle)
     monkeypatch.setattr(made, "fill", lambda token_BL, *_: token_BL)  # all masks stay
-    with pytest.raises(ValueError, match="not finite"):
-        jetson.answer(made, jetson.Config(prompt="[MASK:4]"))
+    stops("not finite", jetson.answer, made, jetson.Config(prompt="[MASK:4]"))
 
 
-# ---- with a GPU ----------------------------------------------------------------------------------------------------
+# ---- with a GPU ----------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -1028,14 +898,11 @@ def test_an_answer_that_is_not_finite_is_named(bundle, monkeypatch):
 def test_a_captured_step_writes_what_its_launches_write(bundle, backend):
     token_BL = canvases(SMALL)
     for sampler in jetson.SAMPLERS:
-        made = [
-            writer(bundle, backend=backend, graph=graph, sampler=sampler) for graph in (True, False)
-        ]
+        settings = {"backend": backend, "sampler": sampler}
+        made = [writer(bundle, graph=graph, **settings) for graph in (True, False)]
         filled = [one.fill(token_BL, rule(one, 6)) for one in made]
-        assert [[bool(x.graph) for x in one.denoisers.values()] for one in made] == [
-            [True],
-            [False],
-        ]
+        captured = [[bool(x.graph) for x in one.denoisers.values()] for one in made]
+        assert captured == [[True], [False]]
         assert not (filled[0] == mdlm.MASK).any()
         assert torch.equal(*filled)
         assert not torch.equal(made[0].fill(token_BL, rule(made[0], 6)), filled[0])

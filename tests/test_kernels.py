@@ -71,7 +71,7 @@ def no_worse(got, plain, exact, least=1e-4):
     assert error <= max(2 * limit, least), (error, limit)
 
 
-# ---- attention -----------------------------------------------------------------------------------------------------
+# ---- attention -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", BORDERS)
@@ -159,7 +159,7 @@ def test_attention_reads_nothing_beyond_its_rows(runs):
     assert torch.equal(runs.attention_strided(*view.unbind(2))[0].flatten(2), want)
 
 
-# ---- pointwise -----------------------------------------------------------------------------------------------------
+# ---- pointwise -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", sizes(8, 248, 256, 264, 384, 1024, slow=(64, 512, 640, 768, 776)))
@@ -232,7 +232,7 @@ def test_predictions_count_the_launches_of_a_step(rope, monkeypatch):
     assert parts["gaps"] == nodes * bench_kernels.GAP_US
 
 
-# ---- sampler -------------------------------------------------------------------------------------------------------
+# ---- sampler -------------------------------------------------------------------------------------
 
 
 def philox(counter, seed):
@@ -418,7 +418,7 @@ def test_sampler_leaves_a_row_without_finite_logits_masked(runs):
         assert got[0, 3] != MASK
 
 
-# ---- operators -----------------------------------------------------------------------------------------------------
+# ---- operators -----------------------------------------------------------------------------------
 
 
 def operator_arguments():
@@ -520,7 +520,7 @@ def test_a_kernel_starts_on_the_device_of_its_tensors(monkeypatch):
     assert asked == devices[:2]  # a second card may be of another kind
 
 
-# ---- building ------------------------------------------------------------------------------------------------------
+# ---- building ------------------------------------------------------------------------------------
 
 
 def test_without_nvcc_the_emulation_is_built_and_one_line_says_so(host_build):
@@ -641,7 +641,7 @@ def test_the_extension_for_the_gpu_is_built_and_imports_without_one(tmp_path):
     assert "8.0 or newer" in old.stderr
 
 
-# ---- planted bugs --------------------------------------------------------------------------------------------------
+# ---- planted bugs --------------------------------------------------------------------------------
 
 # name -> (what stands in attention.cu, what a tired author writes)
 BUGS = {
