@@ -152,14 +152,12 @@ class Checkpoints:
         lowest = policies.BestN(
             get_metric_fn=metric, reverse=True, n=1, keep_checkpoints_without_metrics=False
         )
-        mark = (self.folder / runs.SAVED).touch
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), lowest]),
             # without it Orbax stores no metric, and a resumed run forgets the best step
             best_fn=metric,
             # of a killed save; in the folder of another run one may be going on
             cleanup_tmp_directories=own,
-            async_options=ocp.AsyncOptions(post_finalization_callback=mark),
         )
         self.manager = ocp.CheckpointManager(self.folder / "checkpoints", options=options)
         self.newest = self.manager.latest_step  # newest() is the newest step, None without any
@@ -170,9 +168,8 @@ class Checkpoints:
         try:
             yield
         except (OSError, ValueError) as error:
-            steps = sorted(self.manager.all_steps(read=True)) or "no checkpoint"
             why = f"a checkpoint was not written ({runs.first_line(error)})"
-            raise OSError(f"{why}; go on with --resume={self.folder} from {steps}") from None
+            raise OSError(f"{why}; go on with --resume={self.folder}") from None
 
     def save(self, step, state, meta, metrics=None):
         """Start to save a dictionary of trees, with what meta holds as JSON; waits for the save
@@ -224,12 +221,9 @@ class Checkpoints:
             return None
         saved = store.meta()
         where = f"{folder}/checkpoints/{store.newest()}"
-        fixed = ("lora_rank", "optimizer", "dtype", "beta")
-        runs.check_resumed(saved, meta, where, fixed, unit)
+        runs.check_resumed(saved, meta, where, ("lora_rank", "optimizer", "dtype", "beta"))
         if saved.get("base") != meta.get("base"):
-            flag = "ckpt" if unit == "round" else "init"
-            problem = f"{meta['train'][flag]} holds other weights than {folder} began with"
-            raise ValueError(f"{problem}; pass its --{flag}")
+            raise ValueError(f"{folder} began with other weights; pass its own --init or --ckpt")
         print(f"resuming {folder} after {unit} {saved[unit]}", flush=True)
         state = store.restore(like)
         if store is not self:  # from here on this folder goes on alone
@@ -559,9 +553,10 @@ def training_mesh(cfg, model, devices):
         )
     heads = model.kv_heads // getattr(model, "maps", 1)
     if heads % tensor or model.ffn % tensor or model.vocab % (tensor * fsdp) or model.width % fsdp:
-        sizes = f"{heads} key/value heads, {model.ffn} feed-forward width"
-        sizes += f", {model.vocab} ids, {model.width} width"
-        raise ValueError(f"{flags} do not divide the model ({sizes}); lower them")
+        raise ValueError(
+            f"{flags} do not divide the model ({heads} key/value heads, {model.ffn} feed-forward "
+            f"width, {model.vocab} ids, {model.width} width); lower them"
+        )
     return mesh_of(devices, (-1, fsdp, tensor))
 
 
@@ -716,12 +711,8 @@ WEIGHTS = Path(__file__).parent / "weights"  # small trained models, a folder fo
 
 
 def default_folder(run, family):
-    """The folder of a model where none is named: `run` if it holds one, else that in WEIGHTS, if
-    there is one.
-    """
-    folder = Path(run)
-    converted = (folder / "meta.json").is_file() or (folder / "model.safetensors").is_file()
-    if converted or runs.saved_steps(folder) or not (WEIGHTS / family).is_dir():
+    """The folder of a model where none is named: `run` if it is there, else that in WEIGHTS."""
+    if Path(run).exists():
         return run
     small = f"using weights/{family}, a small one that comes with Unmask"
     print(f"no model in {run}: {small}", file=sys.stderr)
@@ -749,8 +740,6 @@ def load_for_inference(
     """
     keep_compiled(compile_cache)
     path, meta, _ = find_weights(absolute(folder), step)
-    if step and path == absolute(folder):
-        raise ValueError(f"{folder} was converted and has no steps; leave --step={step} out")
     if devices > jax.device_count():
         raise ValueError(f"--devices={devices}: there are {device_line()}")
     model = family.read_config(path, meta)
@@ -765,13 +754,8 @@ def load_for_inference(
     free = free_bytes(mesh)
     if not dtype:
         dtype = "bfloat16"
-        if jax.default_backend() == "cpu":
-            wide = needed("float32", bits)
-            if wide <= free:
-                dtype = "float32"
-            else:
-                why = f"float32 takes {wide / 1e9:.3g} GB, {free / 1e9:.3g} are free"
-                print(f"bfloat16: {why}", file=sys.stderr)
+        if jax.default_backend() == "cpu" and needed("float32", bits) <= free:
+            dtype = "float32"
     size = needed(dtype, bits)
     if size > free:
         smaller = {"--dtype=bfloat16": needed("bfloat16", bits)}
@@ -780,10 +764,9 @@ def load_for_inference(
             smaller["--int4"] = needed("bfloat16", 4)
         kind = f"int{bits} and {dtype}" if bits else dtype
         raise too_large(f"{folder} takes {size / 1e9:.3g} GB in {kind}", free, smaller)
-    if mesh.size > 1:
-        model, step = load(family, folder, step, dtype, mesh, bits)
-        return model, step, mesh
-    model, step = load(family, folder, step, dtype, bits=bits)
-    if hasattr(family, "join"):
+    if mesh.size == 1:
+        mesh = None
+    model, step = load(family, folder, step, dtype, mesh, bits)
+    if not mesh and hasattr(family, "join"):
         family.join(model)
-    return model, step, None
+    return model, step, mesh

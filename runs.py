@@ -17,7 +17,6 @@ import io
 import json
 import os
 import re
-import select
 import shlex
 import shutil
 import signal
@@ -36,8 +35,6 @@ Positive = typing.Annotated[float, (1e-12, 1e12)]
 NonNegative = typing.Annotated[float, (0, 1e12)]
 Share = typing.Annotated[float, (0, 1)]
 TopP = typing.Annotated[float, (1e-9, 1)]
-
-SAVED = ".saved"  # a file in the folder of a run that has had a checkpoint
 
 
 # ---- the command line --------------------------------------------------------------------------
@@ -59,19 +56,15 @@ def command(main, config_class, doc, machine=(), moved=None):
         sys.stdout.flush()
     except KeyboardInterrupt:
         status = 130
+    except BrokenPipeError:
+        status = 141  # silently, as SIGPIPE ends other programs
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and output_is_closed():
-            os._exit(141)  # silently, as SIGPIPE ends other programs
         here = Path(__file__).resolve().parent
         source = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        folders = (here, here / "bench", here / "extra")
-        ours = source.is_file() and source.resolve().parent in folders
+        ours = source.resolve().parent in (here, here / "bench", here / "extra")
         if sys.flags.dev_mode or not (ours or isinstance(error, OSError)):
             raise
-        message = str(error) or repr(error)
-        if getattr(error, "name", "") == "torch":
-            message += "; pip install -r requirements-gpu.txt"
-        print(message, file=sys.__stderr__)
+        print(str(error) or repr(error), file=sys.__stderr__)
         status = 1
     # At once: threads of a broken Orbax save would print tracebacks, those of gloo abort a closing
     # interpreter.
@@ -90,7 +83,7 @@ def parse(config_class, doc, machine, moved):
         name = flag.removeprefix("--").replace("-", "_")
         if name != flag and name in moved:
             raise ValueError(f"--{name} is gone: {moved[name]}")
-        if name != flag and value.startswith("~/"):  # shells leave it there
+        if value.startswith("~/"):  # shells leave it there
             sys.argv[i] = f"{flag}={os.path.expanduser(value)}"
     if "--help" in sys.argv or "-h" in sys.argv:
         print_manual(doc)
@@ -110,13 +103,6 @@ def print_manual(doc):
     print()
 
 
-def output_is_closed():
-    """Whether nobody reads what we print, as after `| head`."""
-    poll = select.poll()
-    poll.register(sys.stdout, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
 def check(cfg):
     """The Config. ValueError for a number outside the limits of its type, which is Count,
     Count | None or tuple[Count, ...].
@@ -125,20 +111,19 @@ def check(cfg):
         value = getattr(cfg, field.name)
         if dataclasses.is_dataclass(value):  # a group of flags
             check(value)
+        if value is None:
+            continue
         numbers = value if isinstance(value, tuple) else (value,)
         for hint in (field.type, *typing.get_args(field.type)):
             for limits in typing.get_args(hint):
-                if isinstance(limits, tuple):
-                    check_limits(field.name, numbers, *limits)
+                if not isinstance(limits, tuple):
+                    continue
+                low, high = limits
+                for number in numbers:
+                    if not low <= number <= high:
+                        allowed = f"{low} .. {high:.12g}"
+                        raise ValueError(f"--{field.name}={number} is not in {allowed}")
     return cfg
-
-
-def check_limits(name, numbers, low, high):
-    """ValueError if a number is not in low .. high; None is unset."""
-    for number in numbers:
-        if number is not None and not low <= number <= high:
-            highest = f"{high:,}" if isinstance(high, int) else f"{high:g}"
-            raise ValueError(f"--{name}={number} is not in {low} .. {highest}")
 
 
 def resumed(config_class, folder, machine=()):
@@ -153,14 +138,11 @@ def resumed(config_class, folder, machine=()):
 
 
 def script(name, *flags):
-    """Run another stage, which gets our SIGTERM. RuntimeError if it fails."""
-    with subprocess.Popen([sys.executable, Path(__file__).parent / name, *flags]) as process:
-        before = signal.signal(signal.SIGTERM, lambda number, frame: process.terminate())
-        status = process.wait()
-        signal.signal(signal.SIGTERM, before)
-    if status:
+    """Run another stage. RuntimeError if it fails."""
+    done = subprocess.run([sys.executable, Path(__file__).parent / name, *flags])
+    if done.returncode:
         line = shlex.join(["python", name, *flags])
-        raise RuntimeError(f"{line} ended with exit status {status}")
+        raise RuntimeError(f"{line} ended with exit status {done.returncode}")
 
 
 # ---- files -------------------------------------------------------------------------------------
@@ -201,17 +183,6 @@ def read_json(path, *needed):
 
 
 @contextlib.contextmanager
-def naming(path):
-    """The error of a full disk, which names no file, names this path."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno and not error.filename:
-            error.filename = str(path)
-        raise
-
-
-@contextlib.contextmanager
 def writing(path):
     """A file to write bytes to, which gets its name when all is written and on disk. An error
     leaves nothing.
@@ -224,7 +195,7 @@ def writing(path):
         return
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with naming(path), open(temporary, "wb") as file:
+        with open(temporary, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -251,8 +222,7 @@ def new_folder(path):
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        with naming(path):
-            yield partial
+        yield partial
         # Everything is on disk before the name says that it is complete.
         for written in [*partial.rglob("*"), partial]:
             descriptor = os.open(written, os.O_RDONLY)
@@ -356,15 +326,11 @@ class Folder:
         self.asked_at = None  # when it came
 
     def __enter__(self):
-        source = as_path(self.cfg.resume or self.out)
-        goes_on = self.cfg.resume and source.resolve() == self.out.resolve()
+        resume = self.cfg.resume
+        goes_on = resume and as_path(resume).resolve() == self.out.resolve()
         if saved_steps(self.out) and not goes_on:
             advice = f"--resume={self.out}, or choose another --out"
             raise FileExistsError(f"{self.out} already holds a run: {advice}")
-        for folder in (source, self.out):
-            if (folder / SAVED).exists() and not saved_steps(folder):
-                advice = "choose another --out, without --resume"
-                raise FileNotFoundError(f"the checkpoints of {folder} are gone; {advice}")
         for name in ("meta.json", "bundle.json", "model*.safetensors*"):
             for path in self.out.glob(name):
                 problem = f"is no folder of a run, it holds {path.name}; choose another --out"
@@ -376,14 +342,10 @@ class Folder:
 
     def __exit__(self, kind, error, trace):
         self.exits.close()
-        # A Ctrl-C in a terminal also ends child processes, such as a compiler that PyTorch waits
-        # for.
-        is_error = isinstance(error, Exception) and not isinstance(error, InterruptedError)
-        if self.asked_at and is_error:
-            saved = saved_steps(self.out)
-            after = f"go on with --resume={self.out}" if saved else "nothing was saved yet"
-            problem = f"stopped in the middle of a {self.unit} ({error!r:.200}); {after}"
-            raise InterruptedError(problem) from error
+        # Ctrl-C also ends child processes, such as a compiler that PyTorch waits for.
+        if self.asked_at and kind and not issubclass(kind, InterruptedError | KeyboardInterrupt):
+            problem = f"stopped in the middle of a {self.unit} ({error!r:.200})"
+            raise InterruptedError(f"{problem}; go on with --resume={self.out}") from error
 
     def begin(self, first, settings, files=None):
         """Write config.json and files, {name: bytes or JSON}. From here on a signal asks the run to
@@ -468,13 +430,14 @@ class Folder:
         if not isinstance(path, Path):  # objects in a bucket cannot grow
             path.write_text((path.read_text() if path.exists() else "") + text)
             return
-        with naming(path), open(path, "a", encoding="utf-8", errors="surrogateescape") as file:
+        with open(path, "a", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
 
     def leave(self, done):
         """End the program after a signal, when `done` is saved."""
-        name = self.signal or "a signal"
-        saved = f"{name}: saved {self.unit} {done}; go on with --resume={self.out}"
+        saved = (
+            f"{self.signal or 'a signal'}: saved {self.unit} {done}; go on with --resume={self.out}"
+        )
         raise InterruptedError(saved)
 
 
@@ -521,7 +484,7 @@ def check_tensors(found, want, where):
         raise ValueError(f"{len(wrong)} of the tensors of {where} do not fit the model: {listed}")
 
 
-def check_resumed(saved, ours, where, fixed=(), unit="step"):
+def check_resumed(saved, ours, where, fixed):
     """Print which settings changed since the checkpoint `where`. ValueError if model, data or one
     of `fixed` did.
     """
@@ -546,9 +509,6 @@ def check_resumed(saved, ours, where, fixed=(), unit="step"):
     if saved.get("data") != ours.get("data"):
         advice = "pass its --data, or start anew with another --out"
         raise ValueError(f"{where} was trained on other data; {advice}")
-    if Path(where).name.removeprefix("step_") != str(saved[unit]):
-        advice = "rename it, or delete it to use the one before"
-        raise ValueError(f"{where} holds {unit} {saved[unit]}; {advice}")
     if changed:
         print(f"changed since {where}:", ", ".join(changed))
 

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import shutil
 import signal
 import subprocess
 import types
@@ -1042,9 +1041,6 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
     ):
         with pytest.raises(ValueError, match=words):
             coupled_grpo.main(config(folder, parts, **resume | other))
-    shutil.rmtree(parts / "checkpoints")
-    with pytest.raises(FileNotFoundError, match=r"the checkpoints of .* are gone"):
-        coupled_grpo.main(config(folder, parts, **resume))
 
 
 def changed_matrices(before, after):
@@ -1067,7 +1063,7 @@ def test_lora_goes_on_where_it_stopped_and_merges_into_a_model(folder, tmp_path,
     with pytest.raises(InterruptedError, match="saved round 1"):
         coupled_grpo.main(config(folder, parts, **lora))
     resume = lora | {"resume": str(parts)}
-    with pytest.raises(ValueError, match=r"whole/merged holds other weights than .*parts began"):
+    with pytest.raises(ValueError, match="parts began with other weights; pass its own"):
         coupled_grpo.main(config(folder, parts, ckpt=str(whole / "merged"), **resume))
     coupled_grpo.main(config(folder, parts, **resume))
     assert read_lines(whole / "rounds.jsonl") == read_lines(parts / "rounds.jsonl")

@@ -165,7 +165,7 @@ def test_a_full_disk_is_named_and_leaves_the_bundle_that_was_there(tmp_path):
     # a write beyond it fails, as on a full disk
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, most))
     try:
-        stops(f"File too large: '{tmp_path / 'out'}'", ckpt=tmp_path / "run", out=tmp_path / "out")
+        stops("File too large", ckpt=tmp_path / "run", out=tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     assert inference_jetson.read_bundle(tmp_path / "out") == about

@@ -401,7 +401,6 @@ def test_a_checkpoint_is_stored_so_that_it_fits_or_refused_before_it_is_read(
 
     free(half)
     _, err = dream_says(capsys, coder / "model", prompt="x", max_new=2)
-    assert "bfloat16: float32 takes" in err
     assert "bfloat16, plain" in err
     refused("--dtype=bfloat16 takes", config(coder / "model", prompt="x", dtype="float32"))
     monkeypatch.setattr(checkpoints, "load", None)
@@ -468,7 +467,7 @@ def test_out_of_memory_is_one_line_that_says_what_to_lower(coder, monkeypatch):
         ({"block_length": 4, "steps": 3}, "do not divide over 2 blocks"),
         ({"cache": "dual"}, "set block_length"),
         ({"threshold": 1.5}, "--threshold=1.5 is not in 0 .. 1"),
-        ({"steps": -1}, "--steps=-1 is not in 0 .. 2,147,483,647"),
+        ({"steps": -1}, "--steps=-1 is not in 0 .. 2147483647"),
         ({"chat": "on", "suffix": "y"}, "a suffix or a hole is plain text"),
         ({"system": "s"}, "say --chat=on"),
         ({"n": 3}, "--temperature=0 generates the same text 3 times"),

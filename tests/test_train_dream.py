@@ -583,7 +583,7 @@ def test_lora_trains_adapters_beside_frozen_weights_and_merges_them(
     for said, changes in {
         "--lora_rank 2 there, 3 here": {"lora_rank": 3},
         f"block_length {block} there, 8 here": {"block_length": 8},
-        "merged holds other weights than": {"init": str(out / "merged")},
+        "began with other weights": {"init": str(out / "merged")},
     }.items():
         assert said in refusal(train_dream, resumed(train_dream, copy, **changes))
 

@@ -696,19 +696,6 @@ def test_what_changed_since_the_checkpoint_is_said_or_refused(copy_of_unbroken, 
     )
     with pytest.raises(ValueError, match="--optimizer muon there, adamw here"):
         resume(out, optimizer="adamw")
-    (out / "step_12").rename(out / "step_14")
-    with pytest.raises(ValueError, match="step_14 holds step 12; rename it"):
-        resume(out, steps=20)
-
-
-def test_a_run_that_lost_its_checkpoints_does_not_begin_anew(copy_of_unbroken):
-    out = copy_of_unbroken
-    before = (out / "log.jsonl").read_text()
-    for step in (8, 12):
-        shutil.rmtree(out / f"step_{step}")
-    with pytest.raises(FileNotFoundError, match=f"the checkpoints of {out} are gone"):
-        resume(out)
-    assert (out / "log.jsonl").read_text() == before
 
 
 @pytest.fixture
@@ -727,7 +714,7 @@ def copy_of_unbroken(unbroken, tmp_path):
 
 
 def test_a_full_disk_leaves_the_last_good_checkpoint(copy_of_unbroken, full_disk):
-    with pytest.raises(OSError, match=r"File too large: .*step_14.tmp/.*safetensors"):
+    with pytest.raises(OSError, match="File too large"):
         resume(copy_of_unbroken, steps=14)
     assert list(runs.saved_steps(copy_of_unbroken)) == [8, 12]
     assert mdlm.load(copy_of_unbroken / "step_12").cfg.vocab == 512
