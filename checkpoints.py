@@ -216,8 +216,7 @@ class Checkpoints:
         if absolute(folder).resolve() != self.folder.resolve():
             store = Checkpoints(folder, own=False)
         if store.newest() is None:
-            start = "starting at step 0 with its settings"
-            print(f"{folder} stopped before its first checkpoint: {start}")
+            print(f"{folder} stopped before its first checkpoint: starting at step 0")
             return None
         saved = store.meta()
         where = f"{folder}/checkpoints/{store.newest()}"
@@ -497,8 +496,8 @@ def keep_compiled(folder):
 
 
 def idle_accelerator():
-    """Which accelerator JAX leaves idle, and what to install; "" for none, or where the user asked
-    for the CPU.
+    """Which GPU JAX leaves idle, and what to install; "" for none, or where the user asked for the
+    CPU. Of a TPU JAX itself warns.
     """
     if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS"):
         return ""
@@ -506,14 +505,6 @@ def idle_accelerator():
     nvidia = [*ROOT.glob("dev/nvidia[0-9]*"), *ROOT.glob("usr/lib/wsl/lib/libcuda.so.1")]
     if nvidia and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         return "an NVIDIA GPU is here, JAX has no CUDA: pip install -r requirements-cuda.txt"
-    # Newer TPUs are behind vfio, as graphics cards of virtual machines are; 0x1ae0 is Google. NPUs
-    # are in /dev/accel/.
-    vendors = [path.read_text().strip() for path in ROOT.glob("sys/bus/pci/devices/*/vendor")]
-    behind = any(ROOT.glob("dev/vfio/[0-9]*")) and "0x1ae0" in vendors
-    if behind or any(ROOT.glob("dev/accel[0-9]*")):
-        return (
-            "a TPU is here, JAX does not see it: is it in use? pip install -r requirements-tpu.txt"
-        )
     return ""
 
 
@@ -584,15 +575,15 @@ def on_mesh(rows, row_ids, sharding):
     def read(first_a, end_a, first_b, end_b):
         return rows.read(row_ids[first_a:end_a, first_b:end_b])
 
-    def column(c, index):
-        a, b, _ = index
-        return read(a.start, a.stop, b.start, b.stop)[c]
-
     shape = (*row_ids.shape, rows.meta["seq_len"])
     columns = []
     for c in range(len(rows.columns)):
-        part = functools.partial(column, c)
-        columns.append(jax.make_array_from_callback(shape, sharding, part))
+
+        def column(index, c=c):
+            a, b, _ = index
+            return read(a.start, a.stop, b.start, b.stop)[c]
+
+        columns.append(jax.make_array_from_callback(shape, sharding, column))
     return tuple(columns)
 
 
@@ -762,8 +753,7 @@ def load_for_inference(
         if hasattr(family, "quantise"):
             smaller["--int8"] = needed("bfloat16", 8)
             smaller["--int4"] = needed("bfloat16", 4)
-        kind = f"int{bits} and {dtype}" if bits else dtype
-        raise too_large(f"{folder} takes {size / 1e9:.3g} GB in {kind}", free, smaller)
+        raise too_large(f"{folder} takes {size / 1e9:.3g} GB in {dtype}", free, smaller)
     if mesh.size == 1:
         mesh = None
     model, step = load(family, folder, step, dtype, mesh, bits)

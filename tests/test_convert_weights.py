@@ -140,6 +140,21 @@ def arrays_of(folder):
     return {name: np.concatenate(rows) for name, rows in parts.items()}
 
 
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    top = tmp_path_factory.mktemp("converted")
+    write_hub_folder(top / "hub")
+    do(top / "hub", top / "orbax")
+    return top
+
+
+@pytest.fixture
+def forms(converted, tmp_path):
+    """(hub, orbax): copies of a small Dream in both forms."""
+    shutil.copytree(converted, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "hub", tmp_path / "orbax"
+
+
 # ---- there and back ----------------------------------------------------------------------------
 
 
@@ -179,14 +194,6 @@ def test_there_and_back_every_byte_is_equal(tmp_path, dtype, tie, monkeypatch):
         assert runs.read_json(tmp_path / path)["source"] == "DiffuCoder"
 
 
-def test_one_file_loads_without_an_index_and_in_another_dtype(tmp_path):
-    tensors = write_hub_folder(tmp_path / "hub", shards=1)
-    model = from_hf(tmp_path / "hub", np.float32)
-    assert model.compute.dtype == np.float32
-    want = {n: tensors[convert.hf_name(n)].astype(np.float32) for n in params_of(model)}
-    all_same(params_of(model), want)
-
-
 def test_every_parameter_has_a_name_of_its_own_on_the_hub():
     cfg = dataclasses.replace(dream.CONFIGS["7b"], layers=2)
     names = set(map(convert.hf_name, checkpoints.flatten(dream.param_shapes(cfg))))
@@ -194,14 +201,7 @@ def test_every_parameter_has_a_name_of_its_own_on_the_hub():
     assert {"model.layers.1.self_attn.v_proj.bias", "model.layers.0.mlp.down_proj.weight"} < names
 
 
-@pytest.mark.golden
-def test_the_golden_checkpoint_converts_both_ways(golden_dir, tmp_path):
-    do(golden_dir("dream"), tmp_path / "orbax", verify=True)
-    do(tmp_path / "orbax", tmp_path / "back", verify=True)
-    all_same(convert.map_files(golden_dir("dream")), convert.map_files(tmp_path / "back"))
-
-
-KIN = "llada sdar nemotron nemotron/stable_diffcoder kin/dreamon kin/fast_dllm_v2 kin/open_dcoder"
+KIN = "dream llada sdar nemotron nemotron/stable_diffcoder kin/dreamon kin/fast_dllm_v2 kin/open_dcoder"
 
 
 @pytest.mark.golden
@@ -313,7 +313,7 @@ def test_tensors_of_several_dtypes_are_made_one_by_a_flag(tmp_path):
     def change(tensors):
         tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32) + 1e-4
 
-    tensors = write_hub_folder(tmp_path / "hub", change=change)
+    tensors = write_hub_folder(tmp_path / "hub", change=change, shards=1)
     said = "several dtypes: bfloat16, float32; make them one: --dtype=float32 keeps every value"
     refuses(said, tmp_path / "hub", tmp_path / "out")
     do(tmp_path / "hub", tmp_path / "out", dtype="float32")
@@ -337,10 +337,10 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
     refuses(r"unexpected lm_head\.weight", tmp_path / "hub", tmp_path / "out")
 
 
-def test_a_damaged_source_is_one_line_and_leaves_nothing(tmp_path):
-    hub, out = tmp_path / "hub", tmp_path / "out"
-    write_hub_folder(hub)
-    write_hub_folder(tmp_path / "other")
+def test_a_damaged_source_is_one_line_and_leaves_nothing(forms, tmp_path):
+    hub, _ = forms
+    out = tmp_path / "out"
+    shutil.copytree(hub, tmp_path / "other")
     shard = hub / "model-00002-of-00003.safetensors"
     index_path = hub / "model.safetensors.index.json"
     good, index = shard.read_bytes(), index_path.read_text()
@@ -357,7 +357,6 @@ def test_a_damaged_source_is_one_line_and_leaves_nothing(tmp_path):
         (struct.pack("<Q", 1 << 60) + good[8:], "header too large"),
         (struct.pack("<Q", len(lies)) + lies + good[8 + length :], "nvalid"),
         (good.replace(b'"BF16"', b'"I16" '), "BF16, F16, F32: 'I16'"),
-        (b"\0" * 100, ""),
         (b"", ""),
     ):
         shard.write_bytes(data)
@@ -374,23 +373,19 @@ def test_a_damaged_source_is_one_line_and_leaves_nothing(tmp_path):
         index_path.write_text(text)
         refuses(said, hub, out)
     index_path.write_text(index)
-    tokenizer = (hub / "tokenizer.json").read_bytes()
     no_names = b'{"added_tokens": [{}], "model": {"vocab": {}}}'
     for data in (b"{", b"[]", b'{"added_tokens": []}', no_names):
         (hub / "tokenizer.json").write_bytes(data)
         refuses(r"tokenizer\.json cannot be read", hub, out)
     (hub / "tokenizer.json").write_bytes(tokenizer_of({"<mask>": 304}))
     refuses("its ids reach 306, the model has 300", hub, out)
-    (hub / "tokenizer.json").write_bytes(tokenizer)
     write_config(hub, {"model_type": "llama"})
     refuses("does not describe a Dream model", hub, out)
     refuses("none is no folder and cannot be downloaded", tmp_path / "none", out)
 
 
-def test_verify_and_the_way_back_find_a_byte_that_changed(tmp_path):
-    hub, orbax = tmp_path / "hub", tmp_path / "orbax"
-    write_hub_folder(hub)
-    do(hub, orbax)
+def test_verify_and_the_way_back_find_a_byte_that_changed(forms, tmp_path):
+    hub, orbax = forms
     shard = hub / "model-00002-of-00003.safetensors"
     flip(shard, -1)
     with pytest.raises(ValueError, match=r"hub and .*orbax differ: \w+"):
@@ -402,12 +397,10 @@ def test_verify_and_the_way_back_find_a_byte_that_changed(tmp_path):
     refuses("is not what was saved", orbax, tmp_path / "back")
 
 
-def test_one_flipped_bit_in_safetensors_that_we_wrote_is_noticed(tmp_path, monkeypatch):
+def test_one_flipped_bit_in_safetensors_that_we_wrote_is_noticed(forms, tmp_path, monkeypatch):
     monkeypatch.setattr(convert, "SHARD_BYTES", 50_000)
-    hub, orbax, back = (tmp_path / name for name in ("hub", "orbax", "back"))
-    write_hub_folder(hub)
-    do(hub, orbax)
-    do(orbax, back)
+    back = tmp_path / "back"
+    do(forms[1], back)
     for shard in sorted(back.glob("*.safetensors"))[:3]:
         # the last byte, and the first of the data
         for place in (-1, 8 + struct.unpack("<Q", shard.read_bytes()[:8])[0]):
@@ -421,10 +414,8 @@ def test_one_flipped_bit_in_safetensors_that_we_wrote_is_noticed(tmp_path, monke
     do(back, tmp_path / "out", verify=True)
 
 
-def test_an_orbax_folder_with_damaged_papers_is_one_line(tmp_path):
-    orbax = tmp_path / "orbax"
-    write_hub_folder(tmp_path / "hub")
-    do(tmp_path / "hub", orbax)
+def test_an_orbax_folder_with_damaged_papers_is_one_line(forms, tmp_path):
+    _, orbax = forms
     meta, form = orbax / "meta.json", orbax / "params" / "_METADATA"
     good = form.read_text()
     for path, text, said in (
@@ -432,7 +423,6 @@ def test_an_orbax_folder_with_damaged_papers_is_one_line(tmp_path):
         (form, "[]", "_METADATA is damaged"),
         (form, good, ""),
         (meta, "{", "meta.json is damaged"),
-        (meta, "[]", "meta.json is damaged"),
         (meta, '{"sums": {}}', "is not what was saved"),
     ):
         path.write_text(text)
@@ -442,8 +432,7 @@ def test_an_orbax_folder_with_damaged_papers_is_one_line(tmp_path):
     assert not list(tmp_path.glob("out*"))
 
 
-def test_an_existing_folder_and_a_full_disk_are_refused(tmp_path):
-    write_hub_folder(tmp_path / "hub")
+def test_an_existing_folder_and_a_full_disk_are_refused(forms, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     with pytest.raises(FileExistsError, match="exists"):
@@ -483,19 +472,16 @@ def test_a_killed_run_leaves_nothing_that_looks_complete(tmp_path, capsys):
     assert os.listdir(tmp_path / "out")
 
 
-def test_what_does_not_go_together_is_one_line(tmp_path):
-    one, two, orbax = (tmp_path / name for name in ("one", "two", "orbax"))
-    write_hub_folder(one)
-    write_hub_folder(two, dataclasses.replace(SMALL, theta=1e4))
-    first, second = convert.find(one), convert.find(two)
+def test_what_does_not_go_together_is_one_line(forms, tmp_path):
+    hub, orbax = forms
     with pytest.raises(ValueError, match="are of one form"):
-        convert.verify(first, second)
-    do(two, orbax)
+        do(hub, hub, verify=True)
+    write_config(hub, read_config(hub) | {"rope_theta": 1e4})
     with pytest.raises(ValueError, match="describe different models"):
-        convert.verify(first, convert.find(orbax))
+        do(hub, orbax, verify=True)
     out = tmp_path / "out"
     said = "compare bytes, which --dtype and --to change"
-    refuses(said, one, out, dtype="bfloat16", verify=True)
+    refuses(said, hub, out, dtype="bfloat16", verify=True)
     (tmp_path / "mdlm" / "step_5").mkdir(parents=True)
     refuses("step_5/meta/metadata does not exist", tmp_path / "mdlm", out)
 
@@ -673,8 +659,6 @@ def test_what_comes_back_from_orbax_is_loaded_by_transformers_offline(tmp_path):
     write_code(tmp_path / "hub")
     do(tmp_path / "hub", tmp_path / "orbax")
     do(tmp_path / "orbax", tmp_path / "back")
-    for name in ("configuration_dream.py", "tokenization_dream.py"):
-        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "hub" / name).read_bytes()
     env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
     load = [sys.executable, "-c", LOAD_WITH_TRANSFORMERS, str(tmp_path / "back")]
     done = subprocess.run(load, capture_output=True, text=True, env=env, timeout=300)
@@ -745,11 +729,10 @@ class Hub(http.server.BaseHTTPRequestHandler):
             return self.answer({"errors": [], "warnings": []})
         if path.endswith("/preupload/main"):
             asked = json.loads(body)["files"]
-            modes = [("lfs" if file["size"] > 2000 else "regular", file["path"]) for file in asked]
-            files = [
-                {"path": name, "uploadMode": mode, "shouldIgnore": False} for mode, name in modes
-            ]
-            return self.answer({"files": files})
+            for file in asked:
+                mode = "lfs" if file["size"] > 2000 else "regular"
+                file |= {"uploadMode": mode, "shouldIgnore": False}
+            return self.answer({"files": asked})
         if path.endswith("/info/lfs/objects/batch"):
             objects = json.loads(body)["objects"]
             for item in objects:
@@ -771,31 +754,22 @@ class Hub(http.server.BaseHTTPRequestHandler):
                     hub.files[value["path"]] = base64.b64decode(value["content"])
                 if line["key"] == "lfsFile":
                     hub.files[value["path"]] = hub.objects[value["oid"]]
-            return self.answer(
-                {"commitUrl": f"{hub.url}/me/model/commit/{hub.sha}", "commitOid": hub.sha}
-            )
+            url = f"{hub.url}/me/model/commit/{hub.sha}"
+            return self.answer({"commitUrl": url, "commitOid": hub.sha})
         if path.startswith("/api/models/me/model/tree/"):
-            sizes = {name: len(data) for name, data in hub.files.items()}
-            return self.answer(
-                [{"type": "file", "path": n, "size": k, "oid": n[:40]} for n, k in sizes.items()]
-            )
+            tree = []
+            for name, data in hub.files.items():
+                tree.append({"type": "file", "path": name, "size": len(data), "oid": name[:40]})
+            return self.answer(tree)
         if path.startswith("/api/models/me/model"):
-            return self.answer(
-                {
-                    "id": "me/model",
-                    "sha": hub.sha,
-                    "siblings": [{"rfilename": n} for n in hub.files],
-                }
-            )
+            siblings = [{"rfilename": name} for name in hub.files]
+            return self.answer({"id": "me/model", "sha": hub.sha, "siblings": siblings})
         name = path.removeprefix(f"/me/model/resolve/{hub.sha}/")
         if name in hub.files:
             data = hub.files[name]
-            tag = {
-                "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
-                "X-Repo-Commit": hub.sha,
-                "Accept-Ranges": "bytes",
-            }
-            return self.answer(data, 200, tag.items())
+            tag = f'"{hashlib.sha256(data).hexdigest()}"'
+            tags = {"ETag": tag, "X-Repo-Commit": hub.sha, "Accept-Ranges": "bytes"}
+            return self.answer(data, 200, tags.items())
         self.answer({"error": "not found"}, 404, [("X-Error-Code", "RepoNotFound")])
 
     do_GET = do_POST = do_PUT = do_HEAD = handle_any
@@ -835,6 +809,7 @@ for settings in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_an_upload_resumes_and_what_it_left_downloads_byte_for_byte(tmp_path, hub):
     source, orbax, down = (tmp_path / name for name in ("hub", "orbax", "down"))
     tensors = write_hub_folder(source)

@@ -199,14 +199,6 @@ def test_another_stage_that_fails_is_named(tmp_path, monkeypatch):
         runs.script("stage.py", "--a=b")
 
 
-def test_it_needs_neither_jax_nor_torch():
-    code = (
-        "import sys; sys.modules.update(jax=None, torch=None, orbax=None, tyro=None); import runs"
-    )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-
-
 # ---- files -------------------------------------------------------------------------------------
 
 
@@ -540,10 +532,6 @@ def test_a_container_leaves_what_its_limit_says_less_what_is_in_use(
         (["dev/nvidia0"], {"CUDA_VISIBLE_DEVICES": ""}, ""),
         (["dev/nvidia0"], {"JAX_PLATFORMS": "cpu"}, ""),
         (["dev/nvidiactl"], {}, ""),  # a container that no card was given to
-        (["dev/accel0"], {}, "requirements-tpu.txt"),
-        (["dev/vfio/0", "sys/bus/pci/devices/0/vendor"], {}, "requirements-tpu.txt"),
-        (["dev/vfio/0"], {}, ""),  # a graphics card of a virtual machine
-        (["dev/accel/accel0"], {}, ""),  # a laptop's NPU
         ([], {}, ""),
     ],
 )
@@ -553,7 +541,7 @@ def test_an_accelerator_that_jax_leaves_idle_is_found(
     pytest.importorskip("jax")
     for path in paths:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text("0x1ae0\n")
+        (tmp_path / path).touch()
     monkeypatch.setattr(checkpoints, "ROOT", tmp_path)
     for name in ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS"):
         monkeypatch.delenv(name, raising=False)
