@@ -95,8 +95,9 @@ def join_hosts(hosts):
         # all end when one is killed
         jax.distributed.initialize(*where, heartbeat_timeout_seconds=30)
     except ValueError as error:
-        forms = "ADDRESS:PORT,COUNT,INDEX; auto: TPU, SLURM, MPI"
-        raise ValueError(f"--hosts={hosts} ({error}): {forms}") from None
+        raise ValueError(
+            f"--hosts={hosts} ({error}): ADDRESS:PORT,COUNT,INDEX; auto: TPU, SLURM, MPI"
+        ) from None
 
 
 def host_0_says(value):
@@ -129,8 +130,10 @@ def check_hosts(folder, settings):
         raise ValueError(f"hosts {other} have other settings or data than host 0")
     blind = np.flatnonzero(sees_H == 0).tolist()
     if blind:
-        advice = "--out is a disk that all share, or a bucket (gs://...)"
-        raise ValueError(f"hosts {blind} do not see what host 0 wrote to {folder}; {advice}")
+        raise ValueError(
+            f"hosts {blind} do not see what host 0 wrote to {folder}; "
+            "--out is a disk that all share, or a bucket (gs://...)"
+        )
 
 
 # ---- checkpoints of a run ----------------------------------------------------------------------
@@ -168,8 +171,10 @@ class Checkpoints:
         try:
             yield
         except (OSError, ValueError) as error:
-            why = f"a checkpoint was not written ({runs.first_line(error)})"
-            raise OSError(f"{why}; go on with --resume={self.folder}") from None
+            raise OSError(
+                f"a checkpoint was not written ({runs.first_line(error)}); "
+                f"go on with --resume={self.folder}"
+            ) from None
 
     def save(self, step, state, meta, metrics=None):
         """Start to save a dictionary of trees, with what meta holds as JSON; waits for the save
@@ -200,9 +205,10 @@ class Checkpoints:
         except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
             wrong = [runs.first_line(error)]
         if wrong:
-            problem = f"{self.folder}/checkpoints/{step} cannot be read ({', '.join(wrong)})"
-            advice = "if it is damaged, delete its folder to use the one before"
-            raise ValueError(f"{problem}; {advice}")
+            raise ValueError(
+                f"{self.folder}/checkpoints/{step} cannot be read ({', '.join(wrong)}); "
+                "if it is damaged, delete its folder to use the one before"
+            )
         return state
 
     def resume(self, folder, meta, like, unit="step"):
@@ -331,12 +337,15 @@ def find_weights(folder, step=0):
             keys.pop(name, None)
         return folder, meta, meta["step"]
     if any(folder.glob("model*.safetensors")):  # a run with LoRA holds adapter_model.safetensors
-        advice = f"python convert_weights.py --source={folder} --out=DIR"
-        raise ValueError(f"{folder} is in the Hub's form: {advice}")
+        raise ValueError(
+            f"{folder} is in the Hub's form: python convert_weights.py --source={folder} --out=DIR"
+        )
     step, path = runs.newest(folder, step)
     if (path / "adapters").is_dir():
-        advice = f"the whole model is in {folder}/merged when the run has ended"
-        raise ValueError(f"{path} holds what LoRA learnt; {advice}")
+        raise ValueError(
+            f"{path} holds what LoRA learnt; "
+            f"the whole model is in {folder}/merged when the run has ended"
+        )
     return path, runs.read_json(path / "meta" / "metadata", "model", "sums"), step
 
 
@@ -370,8 +379,9 @@ def load(family, folder, step=0, dtype=None, mesh=None, bits=0):
         if values is x:
             ends = x.max(initial=0) + x.min(initial=0)
         if not (jnp.issubdtype(x.dtype, jnp.floating) and np.isfinite(ends).all()):
-            problem = f"{name} ({x.dtype}) holds NaN, infinity or integers"
-            raise ValueError(f"{path} is damaged: {problem}")
+            raise ValueError(
+                f"{path} is damaged: {name} ({x.dtype}) holds NaN, infinity or integers"
+            )
         if bits and x.ndim == 2:
             return family.quantise(x, bits, name.split(".")[-1])
         if x.dtype == dtype:
@@ -420,12 +430,14 @@ def read_orbax(path, like, sums, convert):
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
                 layer = flatten(checkpointer.restore(path / "params", args=args))
         except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
-            problem = f"cannot be read: {runs.first_line(error)}; copy it again"
-            raise ValueError(f"checkpoint {path} {problem}") from None
+            raise ValueError(
+                f"checkpoint {path} cannot be read: {runs.first_line(error)}; copy it again"
+            ) from None
         for name, total in bit_sums(layer).items():
             if total not in (sums.get(name), sums.get(f"params.{name}")):
-                problem = f"{name} differs from what was saved; copy it again"
-                raise ValueError(f"{path} cannot be read: {problem}")
+                raise ValueError(
+                    f"{path} cannot be read: {name} differs from what was saved; copy it again"
+                )
         for name in list(layer):
             params[name] = convert(name, layer.pop(name))
     return params
@@ -705,8 +717,10 @@ def default_folder(run, family):
     """The folder of a model where none is named: `run` if it is there, else that in WEIGHTS."""
     if Path(run).exists():
         return run
-    small = f"using weights/{family}, a small one that comes with Unmask"
-    print(f"no model in {run}: {small}", file=sys.stderr)
+    print(
+        f"no model in {run}: using weights/{family}, a small one that comes with Unmask",
+        file=sys.stderr,
+    )
     return str(WEIGHTS / family)
 
 
@@ -731,6 +745,8 @@ def load_for_inference(
     """
     keep_compiled(compile_cache)
     path, meta, _ = find_weights(absolute(folder), step)
+    if step and path == absolute(folder):
+        raise ValueError(f"{folder} was converted and has no steps; leave --step={step} out")
     if devices > jax.device_count():
         raise ValueError(f"--devices={devices}: there are {device_line()}")
     model = family.read_config(path, meta)

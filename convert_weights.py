@@ -134,8 +134,8 @@ def map_file(path):
                 view = file.get_slice(name)
                 layout[name] = DTYPES[view.get_dtype()], view.get_shape()
     except (safetensors.SafetensorError, KeyError, ValueError) as error:
-        known = ", ".join(DTYPES)
-        raise ValueError(f"{path} cannot be read as safetensors of {known}: {error}") from None
+        problem = f"cannot be read as safetensors of {', '.join(DTYPES)}: {error}"
+        raise ValueError(f"{path} {problem}") from None
     # The library checked that tensors follow each other without a gap up to the end of the file.
     data = np.memmap(path, np.uint8, "r")
     end = data.size
@@ -190,8 +190,6 @@ def find(folder, step=0, repository=""):
     if (folder / "config.json").is_file():
         keys = runs.read_json(folder / "config.json")
     kind = keys.get("model_type")
-    if kind in QWEN2 and not dream.family_of(folder, keys):
-        raise ValueError(f"{folder} is a {kind}; --to=dream makes a Dream of it")
     where = folder
     meta = {}
     is_run = step or runs.saved_steps(folder)
@@ -207,7 +205,7 @@ def find(folder, step=0, repository=""):
         if family is dream:
             keys = dream.config_to_hf(cfg)
         keys["step"] = step
-    step = int(keys.get("step", 0))
+    step = keys.get("step", 0)
     if "sums" not in meta:
         origin = origin or folder.resolve().name
         return Checkpoint(folder, family, cfg, keys, step, origin)
@@ -237,16 +235,14 @@ def find_qwen2(folder, block_length=0, repository=""):
     keys = runs.read_json(folder / "config.json", "vocab_size")
     kind = keys.get("model_type")
     if kind not in QWEN2:
-        known = ", ".join(QWEN2)
-        raise ValueError(f"{folder}: --to=dream takes a model_type of {known}, not {kind!r}")
+        known = f"--to=dream takes a model_type of {', '.join(QWEN2)}, not {kind!r}"
+        raise ValueError(f"{folder}: {known}")
     tokenizer, _ = open_tokenizer(folder)
     ids = tokenizer.get_vocab() if tokenizer else {}
     rows = keys["vocab_size"]
     table_rows = 0
-    known = [ids[name] for name in MASKS if name in ids]
-    if known:
-        mask_id = known[0]
-    else:
+    mask_id = next((ids[name] for name in MASKS if name in ids), None)
+    if mask_id is None:
         mask_id = max(ids.values(), default=rows - 1) + 1
         table_rows = rows
     eos_id = int(np.ravel(keys.get("eos_token_id"))[0])
@@ -278,7 +274,7 @@ def as_integers(array):
 
 def byte_count(array):
     """Bytes of an array of tensorstore."""
-    return array.dtype.numpy_dtype.itemsize * math.prod(array.shape)
+    return array.dtype.numpy_dtype.itemsize * array.size
 
 
 def open_safetensors(checkpoint, wanted=""):
@@ -371,7 +367,7 @@ def cast(source, arrays, dtype, folder):
     views = {}
     start = 0
     for name, array in arrays.items():
-        end = start + math.prod(array.shape)
+        end = start + array.size
         views[name] = flat[start:end].reshape(array.shape)
         start = end
     return views
@@ -434,8 +430,6 @@ def files_beside(checkpoint):
         if added or path.name != "tokenizer.json":
             files["tokenizer.json"] = tokenizer.to_str(pretty=True).encode()
             print(f"tokenizer.json is made of {path.name}, with MASK")
-    if "tokenizer.json" not in files:
-        print(f"{folder} has no tokenizer; generate.py needs a tokenizer.json beside the weights")
     return files
 
 
@@ -498,12 +492,8 @@ def from_merges(folder):
     added = {i: {"content": name} for name, i in dream.special_ids(folder).items()}
     for i, token in tokenizer_config(folder).get("added_tokens_decoder", {}).items():
         added[int(i)] = token
-    vocab = folder / "vocab.json"
-    try:
-        model = tokenizers.models.BPE.from_file(str(vocab), str(folder / "merges.txt"))
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise ValueError(f"{vocab} and merges.txt are no tokenizer: {error}") from None
-    tokenizer = tokenizers.Tokenizer(model)
+    names = [str(folder / name) for name in ("vocab.json", "merges.txt")]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(*names))
     tokenizer.normalizer = tokenizers.normalizers.NFC()
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(QWEN_WORDS), "isolated")
     to_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -579,13 +569,13 @@ def to_orbax(source, out, wanted=""):
         for name in TABLES & arrays.keys():
             arrays[name] = with_mask_row(arrays[name], mask_id)
     dtype = np.dtype(wanted or dtype)
-    count = sum(math.prod(array.shape) for array in arrays.values())
+    count = sum(array.size for array in arrays.values())
     print(f"writing {len(arrays)} tensors, {count:,} parameters in {dtype}", flush=True)
     meta = {"dtype": str(dtype), "parameters": count, "source": source.origin, "step": source.step}
     if source.family is pc:
         meta["model"] = dataclasses.asdict(source.cfg)
     with output_folder(out) as partial:
-        if source.params or any(array.dtype != dtype for array in arrays.values()):
+        if wanted:
             arrays = cast(source, arrays, dtype, out.parent)
         # checksums of the arrays that we read: what Orbax writes is compared with them later
         meta["sums"] = checkpoints.bit_sums(arrays)

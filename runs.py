@@ -121,8 +121,7 @@ def check(cfg):
                 low, high = limits
                 for number in numbers:
                     if not low <= number <= high:
-                        allowed = f"{low} .. {high:.12g}"
-                        raise ValueError(f"--{field.name}={number} is not in {allowed}")
+                        raise ValueError(f"--{field.name}={number} is not in {low} .. {high:.12g}")
     return cfg
 
 
@@ -141,8 +140,9 @@ def script(name, *flags):
     """Run another stage. RuntimeError if it fails."""
     done = subprocess.run([sys.executable, Path(__file__).parent / name, *flags])
     if done.returncode:
-        line = shlex.join(["python", name, *flags])
-        raise RuntimeError(f"{line} ended with exit status {done.returncode}")
+        raise RuntimeError(
+            f"{shlex.join(['python', name, *flags])} ended with exit status {done.returncode}"
+        )
 
 
 # ---- files -------------------------------------------------------------------------------------
@@ -177,8 +177,9 @@ def read_json(path, *needed):
     except (ValueError, AttributeError, RecursionError):
         raise ValueError(f"{path} is damaged: it is not a JSON object") from None
     if missing:
-        lacks = " and no ".join(sorted(missing))
-        raise ValueError(f"{path} is damaged or another file: it has no {lacks}")
+        raise ValueError(
+            f"{path} is damaged or another file: it has no {' and no '.join(sorted(missing))}"
+        )
     return found
 
 
@@ -247,8 +248,9 @@ def lock(path):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            problem = f"another process is writing ({path}): wait, or choose another --out"
-            raise BlockingIOError(problem) from None
+            raise BlockingIOError(
+                f"another process is writing ({path}): wait, or choose another --out"
+            ) from None
         yield
 
 
@@ -272,8 +274,9 @@ def newest(folder, step=0):
     """
     found = saved_steps(as_path(folder))
     if not found:
-        advice = "train one, or name a folder of convert_weights.py"
-        raise FileNotFoundError(f"{folder} holds no checkpoint; {advice}")
+        raise FileNotFoundError(
+            f"{folder} holds no checkpoint; train one, or name a folder of convert_weights.py"
+        )
     step = step or max(found)
     if step not in found:
         raise FileNotFoundError(
@@ -294,12 +297,15 @@ def read_tokenizer(folder, vocab=2**31):
         tokenizer.no_truncation()  # as a file may have been saved with
         tokenizer.no_padding()
     except Exception as error:  # tokenizers raises nothing narrower for a broken file
-        advice = "put the tokenizer.json of the model there"
-        raise ValueError(f"{path} cannot be read ({error}); {advice}") from None
+        raise ValueError(
+            f"{path} cannot be read ({error}); put the tokenizer.json of the model there"
+        ) from None
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= vocab:
-        problem = f"its ids reach {largest:,}, the model has {vocab:,}; copy its own there"
-        raise ValueError(f"{path} does not fit: {problem}")
+        raise ValueError(
+            f"{path} does not fit: its ids reach {largest:,}, the model has {vocab:,}; "
+            "copy its own there"
+        )
     return tokenizer
 
 
@@ -329,12 +335,14 @@ class Folder:
         resume = self.cfg.resume
         goes_on = resume and as_path(resume).resolve() == self.out.resolve()
         if saved_steps(self.out) and not goes_on:
-            advice = f"--resume={self.out}, or choose another --out"
-            raise FileExistsError(f"{self.out} already holds a run: {advice}")
+            raise FileExistsError(
+                f"{self.out} already holds a run: --resume={self.out}, or choose another --out"
+            )
         for name in ("meta.json", "bundle.json", "model*.safetensors*"):
             for path in self.out.glob(name):
-                problem = f"is no folder of a run, it holds {path.name}; choose another --out"
-                raise FileExistsError(f"{self.out} {problem}")
+                raise FileExistsError(
+                    f"{self.out} is no folder of a run, it holds {path.name}; choose another --out"
+                )
         self.out.mkdir(parents=True, exist_ok=True)
         if isinstance(self.out, Path):  # a bucket has no locks
             self.exits.enter_context(lock(self.out / f".lock{self.rank}"))
@@ -344,8 +352,10 @@ class Folder:
         self.exits.close()
         # Ctrl-C also ends child processes, such as a compiler that PyTorch waits for.
         if self.asked_at and kind and not issubclass(kind, InterruptedError | KeyboardInterrupt):
-            problem = f"stopped in the middle of a {self.unit} ({error!r:.200})"
-            raise InterruptedError(f"{problem}; go on with --resume={self.out}") from error
+            raise InterruptedError(
+                f"stopped in the middle of a {self.unit} ({error!r:.200}); "
+                f"go on with --resume={self.out}"
+            ) from error
 
     def begin(self, first, settings, files=None):
         """Write config.json and files, {name: bytes or JSON}. From here on a signal asks the run to
@@ -402,8 +412,9 @@ class Folder:
         self.asked_at = time.monotonic()
         name = signal.Signals(number).name
         with contextlib.suppress(OSError):
-            advice = f"saving after this {self.unit}; once more to end at once"
-            print(f"{name}: {advice}", file=sys.stderr)
+            print(
+                f"{name}: saving after this {self.unit}; once more to end at once", file=sys.stderr
+            )
         if self.hosts > 1:
             os.kill(os.getpid(), signal.SIGTERM)
         else:
@@ -459,8 +470,9 @@ def rows_until(last, path, unit):
             if json.loads(line)[unit] <= last:
                 rows.append(line + b"\n")
         except (ValueError, KeyError, TypeError):
-            problem = f"is damaged: it is no row of a {unit}; delete the line"
-            raise ValueError(f"{path}, line {number} {problem}") from None
+            raise ValueError(
+                f"{path}, line {number} is damaged: it is no row of a {unit}; delete the line"
+            ) from None
     return b"".join(rows)
 
 
@@ -480,8 +492,10 @@ def check_tensors(found, want, where):
         elif tuple(found[name]) != tuple(want[name]):
             wrong.append(f"{name} has shape {tuple(found[name])}, not {tuple(want[name])}")
     if wrong:
-        listed = "; ".join(sorted(wrong)[:3])
-        raise ValueError(f"{len(wrong)} of the tensors of {where} do not fit the model: {listed}")
+        raise ValueError(
+            f"{len(wrong)} of the tensors of {where} do not fit the model: "
+            f"{'; '.join(sorted(wrong)[:3])}"
+        )
 
 
 def check_resumed(saved, ours, where, fixed):
@@ -504,11 +518,13 @@ def check_resumed(saved, ours, where, fixed):
         if name in fixed:
             other.append(f"--{name} {before} there, {value} here")
     if other:
-        advice = "leave that as it was, or start anew"
-        raise ValueError(f"{where} is of another model: {'; '.join(other)}; {advice}")
+        raise ValueError(
+            f"{where} is of another model: {'; '.join(other)}; leave that as it was, or start anew"
+        )
     if saved.get("data") != ours.get("data"):
-        advice = "pass its --data, or start anew with another --out"
-        raise ValueError(f"{where} was trained on other data; {advice}")
+        raise ValueError(
+            f"{where} was trained on other data; pass its --data, or start anew with another --out"
+        )
     if changed:
         print(f"changed since {where}:", ", ".join(changed))
 

@@ -512,7 +512,7 @@ def test_a_qwen2_becomes_a_dream_and_goes_back_as_one(
     special = {"<pad>": 0, "<s>": 1, "</s>": 2} | ({mask: 3} if mask else {})
     (source / "tokenizer.json").write_bytes(tokenizer_of(special))
     (source / "tokenizer_config.json").write_text('{"pad_token": "<pad>"}')
-    refuses("--to=dream", source, tmp_path / "out")
+    refuses(f"it is a {kind}; dense text models of", source, tmp_path / "out")
     do(source, out, to="dream", block_length=block_length)
     model, _ = checkpoints.load(dream, out)
     assert model.cfg == dataclasses.replace(SMALL, tie=True, **want)  # with its ends and padding
@@ -536,7 +536,7 @@ def test_what_is_no_qwen_or_has_sliding_windows_becomes_no_dream(tmp_path):
         ("dream", {"model_type": "Dream"}, f"{takes} 'Dream'"),
         ("dream", {"model_type": "qwen3_moe", "num_experts": 8}, f"{takes} 'qwen3_moe'"),
         ("dream", {"use_sliding_window": True}, "use_sliding_window is True, not False"),
-        ("", {}, "--to=dream makes a Dream of it"),
+        ("", {}, "it is a qwen3; dense text models of"),
     ):
         write_config(tmp_path, keys | changes)
         refuses(said, tmp_path, out, to=to)
