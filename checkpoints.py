@@ -102,8 +102,6 @@ def join_hosts(hosts):
 
 def host_0_says(value):
     """The truth of a value on host 0: what depends on a clock has to be decided once."""
-    if jax.process_count() == 1:
-        return value
     return bool(multihost_utils.broadcast_one_to_all(value))
 
 
@@ -225,8 +223,8 @@ class Checkpoints:
             print(f"{folder} stopped before its first checkpoint: starting at step 0")
             return None
         saved = store.meta()
-        where = f"{folder}/checkpoints/{store.newest()}"
-        runs.check_resumed(saved, meta, where, ("lora_rank", "optimizer", "dtype", "beta"))
+        fixed = "lora_rank", "optimizer", "dtype", "beta"
+        runs.check_resumed(saved, meta, f"{folder}/checkpoints/{store.newest()}", fixed)
         if saved.get("base") != meta.get("base"):
             raise ValueError(f"{folder} began with other weights; pass its own --init or --ckpt")
         print(f"resuming {folder} after {unit} {saved[unit]}", flush=True)
@@ -280,8 +278,7 @@ def state_shapes(family, model, optimizer, mesh, dtype=jnp.bfloat16, lora_rank=0
     shapes = {}
     if lora_rank:
         shapes["base"] = stored_shapes(family, params, dtype, bits)
-        key = jax.random.key(0)
-        params = jax.eval_shape(lambda: family.new_adapters(key, params, lora_rank))
+        params = jax.eval_shape(lambda: family.new_adapters(jax.random.key(0), params, lora_rank))
     shapes |= {"params": params, "opt": jax.eval_shape(optimizer.init, params)}
     return placed(shapes, family.shardings(mesh, shapes))
 
@@ -404,8 +401,8 @@ def read_safetensors(path, like, convert):
             found = {name: file.get_tensor(name) for name in file.keys()}
     except (safetensors.SafetensorError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    shapes = {name: x.shape for name, x in found.items()}
-    runs.check_tensors(shapes, {name: x.shape for name, x in like.items()}, path.parent)
+    want = {name: x.shape for name, x in like.items()}
+    runs.check_tensors({name: x.shape for name, x in found.items()}, want, path.parent)
     for name, total in bit_sums(found).items():
         if total != sums.get(name, total):
             raise ValueError(f"{path} is damaged: {name} differs from what was saved")
@@ -532,9 +529,8 @@ def peak_flops(device):
 
 def device_line():
     """The devices of JAX, and the accelerator that it leaves idle."""
-    devices = jax.devices()
+    line = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     idle = idle_accelerator()
-    line = f"{len(devices)} x {devices[0].device_kind}"
     return f"{line}; {idle}" if idle else line
 
 
@@ -622,8 +618,8 @@ def free_bytes(mesh):
         return stats.get("bytes_limit", math.inf) - stats.get("bytes_in_use", 0)
     free = 1024 * number_in(Path("/proc/meminfo"), "MemAvailable:", math.inf)
     # A container may have less than the machine. gVisor does not say what is in use.
-    groups = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
-    for path in groups:
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        path = Path(f"/sys/fs/cgroup/{name}")
         limit = number_in(path, "", math.inf)
         free = min(free, limit - number_in(path.parent / "memory.stat", "(?:anon|total_rss)", 0))
     return 0.9 * free / len(mesh.local_devices)
