@@ -45,19 +45,19 @@ from tqdm import tqdm
 
 import runs
 
-# Folders of the standard library that are left out: packages, and its own tests, 60 % of the bytes.
+# Folders of the standard library that are left out: packages, and tests, 60 % of the bytes.
 NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 TEXT_COLUMNS = "content,text,code"  # names of a text column, in order of preference
-LICENCE_COLUMNS = "license licence licenses max_stars_repo_licenses detected_licenses license_type"
-LICENCE_COLUMNS = LICENCE_COLUMNS.split()
+LICENCE_COLUMNS = (
+    "license licence licenses max_stars_repo_licenses detected_licenses license_type".split()
+)
 TASKS = "data/tasks"  # folder of the benchmarks' files, that of benchmarks.py
 BENCHMARKS = (
     "https://raw.githubusercontent.com/openai/human-eval/master/data/HumanEval.jsonl.gz",
     "https://raw.githubusercontent.com/google-research/google-research/master/mbpp"
     "/sanitized-mbpp.json",
 )
-# keys of the texts of a problem in HumanEval and MBPP
-PROBLEM = "prompt", "canonical_solution", "text", "code"
+PROBLEM = "prompt", "canonical_solution", "text", "code"  # keys of its texts
 OVERLAP = 10  # words in a row that a document may not share with a problem, as in arXiv:2409.12186
 GENERATED = re.compile(
     r"@generated\b|do not edit|auto-?generated|automatically generated"
@@ -86,10 +86,8 @@ SEPARATOR = "<|endoftext|>"  # between the documents of a text file
 SEPARATOR_BYTES = SEPARATOR.encode()
 ROWS = (".parquet", ".jsonl")  # files whose rows hold documents
 TINYSTORIES = "roneneldan/TinyStories"  # the data set on Hugging Face, or a folder of the same
-# a text range without any document
 NO_DOCUMENT = re.compile(rb"(?:\s|%b)*" % re.escape(SEPARATOR_BYTES))
-# longer documents of a text file are split at a line end, for each is tokenised in one go
-LONG_BYTES = 4_000_000
+LONG_BYTES = 4_000_000  # longer documents of a text file are split at a line end
 EXPRESSION = re.compile(r"\(([^()]* (?:OR|AND) [^()]*)\)")  # a parenthesis of SPDX
 PERMISSIVE = re.compile(
     r"\b(mit|x11|expat|0?bsd\d?|apache|apache2|asl|isc|iscl|psfl?|python-2\.0|cnri-python"
@@ -103,6 +101,9 @@ RESTRICTED = re.compile(
     r"|\bepl|eupl|european union|cddl|common development|sspl|server side|busl|business source"
     r"|bsl-1\.1|cecill|share-?alike|-sa\b|elastic"
 )
+
+
+left_out = functools.partial(print, "left out:", file=sys.stderr)
 
 
 class Item(typing.NamedTuple):
@@ -134,7 +135,7 @@ def files_below(roots, suffixes, out):
         if not os.path.isdir(root):
             paths.append((os.path.basename(root), root))
             continue
-        for folder, folders, files in os.walk(root, onerror=report):
+        for folder, folders, files in os.walk(root, onerror=left_out):
             if os.path.realpath(folder) == own:
                 folders.clear()  # os.walk enters the folders of this list
                 continue
@@ -142,8 +143,8 @@ def files_below(roots, suffixes, out):
             found = [os.path.join(folder, name) for name in files if name.endswith(suffixes)]
             paths += [(os.path.relpath(path, root), path) for path in found]
     if not paths:
-        where = ", ".join(roots)
-        raise ValueError(f"no {', '.join(suffixes)} files below {where}; name other folders")
+        kinds = ", ".join(suffixes)
+        raise ValueError(f"no {kinds} files below {', '.join(roots)}; name other folders")
     items = []
     for name, path in tqdm(sorted(paths), "hashing", unit=" files", disable=None, delay=1):
         digest = ""
@@ -157,10 +158,6 @@ def files_below(roots, suffixes, out):
     return items
 
 
-def report(error):
-    print(f"left out: {error}", file=sys.stderr)
-
-
 def sha256(data):
     return hashlib.sha256(data).hexdigest()
 
@@ -171,8 +168,7 @@ def read_text(item):
         file.seek(item.start)
         data = file.read(item.size)
     if sha256(data) != item.sha256:
-        problem = "has changed since it was examined; run the same command again"
-        raise ValueError(f"{item.path} {problem}")
+        raise ValueError(f"{item.path} has changed since it was examined; run the command again")
     return data.decode()
 
 
@@ -226,18 +222,12 @@ def download(name, otherwise, **options):
     try:
         import datasets
 
-        saved = Path(name)
-        if (saved / "dataset_dict.json").is_file():
-            saved = saved / "train"
-        if (saved / "state.json").is_file():  # by save_to_disk
-            return datasets.load_from_disk(saved).to_iterable_dataset(len([*saved.glob("*.arrow")]))
         return datasets.load_dataset(name, split="train", **options)
     except ImportError:
-        problem = "is downloaded by the library datasets; install it: pip install datasets"
-        raise ValueError(f"{name} {problem}") from None
+        raise ValueError(f"{name} is downloaded by datasets: pip install datasets") from None
     except Exception as error:  # datasets, huggingface_hub, the network: no narrower class
-        problem = f"cannot be downloaded ({runs.first_line(error)})"
-        raise ValueError(f"{name} {problem}; try again, or {otherwise}") from None
+        reason = runs.first_line(error)
+        raise ValueError(f"{name} cannot be downloaded ({reason}); {otherwise}") from None
 
 
 # ---- text files ----------------------------------------------------------------------------------
@@ -328,9 +318,8 @@ def tinystories(out):
 def gather_pairs(found, cfg):
     """Ranges of whole lines, the same in both splits: a prompt's hash decides its split."""
     with open(cfg.source, "rb") as file:
-        pairs = [any(read_pair(line, number, cfg)) for number, line in enumerate(file, 1)]
-    if pairs and not any(pairs):
-        raise ValueError(f"{cfg.source} holds no text: all prompts and responses are empty")
+        for number, line in enumerate(file, 1):
+            read_pair(line, number, cfg)
     items = []
     start = 0
     with open(cfg.source, "rb") as file:
@@ -450,9 +439,8 @@ def benchmark_files(cfg):
                 runs.write(path, data)
             paths.append(str(path))
         except (OSError, http.client.HTTPException, ValueError) as error:
-            advice = f"fetch {url} by hand into {TASKS}, or name it with --benchmarks"
             problem = f"documents that hold problems of {path.name} stay in: {error}"
-            print(f"{problem}; {advice}", file=sys.stderr)
+            print(f"{problem}; fetch {url} by hand into {TASKS}", file=sys.stderr)
     return tuple(paths)
 
 
@@ -467,8 +455,7 @@ def read_problems(data, path):
     except (ValueError, AttributeError, EOFError, RecursionError, gzip.BadGzipFile, zlib.error):
         rows = []
     if not rows:
-        known = "HumanEval.jsonl.gz and sanitized-mbpp.json do"
-        raise ValueError(f"{path} holds no problems; {known}")
+        raise ValueError(f"{path} holds no problems; HumanEval.jsonl.gz and MBPP's do")
     return rows
 
 
@@ -488,9 +475,8 @@ def documents_of(item, rules):
         text = texts[0] if texts else ""
         if not values or not isinstance(text, str):
             found = ", ".join(f"{name} {value!r:.50}" for name, value in row.items())
-            problem = f"has no text in a column {' or '.join(columns)}"
-            advice = f"(it has {found}; name one with --column)"
-            raise ValueError(f"{item.path or item.name} {problem} {advice}")
+            problem = f"has no text in a column {' or '.join(columns)} (it has {found}"
+            raise ValueError(f"{item.path or item.name} {problem}; name one with --column)")
         # Half a surrogate pair is not UTF-8: judge() drops it.
         data = text.encode("utf-8", "surrogatepass")
         yield data, "" if rules.licences == "any" or is_allowed(row) else "licence"
@@ -533,8 +519,8 @@ def rows_of(item, rules):
     except Exception as error:  # json, pyarrow, datasets, the network: no narrower class
         if isinstance(error, OSError) and error.errno:
             raise
-        advice = "put that right and run the same command to go on"
-        raise ValueError(f"{where} cannot be read ({runs.first_line(error)}); {advice}") from None
+        reason = runs.first_line(error)
+        raise ValueError(f"{where} cannot be read ({reason}); the same command goes on") from None
 
 
 @functools.lru_cache(1)
@@ -547,8 +533,7 @@ def stream(name):
 def examine(items, copy, rules):
     """Write the documents that pass the filters to `copy`.text, one after the other.
 
-    Their Items and signatures, and the number of dropped documents by reason, go to `copy`.npz,
-    which is written last.
+    Their Items, signatures and counts of dropped documents go to `copy`.npz, written last.
     """
     if os.path.exists(f"{copy}.npz"):  # written by a run that was stopped
         return
@@ -587,9 +572,6 @@ def examine_all(jobs, workers):
             futures = [pool.submit(examine, *job) for job in jobs]
             for future in tqdm(futures, **progress):
                 future.result()
-        except concurrent.futures.process.BrokenProcessPool:
-            problem = "a process that read files died, perhaps for lack of memory"
-            raise RuntimeError(f"{problem}; try fewer --workers") from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -624,15 +606,11 @@ def judge(data, rules):
     lines = text.splitlines()
     if GENERATED.search("\n".join(lines[:10])):
         return "generated"
-    # Minified: lines of over 100 characters on average or one of over 1000, or letters are under a
-    # quarter.
+    # Minified: lines of over 100 characters on average, one of over 1000, or few letters.
     letters = len(data) - len(data.translate(None, LETTERS))
     if len(text) > 100 * len(lines) or max(map(len, lines)) > 1000 or letters < 0.25 * len(data):
         return "minified"
-    try:
-        with warnings.catch_warnings(action="ignore"):  # of invalid escapes and the like
-            ast.parse(data)
-    except NO_PYTHON:
+    if not parses(data):
         return "unparsable"
     if rules.problems and not rules.problems.isdisjoint(runs_of_words([text])):
         return "benchmark"
@@ -672,8 +650,7 @@ def near_duplicates(signature_NP):
     """
     near_N = np.zeros(len(signature_NP), bool)
     for band_N8 in np.split(signature_NP, 16, axis=1):
-        # A bucket: documents with the same 8 entries of 16 bits, two words of 64, which sorting
-        # puts side by side.
+        # Sorting puts the documents of a bucket side by side: 8 entries are two words of 64 bits.
         key_N2 = np.ascontiguousarray(band_N8).view(np.uint64)
         order_N = np.lexsort(key_N2.T)  # stable: documents of a bucket stay in order
         same_N = np.r_[False, (key_N2[order_N[1:]] == key_N2[order_N[:-1]]).all(axis=1)]
@@ -716,7 +693,8 @@ def acecode_tasks(cfg, tokenizer, dropped):
     without_N = np.isnan(rates_N2[:, 0]) & ~kept_N
     dropped["without_rates"] = int(without_N.sum())
     dropped["difficulty"] = int((~kept_N & ~without_N).sum())
-    dropped |= dict.fromkeys(("unparsable_tests", "without_tests", "duplicates", "long_prompts"), 0)
+    reasons = "unparsable_tests", "without_tests", "duplicates", "long_prompts"
+    dropped |= dict.fromkeys(reasons, 0)
     seen = set()
     for row in itertools.compress(acecode_rows(cfg), kept_N):
         tests = [test for test in row["test_cases"] if parses(test)]
@@ -758,9 +736,9 @@ def acecode_rows(cfg):
                         answer["pass_rate"] + 0.0
                     "".join(texts).encode()  # fails for numbers, and half a surrogate pair
                 except (ValueError, RecursionError, KeyError, TypeError):
-                    columns = ", ".join((*TASK, "inferences"))
-                    problem = f"line {number} is no row of AceCode, {columns} in JSON"
-                    raise ValueError(f"{item.path}: {problem}") from None
+                    names = ", ".join((*TASK, "inferences"))
+                    problem = f"{item.path}: line {number} is no row of AceCode"
+                    raise ValueError(f"{problem}, {names} in JSON") from None
                 yield row
 
 
@@ -804,7 +782,7 @@ def with_twin(row):
 
 
 def parses(source):
-    """Whether it is Python."""
+    """Whether it is Python, with invalid escapes and the like."""
     with contextlib.suppress(*NO_PYTHON), warnings.catch_warnings(action="ignore"):
         return bool(ast.parse(source))
     return False

@@ -200,13 +200,10 @@ def main(cfg):
         return
     if not cfg.seq_len:
         cfg = dataclasses.replace(cfg, seq_len=2048 if cfg.rows == "packed" else 256)
-    if cfg.seq_len < 2:
-        raise ValueError(f"--seq_len={cfg.seq_len}: at least 2")
     if cfg.fim_rate and cfg.rows == "padded":
         raise ValueError("--fim_rate goes with --rows=packed only")
     if cfg.chat and not cfg.tokenizer:
-        template = "--chat takes the template of a model"
-        raise ValueError(f"{template}: name its tokenizer, --tokenizer=FOLDER/tokenizer.json")
+        raise ValueError("--chat takes a model's template: --tokenizer=FOLDER/tokenizer.json")
     if isinstance(cfg, Python) and cfg.roots and cfg.hf:
         raise ValueError("--roots and --hf are two sources; give one")
     if cfg.workers:
@@ -220,8 +217,10 @@ def main(cfg):
             print("stopped; the same command goes on from here", file=sys.stderr)
             raise
         except OSError as error:  # a full disk, an input file that is gone
-            problem = f"{error.filename or out}: {error.strerror or error}"
-            raise OSError(f"{problem}; put that right and run the same command to go on") from None
+            raise OSError(
+                f"{error.filename or out}: {error.strerror or error}; "
+                "put that right and run the same command to go on"
+            ) from None
 
 
 def prepare(cfg, out):
@@ -250,11 +249,12 @@ def prepare(cfg, out):
 
     # All files are read through once, so that what is bad is known before anything is written.
     groups, dropped = gather(found, cfg)
-    reasons = [f"{count:,} {reason}" for reason, count in dropped.items() if count]
-    reasons = ", ".join(reasons) or "nothing"
+    left_out = [f"{count:,} {reason}" for reason, count in dropped.items() if count]
+    reasons = ", ".join(left_out) or "nothing"
     if not groups["train"]:
-        advice = "lower --heldout or name more to read"
-        raise ValueError(f"no document to train on (left out: {reasons}); {advice}")
+        raise ValueError(
+            f"no document to train on (left out: {reasons}); lower --heldout or name more to read"
+        )
     print(f"shards of training documents: {len(groups['train']):,}; left out: {reasons}")
     vocabulary = vocabulary or new_vocabulary(cfg, groups["train"])
 
@@ -293,8 +293,7 @@ def prepare(cfg, out):
     runs.write(out / "progress.json", meta | noted)
     (out / "progress.json").rename(out / "meta.json")
     shutil.rmtree(out / ".rows", ignore_errors=True)
-    ids = f"tokenizer of {vocabulary.size:,} ids, for models with {meta['vocab_padded']:,}"
-    print(f"wrote {out} in {time.time() - started:.0f} s; {ids}")
+    print(f"wrote {out} in {time.time() - started:.0f} s; {vocabulary.size:,} ids")
 
 
 def settings_of(cfg, vocabulary):
@@ -334,12 +333,12 @@ def is_complete(out, settings, inputs):
             changed.append(f"{key} {before.get(key, 'unset')}, now {now}")
     if changed:
         listed = "; ".join(changed)
-        advice = "choose another --out or delete it"
-        raise ValueError(f"{out} holds data of other settings ({listed}); {advice}")
+        raise ValueError(f"{out} holds data of other settings ({listed}); choose another --out")
     if noted[0].name == "meta.json":
         if earlier["inputs"] != inputs:
-            problem = "holds data of other files, or these have changed"
-            raise ValueError(f"{out} {problem}; choose another --out")
+            raise ValueError(
+                f"{out} holds data of other files, or these have changed; choose another --out"
+            )
         names = ["tokenizer.json"]
         for split in earlier["splits"].values():
             names += [shard["file"] for shard in split["shards"]]
@@ -371,8 +370,7 @@ def write_split(out, split, groups, cfg, vocabulary, fingerprint):
         done = f"shard {number + 1:,} of {len(groups):,}"
         print(f"{split} | {done} | {total['tokens']:,} tokens", flush=True)
     if split == "train" and not total["rows"]:
-        advice = "lower --heldout, raise --seq_len, or give more to read"
-        raise ValueError(f"no document is left to train on; {advice}")
+        raise ValueError("no document to train on; lower --heldout or raise --seq_len")
     if split == "heldout" and cfg.heldout and not total["rows"]:
         print(f"nothing is held out: few documents for {cfg.heldout=}", file=sys.stderr)
     print(" | ".join([split, *(f"{key} {count:,}" for key, count in total.items())]))
@@ -455,11 +453,10 @@ def find(cfg):
     if not code:  # rows where there are no .py files
         return found
     if any(root.endswith(corpus.ROWS) for root in cfg.roots):
-        problem = "--roots name files of rows, and others hold .py files"
-        raise ValueError(f"{problem}: prepare each in an --out of its own")
+        raise ValueError("--roots name files of rows and .py files: prepare each by itself")
     if len(code) < len(found):
-        rows = f"{len(found) - len(code):,} files of rows"
-        print(f"left out: {rows}; --column=NAME reads them", file=sys.stderr)
+        rows = len(found) - len(code)
+        print(f"left out: {rows:,} files of rows; --column=NAME reads them", file=sys.stderr)
     return code
 
 
@@ -488,8 +485,7 @@ def new_vocabulary(cfg, groups):
     """Train a byte-level BPE, lossless on any text, on the first TRAIN_BYTES of the documents."""
     items = next(batched(itertools.chain(*groups), TRAIN_BYTES))
     megabytes = sum(item.size for item in items) / 1e6
-    seconds = f"about {5 + megabytes / 3:.0f} s"
-    print(f"training a tokenizer on {megabytes:,.1f} MB, {seconds}", flush=True)
+    print(f"training a tokenizer on {megabytes:,.1f} MB, 3 MB a second", flush=True)
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -534,8 +530,10 @@ def load_vocabulary(data, cfg):
         lacking += [token for role, token in FIM.items() if fim[role] is None]
     if lacking:
         names = ", ".join(dict.fromkeys(lacking))
-        advice = "name another, --rows=packed, the --eos that it has, or --fim_rate=0"
-        raise ValueError(f"--tokenizer={cfg.tokenizer} has no token {names}; {advice}")
+        raise ValueError(
+            f"--tokenizer={cfg.tokenizer} has no token {names}; "
+            "name another, --rows=packed, the --eos that it has, or --fim_rate=0"
+        )
     size = max(encoder.get_vocab().values()) + 1
     return Vocabulary(data, encoder, size, special, None if None in fim.values() else fim)
 
@@ -545,8 +543,8 @@ def read_tokenizer(data, path):
     try:
         tokenizer = Tokenizer.from_buffer(data)
     except Exception as error:  # tokenizers raises no narrower class
-        problem = f"is no tokenizer.json of the library tokenizers ({runs.first_line(error)})"
-        raise ValueError(f"--tokenizer={path} {problem}; name another") from None
+        reason = runs.first_line(error)
+        raise ValueError(f"--tokenizer={path} is no tokenizer.json ({reason})") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -642,7 +640,8 @@ def pack(documents, seq_len, eos, pad):
     documents give no rows.
     """
     end_N = np.cumsum([0] + [len(document) + 1 for document in documents])
-    total, end = end_N[-1], np.int32([eos])
+    total = end_N[-1]
+    end = np.int32([eos])
     tokens_RL = np.full((-(-total // seq_len), seq_len), pad, np.int32)
     parts = [part for document in documents for part in (document, end)]
     tokens_RL.reshape(-1)[:total] = np.concatenate([end[:0], *parts])
@@ -661,7 +660,8 @@ def pack(documents, seq_len, eos, pad):
 
 def packed_blocks(documents, seq_len, eos):
     """The rows that pack() gives for all documents, in blocks of about BLOCK_TOKENS tokens."""
-    block, waiting = [], 0  # documents, and how many tokens they have with EOS
+    block = []
+    waiting = 0  # tokens of the documents in block, with EOS
     for ids in documents:
         block.append(ids)
         waiting += len(ids) + 1
@@ -684,11 +684,10 @@ def pad_rows(documents, seq_len, special):
     A document longer than a row goes on in the next. Segments are 1, positions count the tokens of
     a row from 0; both are 0 at PAD.
     """
-    bos, eos = [special["bos"]], [special["eos"]]
-    texts = [np.concatenate([bos, ids, eos]) for ids in documents]
-    rows = [
-        text[start : start + seq_len] for text in texts for start in range(0, len(text), seq_len)
-    ]
+    rows = []
+    for ids in documents:
+        text = np.concatenate([[special["bos"]], ids, [special["eos"]]])
+        rows += [text[start : start + seq_len] for start in range(0, len(text), seq_len)]
     tokens_RL = np.full((len(rows), seq_len), special["pad"], np.int32)
     segments_RL = np.zeros(tokens_RL.shape, np.int32)
     for r, row in enumerate(rows):
@@ -703,7 +702,8 @@ def pair_rows(pairs, seq_len, eos):
     A pair is (int32 ids, int32 fixed) of equal length; both without the EOS that ends it. Segments
     and positions are those of pack(); fixed is 0 at EOS and at padding.
     """
-    rows, room = [], 0
+    rows = []
+    room = 0
     for pair in pairs:
         size = len(pair[0]) + 1
         if size > room:
@@ -738,8 +738,7 @@ def write_acecode(cfg):
             splits["heldout" if is_heldout else "train"].append(task)
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped.items())
         if not splits["train"]:
-            advice = "give more rows, or lower --heldout"
-            raise ValueError(f"no task is left to train on (dropped: {reasons}); {advice}")
+            raise ValueError(f"no task is left (dropped: {reasons}); lower --heldout")
         counts = {}
         for split, tasks in splits.items():
             counts[split] = len(tasks)
@@ -748,8 +747,6 @@ def write_acecode(cfg):
         meta = {"settings": dataclasses.asdict(cfg), "tasks": counts, "dropped": dropped}
         runs.write(folder / "meta.json", meta)
     print(f"dropped: {reasons}")
-    if not cfg.tokenizer:
-        print("prompts of any length stay: give the model's --tokenizer to measure them")
     print(f"wrote {out}: {counts['train']:,} tasks, {counts['heldout']:,} held out")
 
 

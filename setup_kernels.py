@@ -129,7 +129,6 @@ if __name__ == "__main__":
             make_extension("_kernels", ["csrc/bind.cpp"], ARCH=f'"{";".join(architectures())}"')
         )
     else:
-        print("nvcc not found: only the host emulation is built, a GPU will use PyTorch")
-        print("CUDA_HOME says where nvcc is")
+        print("nvcc not found, see CUDA_HOME: the host emulation alone is built, for tests")
     setup(name="kernels", ext_modules=extensions, cmdclass={"build_ext": Build})
     print("built", ", ".join(f"{e.name} ({dict(e.define_macros)['ARCH']})" for e in extensions))

@@ -40,7 +40,7 @@ QWEN = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data")) / "q
 needs_qwen = pytest.mark.skipif(
     not QWEN.is_dir(), reason=f"no Qwen2.5 tokenizer in {QWEN}; set SHARED_DATA"
 )
-SPECIAL_TOKENS = ["<pad>", "<bos>", "<eos>", "<mask>", "<unk>"]
+SPECIAL_TOKENS = "<pad> <bos> <eos> <mask> <unk>".split()
 SPECIAL = 'TEXT = "<|endoftext|> and <|fim_prefix|> <|fim_middle|> <|im_start|>"\n'
 ODD = {
     "bom.py": b"\xef\xbb\xbfx = 'a byte order mark'\n",
@@ -51,27 +51,25 @@ ODD = {
 }
 
 
+FUNCTION = """def {}({a}, {b}={}):
+    \"\"\"{c} of {a}.\"\"\"
+    if {a} > {b}:
+        {c} = {a} + {b} * 2
+        return {c}
+    return {a}
+"""
+
+
 def corpus(folder, count, seed=0):
-    """`count` Python files of about 1.5 kB, none near another, in three folders; {name:
-    content}.
-    """
-    rng = random.Random(seed)
-    files = {}
+    """`count` Python files of about 1.5 kB, none near another, in three folders."""
+    rng, files = random.Random(seed), {}
     for number in range(count):
-        words = [
-            "".join(rng.choices("abcdefghijklmnop", k=rng.randint(4, 9))) + "_" for _ in range(60)
-        ]
-        lines = []
+        words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(4, 9))) for _ in range(60)]
+        functions = []
         for word in words[:10]:
-            a, b, c = rng.sample(words, 3)
-            lines += [f"def {word}({a}, {b}={rng.randint(0, 999)}):", f'    """{c} of {a}."""']
-            lines += [
-                f"    if {a} > {b}:",
-                f"        {c} = {a} + {b} * 2",
-                f"        return {c}",
-                f"    return {a}\n",
-            ]
-        files[f"{'abc'[number % 3]}/m{number}.py"] = "\n".join(lines).encode()
+            a, b, c = (f"{name}_" for name in rng.sample(words, 3))
+            functions.append(FUNCTION.format(word + "_", rng.randint(0, 999), a=a, b=b, c=c))
+        files[f"{'abc'[number % 3]}/m{number}.py"] = "\n".join(functions).encode()
     return save(folder, files)
 
 
@@ -85,25 +83,31 @@ def save(folder, files):
 def config(tmp_path, kind=dp.Python, **changes):
     settings = {"out": str(tmp_path / "out"), "seq_len": 64, "heldout": 0.2, "workers": 1}
     settings["vocab_size"] = 400
-    settings |= {"roots": (str(tmp_path / "src"),)} if kind is dp.Python else {}
+    if kind is dp.Python:
+        settings["roots"] = (str(tmp_path / "src"),)
     return kind(**settings | changes)
+
+
+def text_config(tmp_path, source="stories.txt", **changes):
+    return config(tmp_path, dp.Text, source=str(tmp_path / source), **changes)
+
+
+def pair_config(tmp_path, **changes):
+    settings = {"seq_len": 128, "eos_to": 16, "vocab_size": 300}
+    source = {"source": str(tmp_path / "pairs.jsonl")}
+    return config(tmp_path, dp.Pairs, **source | settings | changes)
 
 
 def command(cfg):
     """The command line of a source."""
     values = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
     arguments = [values.pop("source")] if "source" in values else []
-    for name in [name for name, value in values.items() if isinstance(value, tuple)]:
-        value = values.pop(name)
-        arguments += [f"--{name}", *value] if value else []
-    flags = [f"--{name}={value}" for name, value in values.items()]
-    return [
-        sys.executable,
-        str(ROOT / "data_prep.py"),
-        type(cfg).__name__.lower(),
-        *arguments,
-        *flags,
-    ]
+    for name, value in values.items():
+        if not isinstance(value, tuple):
+            arguments.append(f"--{name}={value}")
+        elif value:
+            arguments += [f"--{name}", *value]
+    return [sys.executable, str(ROOT / "data_prep.py"), type(cfg).__name__.lower(), *arguments]
 
 
 def start(cfg, **options):
@@ -120,13 +124,18 @@ def wait(run, path):
         time.sleep(0.0005)
 
 
-def refused(cfg, capsys):
+def refused(cfg):
     """The message of main()'s error, which the command line prints."""
     with pytest.raises((ValueError, OSError)) as error:
         dp.main(runs.check(cfg))
     assert "\n" not in str(error.value)
-    assert not capsys.readouterr().err
     return str(error.value)
+
+
+def refuses(make_config, cases):
+    """Each case, (settings, part of the message), is refused with that message."""
+    for changes, part in cases:
+        assert re.search(part, refused(make_config(**changes)))
 
 
 def meta_of(out):
@@ -146,10 +155,8 @@ def ids_of(out, split):
     """The documents of a split, as id arrays without EOS."""
     tokens_RL, segments_RL, _ = rows_of(out, split)
     stream = tokens_RL[segments_RL > 0]
-    return [
-        part[:-1]
-        for part in np.split(stream, np.flatnonzero(stream == meta_of(out)["eos_id"]) + 1)[:-1]
-    ]
+    ends = np.flatnonzero(stream == meta_of(out)["eos_id"]) + 1
+    return [part[:-1] for part in np.split(stream, ends)[:-1]]
 
 
 def texts_of(out, split):
@@ -160,6 +167,11 @@ def texts_of(out, split):
 def both(read, out):
     """What read(out, split) gives for both splits, sorted."""
     return sorted([*read(out, "train"), *read(out, "heldout")])
+
+
+def holds(out, files, read=texts_of):
+    """The rows of a folder decode to these files, {name: content}, and nothing else."""
+    return [text.encode() for text in both(read, out)] == sorted(files.values())
 
 
 def killed(cfg, moment):
@@ -236,16 +248,14 @@ def test_packing_in_blocks_equals_packing_at_once(monkeypatch):
 def test_rows_decode_to_the_files_and_meta_describes_them(python_run):
     out, files = python_run
     meta = meta_of(out)
-    texts = {
-        split: [text.encode() for text in texts_of(out, split)] for split in ("train", "heldout")
-    }
-    assert sorted(texts["train"] + texts["heldout"]) == sorted(files.values())
+    texts = {split: texts_of(out, split) for split in ("train", "heldout")}
+    assert holds(out, files)
     assert len(meta["splits"]["train"]["shards"]) > 3
     assert 5 < len(texts["heldout"]) < 30
     for split, total in meta["splits"].items():
         tokens_RL, segments_RL, positions_RL = rows_of(out, split)
         assert total["documents"] == len(texts[split])
-        assert total["bytes"] == sum(map(len, texts[split]))
+        assert total["bytes"] == sum(len(text.encode()) for text in texts[split])
         assert total["tokens"] == (segments_RL > 0).sum()
         assert total["rows"] == len(tokens_RL) == sum(shard["rows"] for shard in total["shards"])
         assert (tokens_RL[segments_RL == 0] == meta["pad_id"]).all()
@@ -256,13 +266,8 @@ def test_rows_decode_to_the_files_and_meta_describes_them(python_run):
             assert dp.sha256((out / shard["file"]).read_bytes()) == shard["sha256"]
             for field in pq.read_schema(out / shard["file"]):
                 assert field.type == pa.list_(pa.int32(), 64)
-    assert meta["format"] == 1
-    assert (meta["source"], meta["seq_len"], meta["vocab_size"], meta["vocab_padded"]) == (
-        "python",
-        64,
-        400,
-        512,
-    )
+    names = "format source seq_len vocab_size vocab_padded".split()
+    assert [meta[name] for name in names] == [1, "python", 64, 400, 512]
     assert meta["eos_id"] == meta["pad_id"] == 0
     assert meta["fim"] == {"prefix": 1, "middle": 2, "suffix": 3}
     assert meta["tokenizer_sha256"] == dp.sha256((out / "tokenizer.json").read_bytes())
@@ -314,56 +319,33 @@ def test_each_reason_to_drop_is_counted(tmp_path):
     }
     for files in bad.values():
         save(tmp_path / "src", files)
-    fine = (
-        b'"""Walk over trees, which can be generated by passing a flag."""\nfrom x import (y, z)\n'
-    )
+    fine = b'"""Walk over trees, which can be generated by passing a flag."""\nfrom x import y, z\n'
     kept = corpus(tmp_path / "src", 4) | save(tmp_path / "src", {"fine.py": fine})
     first = kept["a/m0.py"]
-    save(
-        tmp_path / "src",
-        {"z/copy.py": first, "z/copy2.py": first, "z/near.py": first + b"END = True\n"},
-    )
+    copies = {"z/copy.py": first, "z/copy2.py": first, "z/near.py": first + b"END = True\n"}
+    save(tmp_path / "src", copies)
     (tmp_path / "src" / "gone.py").symlink_to("nowhere.py")
     os.mkfifo(tmp_path / "src" / "pipe.py")
     (tmp_path / "src" / "folder.py").mkdir()
     (tmp_path / "src" / "notes.txt").write_text("not Python")
     dp.main(config(tmp_path, max_bytes=100_000))
     want = {reason: len(files) for reason, files in bad.items()}
-    assert meta_of(tmp_path / "out")["dropped"] == want | {
-        "unreadable": 2,
-        "exact_duplicate": 2,
-        "near_duplicate": 1,
-    }
-    assert sorted(text.encode() for text in both(texts_of, tmp_path / "out")) == sorted(
-        kept.values()
-    )
+    want |= {"unreadable": 2, "exact_duplicate": 2, "near_duplicate": 1}
+    assert meta_of(tmp_path / "out")["dropped"] == want
+    assert holds(tmp_path / "out", kept)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_rows_of_a_column_pass_the_filters_of_files_and_decode(tmp_path, workers):
-    texts = [data.decode() for data in corpus(tmp_path / "files", 40).values()]
-    bad = [
-        "print 'Python 2'\n",
-        "",
-        None,
-        "# @generated\nx = 3\n",
-        "\ud800 = 1\n",
-        texts[0],
-        texts[1] + "END = True\n",
-    ]
-    (tmp_path / "rows").mkdir()
-    pq.write_table(
-        pa.table({"code": texts[:20], "stars": list(range(20))}), tmp_path / "rows" / "a.parquet"
-    )
-    lines = [json.dumps({"code": text}) for text in texts[20:] + bad]
-    (tmp_path / "rows" / "b.jsonl").write_text("\n\n".join(lines))
-    cfg = config(
-        tmp_path,
-        roots=(str(tmp_path / "rows"),),
-        column="code",
-        workers=workers,
-        shard_bytes=20_000,
-    )
+    texts, rows = [data.decode() for data in corpus(tmp_path / "x", 40).values()], tmp_path / "rows"
+    bad = ["print 'Python 2'\n", "", None, "# @generated\nx = 3\n", "\ud800 = 1\n", texts[0]]
+    bad.append(texts[1] + "END = True\n")
+    rows.mkdir()
+    table = pa.table({"code": texts[:20], "stars": list(range(20))})
+    pq.write_table(table, rows / "a.parquet")
+    (rows / "b.jsonl").write_text("\n\n".join(json.dumps({"code": t}) for t in texts[20:] + bad))
+    settings = {"column": "code", "workers": workers, "shard_bytes": 20_000}
+    cfg = config(tmp_path, roots=(str(rows),), **settings)
     dp.main(cfg)
     assert both(texts_of, cfg.out) == sorted(texts)
     reasons = ("unparsable", "generated", "non_utf8", "exact_duplicate", "near_duplicate")
@@ -377,65 +359,52 @@ def test_rows_of_a_column_pass_the_filters_of_files_and_decode(tmp_path, workers
     assert tree(cfg.out) == before
 
 
-def test_a_column_that_is_not_there_is_one_line(tmp_path, capsys):
-    rows = tmp_path / "rows"
+def test_a_column_that_is_not_there_is_one_line(tmp_path):
+    rows, cfg = (
+        tmp_path / "rows",
+        config(tmp_path, roots=(str(tmp_path / "rows"),), column="content"),
+    )
     rows.mkdir()
-    cfg = config(tmp_path, roots=(str(rows),), column="content")
-    assert "no .parquet, .jsonl files below" in refused(dataclasses.replace(cfg, roots=()), capsys)
-    assert "no .parquet, .jsonl files below" in refused(cfg, capsys)
-    pq.write_table(pa.table({"text": ["x = 1"]}), rows / "a.parquet")
-    assert "a.parquet has no text in a column content (it has text 'x = 1'; name" in refused(
-        cfg, capsys
+    for each in (cfg, dataclasses.replace(cfg, roots=())):
+        assert "no .parquet, .jsonl files below" in refused(each)
+    of_text, of_number = (
+        f" has no text in a column content (it has {found}; name"
+        for found in ("text 'x = 1'", "content 1")
     )
-    pq.write_table(pa.table({"content": [1]}), rows / "a.parquet")
-    assert "a.parquet has no text in a column content (it has content 1; name" in refused(
-        cfg, capsys
-    )
+    for columns, said in (({"text": ["x = 1"]}, of_text), ({"content": [1]}, of_number)):
+        pq.write_table(pa.table(columns), rows / "a.parquet")
+        assert f"a.parquet{said}" in refused(cfg)
     (rows / "a.parquet").write_bytes(b"PAR1")
-    assert "a.parquet cannot be read (" in refused(cfg, capsys)
+    assert "a.parquet cannot be read (" in refused(cfg)
     (rows / "a.parquet").unlink()
-    for line, part in {
-        '{"text": "x = 1"}': " has no text in a column content (it has text 'x = 1'; name",
-        '{"content": 1}': " has no text in a column content (it has content 1; name",
-        "[1]": ", line 2, cannot be read (",
-        "x = 1": ", line 2, cannot be read (",
-        '{"content": ' + "[" * 9999: ", line 2, cannot be read (",
-    }.items():
+    cases = [('{"text": "x = 1"}', of_text), ('{"content": 1}', of_number)]
+    unread = "[1]", "x = 1", '{"content": ' + "[" * 9999
+    for line, part in (*cases, *((line, ", line 2, cannot be read (") for line in unread)):
         (rows / "b.jsonl").write_text(f'{{"content": "x = 1"}}\n{line}\n')
-        assert f"b.jsonl{part}" in refused(cfg, capsys)
+        assert f"b.jsonl{part}" in refused(cfg)
 
 
 def test_documents_that_hold_problems_of_benchmarks_are_dropped_and_counted(tmp_path, capsys):
     words = "the list of numbers and return those whose sum with their two neighbours is even"
-    humaneval = {
-        "prompt": f'def f(x):\n    """Take {words}."""\n',
-        "canonical_solution": "    return x\n",
-    }
+    prompt = f'def f(x):\n    """Take {words}."""\n'
     code = "def g(a, b, c, d, e):\n    h = min(a, b)\n    return max(c, d, e, h)\n"
-    mbpp = [{"text": "Write a function.", "code": code}]
     with gzip.open(tmp_path / "HumanEval.jsonl.gz", "wt") as file:
-        file.write(json.dumps(humaneval) + "\n")
-    (tmp_path / "mbpp.json").write_text(json.dumps(mbpp))
-    files = corpus(tmp_path / "src", 10)
+        file.write(json.dumps({"prompt": prompt, "canonical_solution": "    return x\n"}) + "\n")
+    (tmp_path / "mbpp.json").write_text(json.dumps([{"text": "Write a function.", "code": code}]))
     nine = " ".join(words.split()[:9])  # one word less than counts
-    fine = save(
-        tmp_path / "src", {"fine.py": f"# {nine}, 1 2 3 4 5 6 7 8 9 10 11 12\ny = 2\n".encode()}
-    )
-    save(
-        tmp_path / "src",
-        {"h.py": f"# {words}\nz = 3\n".encode(), "m.py": f"q = 1\n{code}".encode()},
-    )
+    fine = {"fine.py": f"# {nine}, 1 2 3 4 5 6 7 8 9 10 11 12\ny = 2\n".encode()}
+    kept = corpus(tmp_path / "src", 10) | save(tmp_path / "src", fine)
+    bad = {"h.py": f"# {words}\nz = 3\n".encode(), "m.py": f"q = 1\n{code}".encode()}
+    save(tmp_path / "src", bad)
     benchmarks = (str(tmp_path / "HumanEval.jsonl.gz"), str(tmp_path / "mbpp.json"))
     dp.main(config(tmp_path, benchmarks=benchmarks))
     assert "left out: 2 benchmark\n" in capsys.readouterr().out
-    assert sorted(text.encode() for text in both(texts_of, tmp_path / "out")) == sorted(
-        (files | fine).values()
-    )
-    assert ", now unset)" in refused(config(tmp_path), capsys)
+    assert holds(tmp_path / "out", kept)
+    assert ", now unset)" in refused(config(tmp_path))
     for data in (b"{}", b"text", b"[1]", b"\xff", b""):
         (tmp_path / "mbpp.json").write_bytes(data)
         cfg = config(tmp_path, benchmarks=benchmarks, out=str(tmp_path / "new"))
-        assert "mbpp.json holds no problems; HumanEval.jsonl.gz and" in refused(cfg, capsys)
+        assert "mbpp.json holds no problems; HumanEval.jsonl.gz and" in refused(cfg)
 
 
 def test_minhash_estimates_the_jaccard_index():
@@ -454,11 +423,7 @@ def test_minhash_estimates_the_jaccard_index():
 def test_near_duplicates_keep_the_first_and_only_drop_what_is_near():
     rng = np.random.default_rng(0)
     signature_NP = rng.integers(0, 1 << 16, (50, 128)).astype(np.uint16)
-    signature_NP[30], signature_NP[40], signature_NP[20] = (
-        signature_NP[10],
-        signature_NP[10],
-        signature_NP[7],
-    )
+    signature_NP[[30, 40, 20]] = signature_NP[[10, 10, 7]]
     signature_NP[30, :12] += 1  # .906
     signature_NP[40, 40:52] += 1
     signature_NP[20, :40] += 1  # .69
@@ -483,6 +448,7 @@ def test_split_is_by_file_disjoint_and_independent_of_what_else_is_there(tmp_pat
     assert a["heldout"] != names(tmp_path / "src", seed=1)["heldout"]
 
 
+@pytest.mark.slow
 def test_many_workers_give_the_bytes_of_one(tmp_path, monkeypatch):
     monkeypatch.setattr(cp, "EXAMINED_BYTES", 20_000)
     corpus(tmp_path / "src", 40)
@@ -541,27 +507,25 @@ def test_qwen_tokenizer_gives_its_ids_and_padded_vocabulary(tmp_path, monkeypatc
     meta = meta_of(tmp_path / "out")
     assert (meta["vocab_size"], meta["vocab_padded"], meta["eos_id"]) == (151_665, 151_808, 151_643)
     assert meta["fim"] == {"prefix": 151_659, "middle": 151_660, "suffix": 151_661}
-    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (
-        QWEN / "tokenizer.json"
-    ).read_bytes()
+    data = (QWEN / "tokenizer.json").read_bytes()
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == data
     assert all(ids[0] == 151_659 for ids in ids_of(tmp_path / "out", "train"))
-    vocabulary = dp.load_vocabulary((QWEN / "tokenizer.json").read_bytes(), cfg)
-    pairs = [
-        pair
-        for pair in json.loads((QWEN / "golden_ids.json").read_text())
-        if "<|" not in pair["text"]
-    ]
+    vocabulary = dp.load_vocabulary(data, cfg)
+
+    def encode(text):
+        return vocabulary.encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    pairs = json.loads((QWEN / "golden_ids.json").read_text())
+    pairs = [pair for pair in pairs if "<|" not in pair["text"]]
     assert len(pairs) > 30
     for pair in pairs:
-        assert (
-            vocabulary.encoder.encode_batch_fast([pair["text"]], add_special_tokens=False)[0].ids
-            == pair["ids"]
-        )
-    ids = vocabulary.encoder.encode_batch_fast([SPECIAL], add_special_tokens=False)[0].ids
+        assert encode(pair["text"]) == pair["ids"]
+    ids = encode(SPECIAL)
     assert max(ids) < 151_643
     assert vocabulary.encoder.decode(ids) == SPECIAL
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_the_next_run_ends_with_the_same_bytes(tmp_path):
     corpus(tmp_path / "src", 150)
     dp.main(config(tmp_path, shard_bytes=15_000, out=str(tmp_path / "whole")))
@@ -574,15 +538,14 @@ def test_killed_at_any_moment_the_next_run_ends_with_the_same_bytes(tmp_path):
 
 
 def alive(pid):
-    """Whether a process runs; a zombie, which its parent or init has not waited for yet, does
-    not.
-    """
+    """Whether a process runs; a zombie, which nobody has waited for yet, does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_parent_that_is_killed(tmp_path):
     corpus(tmp_path / "src", 2000)
     run = start(config(tmp_path, workers=2))
@@ -621,8 +584,8 @@ def test_ctrl_c_exits_130_with_one_line_and_the_next_run_goes_on(tmp_path, momen
 
 
 def test_a_folder_is_left_alone_or_mended_or_started_over(tmp_path, capsys):
-    corpus(tmp_path / "src", 40)
-    cfg, out = config(tmp_path, shard_bytes=15_000), tmp_path / "out"
+    corpus(tmp_path / "src", 20)
+    cfg, out = config(tmp_path, shard_bytes=7_000), tmp_path / "out"
     dp.main(cfg)
     before = tree(out)
     dp.main(cfg)
@@ -640,21 +603,19 @@ def test_a_folder_is_left_alone_or_mended_or_started_over(tmp_path, capsys):
     save(tmp_path / "src", {"new.py": b"def new(a, b):\n    return a\n"})
     dp.main(cfg)
     assert "is not complete, writing what is missing" in capsys.readouterr().out
-    dp.main(config(tmp_path, shard_bytes=15_000, out=str(tmp_path / "whole")))
+    dp.main(dataclasses.replace(cfg, out=str(tmp_path / "whole")))
     assert tree(out) == tree(tmp_path / "whole")
 
 
 def test_a_second_run_compares_the_content_of_the_files_and_nothing_else(
-    tmp_path, python_run, monkeypatch, capsys
+    tmp_path, monkeypatch, capsys
 ):
     corpus(tmp_path / "src", 20)
     write_stories(tmp_path / "stories.txt", stories(60))
     write_pairs(tmp_path / "pairs.jsonl", 60)
-    for name, cfg in {
-        "src/a/m0.py": config(tmp_path, out=str(tmp_path / "python")),
-        "stories.txt": text_config(tmp_path, out=str(tmp_path / "text")),
-        "pairs.jsonl": pair_config(tmp_path, out=str(tmp_path / "pairs")),
-    }.items():
+    configs = {"src/a/m0.py": config, "stories.txt": text_config, "pairs.jsonl": pair_config}
+    for number, (name, make_config) in enumerate(configs.items()):
+        cfg = make_config(tmp_path, out=str(tmp_path / f"out{number}"))
         dp.main(cfg)
         before = tree(cfg.out)
         (Path(cfg.out) / ".rows").mkdir()  # as of a run that was killed in its last second
@@ -667,38 +628,38 @@ def test_a_second_run_compares_the_content_of_the_files_and_nothing_else(
         assert not (Path(cfg.out) / ".rows").exists()
         data = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(data[: len(data) // 2])
-        assert "holds data of other files, or these have changed" in refused(cfg, capsys)
+        assert "holds data of other files, or these have changed" in refused(cfg)
         assert tree(cfg.out) == before
 
 
-def test_folder_of_other_settings_or_files_or_owners_is_refused_untouched(tmp_path, capsys):
+def test_folder_of_other_settings_or_files_or_owners_is_refused_untouched(tmp_path):
     corpus(tmp_path / "src", 20)
     dp.main(config(tmp_path))
     before = tree(tmp_path / "out")
-    capsys.readouterr()
-    message = refused(config(tmp_path, seq_len=128, seed=3), capsys)
+    message = refused(config(tmp_path, seq_len=128, seed=3))
     assert "other settings (seq_len 64, now 128; seed 0, now 3)" in message
     corpus(tmp_path / "src" / "more", 3, seed=9)
-    assert "other files" in refused(config(tmp_path), capsys)
+    assert "other files" in refused(config(tmp_path))
     assert tree(tmp_path / "out") == before
-    save(tmp_path / "theirs", {"tokenizer.json": b"{}"})
-    assert "files of somebody else" in refused(
-        config(tmp_path, out=str(tmp_path / "theirs")), capsys
-    )
-    save(tmp_path / "damaged", {"meta.json": b"{"})
-    assert "is damaged" in refused(config(tmp_path, out=str(tmp_path / "damaged")), capsys)
-    assert tree(tmp_path / "theirs") == {"tokenizer.json": b"{}"}
+    for folder, name, part in (
+        ("theirs", "tokenizer.json", "somebody else"),
+        ("bad", "meta.json", "is damaged"),
+    ):
+        save(tmp_path / folder, {name: b"{"})
+        assert part in refused(config(tmp_path, out=str(tmp_path / folder)))
+        assert tree(tmp_path / folder) == {name: b"{"}
 
 
-def test_second_run_into_one_folder_is_refused(tmp_path, capsys):
+def test_second_run_into_one_folder_is_refused(tmp_path):
     corpus(tmp_path / "src", 5)
     (tmp_path / "out").mkdir()
     with runs.lock(tmp_path / "out" / ".lock"):
-        assert "another process is writing" in refused(config(tmp_path), capsys)
+        assert "another process is writing" in refused(config(tmp_path))
     dp.main(config(tmp_path))
 
 
-@pytest.mark.parametrize("kind", [pytest.param(dp.Python, marks=pytest.mark.slow), dp.Text])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [dp.Python, dp.Text])
 def test_full_disk_gives_one_line_and_leaves_nothing_that_looks_complete(tmp_path, kind):
     if kind is dp.Python:  # the copy of its texts takes 100 kB
         corpus(tmp_path / "src", 70)
@@ -714,24 +675,29 @@ def test_full_disk_gives_one_line_and_leaves_nothing_that_looks_complete(tmp_pat
     run = start(cfg, preexec_fn=small_disk)
     err = run.communicate()[1]
     assert run.returncode == 1
-    assert re.fullmatch(
-        rf"{tmp_path}/out[^\s]*: File too large; [^\n]+ the same command to go on\n", err
-    )
+    said = rf"{tmp_path}/out[^\s]*: File too large; [^\n]+ the same command to go on\n"
+    assert re.fullmatch(said, err)
     assert sorted(tree(tmp_path / "out")) == left
     dp.main(cfg)
     dp.main(dataclasses.replace(cfg, out=str(tmp_path / "whole")))
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
-def refuses(make_config, cases, capsys):
-    """Each case, (settings, parts of the message), is refused with that message."""
-    for changes, parts in cases:
-        message = refused(make_config(**changes), capsys)
-        assert all(part in message for part in parts), message
-        capsys.readouterr()
+BAD_INPUT = r"""
+roots | nowhere | nowhere: No such file .*run the same command
+roots | none | no .py, .parquet, .jsonl files below .*; name other folders
+roots | bad | no document to train on \(left out: .*1 unparsable.*name more
+roots | one | no document to train on
+tokenizer | nowhere.json | nowhere.json: No such file
+tokenizer | broken.json | broken.json is no tokenizer.json
+tokenizer | src/a/m0.py | m0.py is no tokenizer.json
+tokenizer | no_end.json | no token <\|endoftext\|>; .*--eos
+tokenizer | no_fim.json | no token <\|fim_middle\|>; .*--fim_rate=0
+out | file | File exists: .*file
+"""
 
 
-def test_bad_input_is_one_line_that_says_what_to_do(python_run, tmp_path, capsys):
+def test_bad_input_is_one_line_that_says_what_to_do(python_run, tmp_path):
     corpus(tmp_path / "src", 5)
     save(tmp_path / "none", {"notes.txt": b"no Python here"})
     save(tmp_path / "bad", {"a.py": b"print 1", "b.py": b""})
@@ -744,39 +710,24 @@ def test_bad_input_is_one_line_that_says_what_to_do(python_run, tmp_path, capsys
         part = tokenizer | {"added_tokens": tokens, "model": tokenizer["model"] | {"vocab": vocab}}
         (tmp_path / f"no_{name[2:5]}.json").write_text(json.dumps(part))
     cases = [
-        (
-            {"roots": (str(tmp_path / "nowhere"),)},
-            ["nowhere: No such file", "run the same command"],
-        ),
-        (
-            {"roots": (str(tmp_path / "none"),)},
-            ["no .py, .parquet, .jsonl files below", "name other folders"],
-        ),
-        (
-            {"roots": (str(tmp_path / "bad"),)},
-            ["1 unparsable, 1 empty", "no document to train on", "name more"],
-        ),
-        ({"roots": (str(tmp_path / "one"),)}, ["no document to train on"]),
-        ({"tokenizer": str(tmp_path / "nowhere.json")}, ["No such file", "nowhere.json"]),
-        ({"tokenizer": str(tmp_path / "broken.json")}, ["broken.json is no tokenizer.json"]),
-        ({"tokenizer": str(tmp_path / "src/a/m0.py")}, ["m0.py is no tokenizer.json"]),
-        ({"tokenizer": str(tmp_path / "no_end.json")}, ["no token <|endoftext|>", "--eos"]),
-        (
-            {"tokenizer": str(tmp_path / "no_fim.json"), "fim_rate": 0.5},
-            ["no token <|fim_middle|>", "--fim_rate=0"],
-        ),
-        ({"out": str(tmp_path / "file")}, ["File exists", "file"]),
-        ({"seq_len": 1}, ["--seq_len=1", "at least 2"]),
-        ({"heldout": 1.0}, ["no document to train on", "lower --heldout"]),
-        ({"fim_rate": 1.5}, ["--fim_rate=1.5", "0 .. 1"]),
-        ({"vocab_size": 100}, ["--vocab_size=100", "261"]),
-        ({"fim_rate": 0.5, "rows": "padded"}, ["--fim_rate goes with --rows=packed"]),
+        ({"heldout": 1.0}, "no document to train on .*lower --heldout"),
+        ({"fim_rate": 1.5}, "--fim_rate=1.5.* 0 .. 1"),
+        ({"vocab_size": 100}, "--vocab_size=100.* 261"),
+        ({"fim_rate": 0.5, "rows": "padded"}, "--fim_rate goes with --rows=packed"),
     ]
-    refuses(functools.partial(config, tmp_path), cases, capsys)
+    for line in BAD_INPUT.strip().splitlines():
+        flag, name, part = line.split(" | ")
+        path = str(tmp_path / name)
+        changes = {flag: (path,) if flag == "roots" else path}
+        if "fim_rate" in part:
+            changes["fim_rate"] = 0.5
+        cases.append((changes, part))
+    refuses(functools.partial(config, tmp_path), cases)
     dp.main(config(tmp_path, tokenizer=str(tmp_path / "no_fim.json")))
     assert meta_of(tmp_path / "out")["fim"] is None
 
 
+@pytest.mark.slow
 def test_command_line_errors_have_no_traceback(tmp_path):
     run = start(config(tmp_path, roots=("nowhere",)))
     out, err = run.communicate()
@@ -789,18 +740,13 @@ def test_each_source_is_a_subcommand_and_none_of_them_is_the_standard_library():
         return tyro.cli(dp.Config, args=arguments, config=(tyro.conf.OmitArgPrefixes,)).source
 
     assert parse() == parse("python") == dp.Python()
-    assert parse("python", "--roots", "a", "b", "--fim_rate=0.5") == dp.Python(
-        roots=("a", "b"), fim_rate=0.5
-    )
+    two = dp.Python(roots=("a", "b"), fim_rate=0.5)
+    assert parse("python", "--roots", "a", "b", "--fim_rate=0.5") == two
     assert parse("text", "a.txt", "--rows=packed") == dp.Text(source="a.txt", rows="packed")
     assert parse("tinystories", "--out=x") == dp.TinyStories(out="x")
     assert parse("pairs", "a.jsonl", "--eos_to=64") == dp.Pairs(source="a.jsonl", eos_to=64)
     assert parse("acecode", "--roots", "a", "--out=t") == dp.AceCode(roots=("a",), out="t")
-    for wrong in (
-        ("text",),
-        ("text", "a", "--eos_to=2"),
-        ("pairs", "a", "--rows=padded"),
-    ):
+    for wrong in (("text",), ("text", "a", "--eos_to=2"), ("pairs", "a", "--rows=padded")):
         with pytest.raises(SystemExit):
             parse(*wrong)
 
@@ -809,7 +755,8 @@ MEASURE = """
 import resource, sys
 import data_prep
 data_prep.main(data_prep.Python(out=sys.argv[2], roots=(sys.argv[1],), heldout=0.02))
-kib = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+who = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
+kib = [resource.getrusage(each).ru_maxrss for each in who]
 print(sum(kib) / 1024)
 """
 
@@ -817,10 +764,9 @@ print(sum(kib) / 1024)
 @pytest.mark.slow  # 4 minutes on 2 cores
 def test_memory_does_not_grow_with_the_text(tmp_path):
     library, word = Path(sysconfig.get_paths()["stdlib"]), re.compile(rb"\b[a-z_]{4,}\b")
+    skipped = {"site-packages", "test"}
     paths = sorted(
-        p
-        for p in library.rglob("*.py")
-        if not {"site-packages", "test"} & {*p.relative_to(library).parts}
+        p for p in library.rglob("*.py") if not skipped & {*p.relative_to(library).parts}
     )
     hard = {name.encode() for name in keyword.kwlist}
     peaks = []
@@ -836,10 +782,8 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
             copy += 1
         run = [sys.executable, "-c", MEASURE, str(source), str(tmp_path / f"out{megabytes}")]
         done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
-        kept = sum(
-            split["bytes"] for split in meta_of(tmp_path / f"out{megabytes}")["splits"].values()
-        )
-        assert kept > 0.6 * size
+        splits = meta_of(tmp_path / f"out{megabytes}")["splits"]
+        assert sum(split["bytes"] for split in splits.values()) > 0.6 * size
         peaks.append(float(done.stdout.split()[-1]))
     assert peaks[1] < peaks[0] + 300, f"peak MiB of 20 and 200 MB: {peaks}"
 
@@ -857,14 +801,9 @@ def stories(count, seed=0, low=3, high=60):
     texts = []
     for number in range(count):
         chosen = rng.choices(words, k=rng.randint(low, high))
-        texts.append(
-            " ".join(rng.choice(line).format(word) for word in chosen) + f" The end of {number}."
-        )
+        text = " ".join(rng.choice(line).format(word) for word in chosen)
+        texts.append(f"{text} The end of {number}.")
     return texts
-
-
-def text_config(tmp_path, source="stories.txt", **changes):
-    return config(tmp_path, dp.Text, source=str(tmp_path / source), **changes)
 
 
 def write_stories(path, texts, last="\n<|endoftext|>\n"):
@@ -873,9 +812,7 @@ def write_stories(path, texts, last="\n<|endoftext|>\n"):
 
 
 def padded_texts(out, split):
-    """The documents of padded rows, decoded, after a check of what BOS, EOS, PAD, segments and
-    positions must be.
-    """
+    """The documents of padded rows, decoded; BOS, EOS, PAD, segments and positions are checked."""
     tokens_RL, segments_RL, positions_RL = rows_of(out, split)
     used_RL, column_L = segments_RL == 1, np.arange(tokens_RL.shape[1])
     assert ((tokens_RL == 0) == ~used_RL).all()
@@ -885,10 +822,10 @@ def padded_texts(out, split):
     assert not ((tokens_RL == 1) & (column_L > 0)).any()
     stream = tokens_RL[used_RL]
     documents = np.split(stream, np.flatnonzero(stream == 2) + 1)[:-1]
-    for row_L, following_L in zip(tokens_RL, [*tokens_RL[1:], np.array([1])], strict=True):
-        # a row without EOS is full and goes on in the next one
-        assert (following_L[0] == 1) == (2 in row_L)
-        assert 2 in row_L or row_L[-1] != 0
+    # a row without EOS is full and goes on in the next one
+    ended_R = (tokens_RL == 2).any(1)
+    np.testing.assert_array_equal(np.append(tokens_RL[1:, 0], 1) == 1, ended_R)
+    assert (ended_R | (tokens_RL[:, -1] != 0)).all()
     tokenizer = Tokenizer.from_file(str(Path(out) / "tokenizer.json"))
     for ids in documents:
         assert (ids[0], ids[-1]) == (1, 2)
@@ -915,6 +852,9 @@ def test_padded_rows_equal_a_loop_over_documents():
             assert got_RL.tolist() == want
 
 
+ROLES = "pad_id bos_id eos_id mask_id unk_id".split()
+
+
 @pytest.mark.parametrize("last", ["", "\n<|endoftext|>\n", "<|endoftext|>"])
 def test_text_file_is_split_at_separators_and_padded_rows_decode_to_the_documents(
     tmp_path, monkeypatch, last
@@ -935,14 +875,9 @@ def test_text_file_is_split_at_separators_and_padded_rows_decode_to_the_document
         assert total["documents"] == len(got[split])
         assert total["bytes"] == sum(len(text.encode()) for text in got[split])
         assert (total["tokens"], total["rows"]) == (segments_RL.sum(), len(tokens_RL))
-    roles = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "mask_id": 3, "unk_id": 4}
-    assert {role: meta[role] for role in roles} == roles
-    assert (meta["source"], meta["seq_len"], meta["vocab_size"], meta["vocab_padded"]) == (
-        "text",
-        64,
-        400,
-        512,
-    )
+    assert [meta[name] for name in ROLES] == [0, 1, 2, 3, 4]
+    names = "source seq_len vocab_size vocab_padded".split()
+    assert [meta[name] for name in names] == ["text", 64, 400, 512]
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
     assert [tokenizer.id_to_token(id) for id in range(5)] == SPECIAL_TOKENS
     assert tokenizer.get_vocab_size() == 400
@@ -962,9 +897,7 @@ def test_defaults_are_padded_rows_of_256_for_text_and_packed_rows_of_2048_for_py
 def test_python_source_with_padded_rows_and_text_with_packed_rows(tmp_path):
     files = corpus(tmp_path / "src", 30) | save(tmp_path / "src", ODD)
     dp.main(config(tmp_path, rows="padded"))
-    assert sorted(text.encode() for text in both(padded_texts, tmp_path / "out")) == sorted(
-        files.values()
-    )
+    assert holds(tmp_path / "out", files, padded_texts)
     want = write_stories(tmp_path / "stories.txt", stories(100))
     dp.main(text_config(tmp_path, rows="packed", out=str(tmp_path / "packed")))
     assert both(texts_of, tmp_path / "packed") == sorted(want)
@@ -972,24 +905,18 @@ def test_python_source_with_padded_rows_and_text_with_packed_rows(tmp_path):
 
 
 def test_folder_gives_a_document_per_file_and_leaves_out_what_is_no_text(tmp_path):
-    texts = stories(40)
-    whole = {
-        f"{'ab'[i % 2]}/{i}{'.txt .py .md .text'.split()[i % 4]}": f"  {texts[i]}\r\n"
-        for i in range(30)
-    }
-    save(tmp_path / "src", {name: text.encode() for name, text in whole.items()})
-    write_stories(tmp_path / "src" / "more.txt", texts[30:])
-    save(
-        tmp_path / "src",
-        {"utf16.txt": "\ufeffx".encode("utf-16"), "cut.txt": b"caf\xc3", "nul.md": b"a\0b"},
-    )
-    save(
-        tmp_path / "src",
-        {"empty.py": b"", "blank.txt": b" \n<|endoftext|>\n", "photo.jpg": b"no text"},
-    )
-    os.mkfifo(tmp_path / "src" / "pipe.txt")
-    (tmp_path / "src" / "gone.txt").symlink_to("nowhere")
-    cfg = text_config(tmp_path, "src", out=str(tmp_path / "src" / "out"), shard_bytes=5_000)
+    texts, source = stories(40), tmp_path / "src"
+    whole = {}
+    for i in range(30):
+        whole[f"{'ab'[i % 2]}/{i}{'.txt .py .md .text'.split()[i % 4]}"] = f"  {texts[i]}\r\n"
+    save(source, {name: text.encode() for name, text in whole.items()})
+    write_stories(source / "more.txt", texts[30:])
+    binary = {"utf16.txt": "\ufeffx".encode("utf-16"), "cut.txt": b"caf\xc3", "nul.md": b"a\0b"}
+    empty = {"empty.py": b"", "blank.txt": b" \n<|endoftext|>\n", "photo.jpg": b"no text"}
+    save(source, binary | empty)
+    os.mkfifo(source / "pipe.txt")
+    (source / "gone.txt").symlink_to("nowhere")
+    cfg = text_config(tmp_path, "src", out=str(source / "out"), shard_bytes=5_000)
     dp.main(cfg)
     assert both(padded_texts, cfg.out) == sorted([*whole.values(), *texts[30:]])
     assert meta_of(cfg.out)["dropped"] == {"unreadable": 2, "binary": 3, "empty": 2}
@@ -1008,10 +935,8 @@ def test_heldout_is_drawn_by_seed_and_content_alone(tmp_path):
 
     texts = stories(150)
     first = heldout("first", texts)
-    assert (
-        heldout("other", [*stories(50, seed=8), *reversed(texts)], shard_bytes=3_000) & {*texts}
-        == first
-    )
+    more = [*stories(50, seed=8), *reversed(texts)]
+    assert heldout("other", more, shard_bytes=3_000) & {*texts} == first
     assert heldout("seeded", texts, seed=1) != first
 
 
@@ -1036,11 +961,10 @@ def test_ranges_end_with_documents_and_long_documents_are_split_at_line_ends(tmp
     assert len(parts) > 1
     assert all(part.endswith(b"\n") for part in parts)
     unbroken = ("\u4e2d" * 500_000).encode()
-    parts = ranges(unbroken)
-    assert "".join(part.decode() for part in parts) == unbroken.decode()
-    assert len(parts) > 1
-    parts = ranges(b"a<|endoftext|>\n" + unbroken)
-    assert "".join(part.decode() for part in parts) == "a<|endoftext|>\n" + unbroken.decode()
+    for data in (unbroken, b"a<|endoftext|>\n" + unbroken):
+        parts = [part.decode() for part in ranges(data)]
+        assert "".join(parts) == data.decode()
+        assert len(parts) > 1
     # nor is a short document before a long one cut, or a separator at the end of what was read
     long = b"a" * (4 * 2**20 - 7)
     for data in (b"one\ntwo<|endoftext|>" + long + long, long + b"<|endoftext|>next"):
@@ -1062,43 +986,33 @@ def test_text_run_killed_at_any_moment_ends_with_the_same_bytes(tmp_path, capsys
     dp.main(cfg)
     assert capsys.readouterr().out.endswith(f"{tmp_path}/out is complete, nothing to do\n")
     packed = text_config(tmp_path, shard_bytes=10_000, rows="packed")
-    assert "other settings (rows padded, now unset)" in refused(packed, capsys)
+    assert "other settings (rows padded, now unset)" in refused(packed)
     write_stories(tmp_path / "stories.txt", stories(800, seed=2))
-    assert "holds data of other files" in refused(cfg, capsys)
+    assert "holds data of other files" in refused(cfg)
 
 
-def test_bad_text_input_is_one_line_that_says_what_to_do(python_run, tmp_path, capsys):
+def test_bad_text_input_is_one_line_that_says_what_to_do(python_run, tmp_path):
     (tmp_path / "nothing").mkdir()
-    save(
-        tmp_path,
-        {
-            "empty.txt": b"",
-            "blank.txt": b"\n<|endoftext|>\n \n",
-            "nul.bin": b"ab\0c",
-            "latin.txt": b"\xe9",
-        },
-    )
-    save(tmp_path, {"binary/a.txt": b"\0", "binary/b.md": b"\xff", "photos/a.jpg": b"x"})
+    save(tmp_path, {"empty.txt": b"", "blank.txt": b"\n<|endoftext|>\n \n", "photos/a.jpg": b"x"})
+    save(tmp_path, {"nul.bin": b"ab\0c", "latin.txt": b"\xe9"})
+    save(tmp_path, {"binary/a.txt": b"\0", "binary/b.md": b"\xff"})
     os.mkfifo(tmp_path / "pipe")
     write_stories(tmp_path / "stories.txt", stories(20))
+    tokenizer = str(python_run[0] / "tokenizer.json")
     cases = [
-        ({"source": "nowhere.txt"}, ["nowhere.txt: No such file", "run the same command"]),
-        ({"source": "empty.txt"}, ["no document to train on (left out: 1 empty)", "name more"]),
-        ({"source": "blank.txt"}, ["left out: 1 empty"]),
-        ({"source": "nul.bin"}, ["left out: 1 binary"]),
-        ({"source": "latin.txt"}, ["left out: 1 binary"]),
-        ({"source": "pipe"}, ["pipe is no regular file"]),
-        ({"source": "binary"}, ["left out: 2 binary"]),
-        ({"source": "nothing"}, ["no .txt, .text, .md, .py files below", "name other folders"]),
-        ({"source": "photos"}, ["no .txt"]),
-        ({"fim_rate": 0.5}, ["--fim_rate goes with --rows=packed"]),
-        (
-            {"tokenizer": str(python_run[0] / "tokenizer.json")},
-            ["no token <pad>, <bos>, <eos>, <mask>, <unk>;", "--rows"],
-        ),
-        ({"seq_len": 1}, ["--seq_len=1", "at least 2"]),
+        ({"source": "nowhere.txt"}, "nowhere.txt: No such file.* run the same command"),
+        ({"source": "empty.txt"}, r"no document to train on \(left out: 1 empty\).*name more"),
+        ({"source": "blank.txt"}, "left out: 1 empty"),
+        ({"source": "nul.bin"}, "left out: 1 binary"),
+        ({"source": "latin.txt"}, "left out: 1 binary"),
+        ({"source": "pipe"}, "pipe is no regular file"),
+        ({"source": "binary"}, "left out: 2 binary"),
+        ({"source": "nothing"}, "no .txt, .text, .md, .py files below.*name other folders"),
+        ({"source": "photos"}, "no .txt"),
+        ({"fim_rate": 0.5}, "--fim_rate goes with --rows=packed"),
+        ({"tokenizer": tokenizer}, "no token <pad>, <bos>, <eos>, <mask>, <unk>;.*--rows"),
     ]
-    refuses(functools.partial(text_config, tmp_path), cases, capsys)
+    refuses(functools.partial(text_config, tmp_path), cases)
     assert not (tmp_path / "out" / "train").exists()
 
 
@@ -1109,21 +1023,11 @@ def test_padded_rows_take_a_tokenizer_that_has_the_five_tokens_at_any_ids(python
     tokenizer.save(str(tmp_path / "five.json"))
     dp.main(text_config(tmp_path, tokenizer=str(tmp_path / "five.json")))
     meta = meta_of(tmp_path / "out")
-    assert [meta[f"{role}_id"] for role in ("pad", "bos", "eos", "mask", "unk")] == [
-        400,
-        401,
-        402,
-        403,
-        404,
-    ]
+    assert [meta[name] for name in ROLES] == [400, 401, 402, 403, 404]
     tokens_RL, segments_RL, _ = rows_of(tmp_path / "out", "train")
     assert (tokens_RL[segments_RL == 0] == 400).all()
-    assert (
-        (tokens_RL == 401).sum()
-        == (tokens_RL == 402).sum()
-        == meta["splits"]["train"]["documents"]
-        < len(texts)
-    )
+    documents = meta["splits"]["train"]["documents"]
+    assert (tokens_RL == 401).sum() == (tokens_RL == 402).sum() == documents < len(texts)
 
 
 def test_one_document_is_trained_on_and_said_to_leave_nothing_held_out(tmp_path, capsys):
@@ -1137,18 +1041,17 @@ def test_one_document_is_trained_on_and_said_to_leave_nothing_held_out(tmp_path,
     assert text.encode() == (tmp_path / "book.txt").read_bytes()
 
 
+@pytest.mark.slow
 def test_tinystories_come_through_datasets_once(tmp_path, monkeypatch, capsys):
     pytest.importorskip("datasets", reason="needs: pip install datasets")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     texts = stories(80)
     (tmp_path / "hub").mkdir()
-    pq.write_table(
-        pa.table({"text": [f"{text}\n" for text in texts]}),
-        tmp_path / "hub" / "train-00000.parquet",
-    )
-    pq.write_table(
-        pa.table({"text": stories(9, seed=3)}), tmp_path / "hub" / "validation-00000.parquet"
-    )
+    for split, rows in (
+        ("train", [f"{text}\n" for text in texts]),
+        ("validation", stories(9, seed=3)),
+    ):
+        pq.write_table(pa.table({"text": rows}), tmp_path / f"hub/{split}-00000.parquet")
     monkeypatch.setattr(cp, "TINYSTORIES", str(tmp_path / "hub"))
     cfg = config(tmp_path, dp.TinyStories)
     dp.main(cfg)
@@ -1159,14 +1062,13 @@ def test_tinystories_come_through_datasets_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cp, "TINYSTORIES", str(tmp_path / "nowhere"))
     dp.main(cfg)
     assert "nothing to do" in capsys.readouterr().out
-    message = refused(config(tmp_path, dp.TinyStories, out=str(tmp_path / "new")), capsys)
-    assert "cannot be downloaded" in message
+    assert "cannot be downloaded" in refused(dataclasses.replace(cfg, out=str(tmp_path / "new")))
     assert not (tmp_path / "new" / "tinystories.txt").exists()
 
 
-def test_tinystories_without_datasets_says_what_to_install(tmp_path, monkeypatch, capsys):
+def test_tinystories_without_datasets_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "pip install datasets" in refused(config(tmp_path, dp.TinyStories), capsys)
+    assert "pip install datasets" in refused(config(tmp_path, dp.TinyStories))
 
 
 @pytest.mark.skipif(not STORIES.is_file(), reason=f"no {STORIES}; set SHARED_DATA")
@@ -1180,57 +1082,60 @@ def test_real_stories_come_back_from_the_shards(tmp_path):
 # ---- pairs of prompt and response
 
 
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def as_pairs(pairs):
+    return [{"prompt": prompt, "response": response} for prompt, response in pairs.items()]
+
+
 def write_pairs(path, count, seed=0):
     """`count` pairs of lists and the same in order; {prompt: response}."""
     rng, pairs = random.Random(seed), {}
     while len(pairs) < count:
         numbers = [rng.randint(0, 9) for _ in range(rng.randint(3, 9))]
         pairs[f"sorted({numbers}) -> caf\u00e9 "] = str(sorted(numbers))
-    lines = [
-        json.dumps({"prompt": prompt, "response": response}) for prompt, response in pairs.items()
-    ]
-    path.write_text("\n".join(lines) + "\n\n")  # an empty line is nothing
+    write_lines(path, as_pairs(pairs))
+    path.write_text(path.read_text() + "\n")  # an empty line is nothing
     return pairs
 
 
-def pair_config(tmp_path, **changes):
-    settings = {
-        "source": str(tmp_path / "pairs.jsonl"),
-        "seq_len": 128,
-        "eos_to": 16,
-        "vocab_size": 300,
-    }
-    return config(tmp_path, dp.Pairs, **settings | changes)
+def segments_of(out, split):
+    """(ids, positions, fixed) of each pair of a split."""
+    rows = Rows(out, split)
+    if not rows.total:
+        return
+    for token_L, segment_L, position_L, fixed_L in zip(
+        *rows.read(np.arange(rows.total)), strict=True
+    ):
+        assert (np.diff(segment_L[segment_L > 0]) >= 0).all()
+        assert not fixed_L[segment_L == 0].any()
+        for segment in range(1, segment_L.max() + 1):
+            here_L = segment_L == segment
+            yield token_L[here_L], position_L[here_L], fixed_L[here_L]
+
+
+def tokenizer_of(out):
+    return Tokenizer.from_file(str(Path(out) / "tokenizer.json"))
 
 
 def pairs_of(out, split):
-    """[(prompt, response, tokens of EOS)] of a split, read from the rows; asserts what holds of
-    every row.
-    """
-    tokenizer, meta = Tokenizer.from_file(str(Path(out) / "tokenizer.json")), meta_of(out)
-    found = []
-    for shard in meta["splits"][split]["shards"]:
-        table = pq.read_table(Path(out) / shard["file"])
-        columns = [
-            np.array(table[name].to_pylist())
-            for name in ("input_ids", "segments", "positions", "fixed")
-        ]
-        for token_L, segment_L, position_L, fixed_L in zip(*columns, strict=True):
-            assert (np.diff(segment_L[segment_L > 0]) >= 0).all()
-            assert not fixed_L[segment_L == 0].any()
-            for segment in range(1, segment_L.max() + 1):
-                here_L = segment_L == segment
-                token_T, fixed_T = token_L[here_L], fixed_L[here_L]
-                assert (position_L[here_L] == np.arange(len(token_T))).all()
-                assert (np.diff(fixed_T) <= 0).all()  # the prompt comes first
-                ends_T = token_T == meta["eos_id"]
-                assert (np.diff(ends_T.astype(int)) >= 0).all()
-                parts = (token_T[fixed_T == 1], token_T[(fixed_T == 0) & ~ends_T])
-                prompt, response = (tokenizer.decode(part.tolist()) for part in parts)
-                found.append(
-                    (prompt, response, int(ends_T.sum()), len(token_T) - int(fixed_T.sum()))
-                )
+    """[(prompt, response, tokens of EOS, tokens of the response)] of a split, checked."""
+    tokenizer, eos, found = tokenizer_of(out), meta_of(out)["eos_id"], []
+    for token_T, position_T, fixed_T in segments_of(out, split):
+        assert (position_T == np.arange(len(token_T))).all()
+        assert (np.diff(fixed_T) <= 0).all()  # the prompt comes first
+        ends_T = token_T == eos
+        assert (np.diff(ends_T.astype(int)) >= 0).all()
+        parts = (token_T[fixed_T == 1], token_T[(fixed_T == 0) & ~ends_T])
+        prompt, response = (tokenizer.decode(part.tolist()) for part in parts)
+        found.append((prompt, response, int(ends_T.sum()), len(token_T) - int(fixed_T.sum())))
     return found
+
+
+def texts_in(pairs):
+    return {prompt: response for prompt, response, _, _ in pairs}
 
 
 def test_rows_of_pairs_hold_each_pair_whole_with_its_prompt_fixed_and_eos_behind(tmp_path):
@@ -1238,7 +1143,7 @@ def test_rows_of_pairs_hold_each_pair_whole_with_its_prompt_fixed_and_eos_behind
     dp.main(pair_config(tmp_path))
     found = {split: pairs_of(tmp_path / "out", split) for split in ("train", "heldout")}
     everything = found["train"] + found["heldout"]
-    assert {prompt: response for prompt, response, _, _ in everything} == pairs
+    assert texts_in(everything) == pairs
     assert len(everything) == 300
     assert 20 < len(found["heldout"]) < 120
     for _, _, ends, size in everything:
@@ -1249,19 +1154,12 @@ def test_rows_of_pairs_hold_each_pair_whole_with_its_prompt_fixed_and_eos_behind
     assert meta["splits"]["train"]["too_long"] == 0
 
 
-def test_pairs_with_a_byte_order_mark_are_read_and_pairs_without_text_refused(tmp_path, capsys):
+def test_pairs_with_a_byte_order_mark_are_read(tmp_path):
     pairs = write_pairs(tmp_path / "pairs.jsonl", 50)
     plain = (tmp_path / "pairs.jsonl").read_bytes()
     (tmp_path / "pairs.jsonl").write_bytes(b"\xef\xbb\xbf" + plain)
     dp.main(pair_config(tmp_path, heldout=0.0))
-    assert {
-        prompt: response for prompt, response, _, _ in pairs_of(tmp_path / "out", "train")
-    } == pairs
-    (tmp_path / "pairs.jsonl").write_text('{"prompt": "", "response": ""}\n' * 9)
-    capsys.readouterr()
-    assert "all prompts and responses are empty" in refused(
-        pair_config(tmp_path, out=str(tmp_path / "b")), capsys
-    )
+    assert texts_in(pairs_of(tmp_path / "out", "train")) == pairs
 
 
 def test_rows_with_ids_past_the_vocabulary_are_refused(tmp_path):
@@ -1271,119 +1169,95 @@ def test_rows_with_ids_past_the_vocabulary_are_refused(tmp_path):
     largest = rows.read(np.arange(rows.total))[0].max()
     (tmp_path / "out" / "meta.json").write_text(json.dumps(meta | {"vocab_size": int(largest)}))
     rows = Rows(tmp_path / "out", "train")
-    with pytest.raises(
-        ValueError, match=rf"00000\.parquet holds ids that its tokenizer has not, up to {largest};"
-    ):
+    said = rf"00000\.parquet holds ids that its tokenizer has not, up to {largest};"
+    with pytest.raises(ValueError, match=said):
         rows.read(np.arange(1))
+
+
+PARTS = "prompt", "response", "suffix"
 
 
 def test_a_hole_before_a_suffix_ends_with_any_number_of_eos_below_eos_to(tmp_path):
     texts = [(f"def f{i}(x):\n    ", f"return {i} * x", "\n\nf(3)\n") for i in range(100)]
-    lines = [
-        json.dumps(dict(zip(("prompt", "response", "suffix"), text, strict=True))) for text in texts
-    ]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    write_lines(tmp_path / "pairs.jsonl", [dict(zip(PARTS, text, strict=True)) for text in texts])
     dp.main(pair_config(tmp_path, eos_to=8))
-    tokenizer, filled = Tokenizer.from_file(str(tmp_path / "out/tokenizer.json")), []
-    read = Rows(tmp_path / "out", "train")
-    for token_L, segment_L, _, fixed_L in zip(*read.read(np.arange(read.total)), strict=True):
-        for segment in range(1, segment_L.max() + 1):
-            token_T, fixed_T = token_L[segment_L == segment], fixed_L[segment_L == segment]
-            # the last EOS ends the row
-            hole_T = (fixed_T == 0) & (np.arange(len(token_T)) < len(token_T) - 1)
-            assert re.fullmatch(r"return \d+ \* x", tokenizer.decode(token_T[hole_T].tolist()))
-            assert (
-                tokenizer.decode(token_T[np.flatnonzero(hole_T)[-1] + 1 :].tolist()) == "\n\nf(3)\n"
-            )
-            filled.append(int((token_T[hole_T] == 0).sum()))
-    assert {*filled} == {*range(8)}
+    tokenizer, filled = tokenizer_of(tmp_path / "out"), set()
+    for token_T, _, fixed_T in segments_of(tmp_path / "out", "train"):
+        # the last EOS ends the row
+        hole_T = (fixed_T == 0) & (np.arange(len(token_T)) < len(token_T) - 1)
+        assert re.fullmatch(r"return \d+ \* x", tokenizer.decode(token_T[hole_T].tolist()))
+        behind = token_T[np.flatnonzero(hole_T)[-1] + 1 :].tolist()
+        assert tokenizer.decode(behind) == "\n\nf(3)\n"
+        filled.add(int((token_T[hole_T] == 0).sum()))
+    assert filled == {*range(8)}
 
 
-def test_without_eos_to_a_response_ends_with_one_eos_and_a_pair_longer_than_a_row_is_counted(
-    tmp_path,
-):
+def test_without_eos_to_a_response_ends_with_one_eos_and_a_longer_pair_is_counted(tmp_path):
     pairs = write_pairs(tmp_path / "pairs.jsonl", 200)
     dp.main(pair_config(tmp_path, eos_to=1, seq_len=40, shard_bytes=3000))
-    meta = meta_of(tmp_path / "out")
-    assert len(meta["splits"]["train"]["shards"]) > 1
+    splits = meta_of(tmp_path / "out")["splits"]
+    assert len(splits["train"]["shards"]) > 1
     everything = both(pairs_of, tmp_path / "out")
     assert {ends for _, _, ends, _ in everything} == {1}
-    too_long = sum(meta["splits"][split]["too_long"] for split in ("train", "heldout"))
+    too_long = sum(splits[split]["too_long"] for split in ("train", "heldout"))
     assert 0 < too_long < 200
     assert len(everything) == 200 - too_long
-    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
-    sizes = {
-        p: len(tokenizer.encode(p).ids) + len(tokenizer.encode(r).ids) + 1 for p, r in pairs.items()
-    }
-    assert {prompt for prompt, _, _, _ in everything} == {
-        prompt for prompt, size in sizes.items() if size <= 40
-    }
+    encode = tokenizer_of(tmp_path / "out").encode
+    fits = {p for p, r in pairs.items() if len(encode(p).ids) + len(encode(r).ids) + 1 <= 40}
+    assert {*texts_in(everything)} == fits
 
 
-def test_a_suffix_follows_the_response_and_is_fixed_as_the_prompt_is(tmp_path, capsys):
+def test_a_suffix_follows_the_response_and_is_fixed_as_the_prompt_is(tmp_path):
     source, texts = tmp_path / "pairs.jsonl", ("x = (", " y + 1", ")\n    return x")
-    lines = [
-        dict(zip(("prompt", "response", "suffix"), texts, strict=True)),
-        {"prompt": "a", "response": " b"},
-    ] * 3
-    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    whole = dict(zip(PARTS, texts, strict=True))
+    write_lines(source, [whole, {"prompt": "a", "response": " b"}] * 3)
     dp.main(pair_config(tmp_path, eos_to=16, heldout=0.0))
-    token_RL, segment_RL, _, fixed_RL = (rows := Rows(tmp_path / "out", "train")).read(np.arange(1))
-    assert rows.total == 1
-    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
-    ids = [tokenizer.encode(text).ids for text in texts]
-    first_L, eos = segment_RL[0] == 1, meta_of(tmp_path / "out")["eos_id"]
-    filled = token_RL[0][first_L].tolist().count(eos) - 1
+    assert meta_of(tmp_path / "out")["splits"]["train"]["rows"] == 1
+    ids = [tokenizer_of(tmp_path / "out").encode(text).ids for text in texts]
+    eos = meta_of(tmp_path / "out")["eos_id"]
+    first, second, *_ = segments_of(tmp_path / "out", "train")
+    filled = first[0].tolist().count(eos) - 1
     assert 0 <= filled < 16
     ids[1] += [eos] * filled  # ends the hole
-    assert token_RL[0][first_L].tolist() == [*itertools.chain(*ids), eos]
+    assert first[0].tolist() == [*itertools.chain(*ids), eos]
     given = [1] * len(ids[0]), [0] * len(ids[1]), [1] * len(ids[2]), [0]  # the EOS behind a pair
-    assert fixed_RL[0][first_L].tolist() == [*itertools.chain(*given)]
-    second_L = segment_RL[0] == 2  # has none: EOS fills it
-    assert (fixed_RL[0][second_L] == 0).sum() == 16
+    assert first[2].tolist() == [*itertools.chain(*given)]
+    assert (second[2] == 0).sum() == 16  # has no suffix: EOS fills it
     for suffix in (3, ["a"], "\ud800"):
-        source.write_text(json.dumps(lines[0] | {"suffix": suffix}))
-        assert "line 1: not" in refused(pair_config(tmp_path, out=str(tmp_path / "bad")), capsys)
+        write_lines(source, [whole | {"suffix": suffix}])
+        assert "line 1: not" in refused(pair_config(tmp_path, out=str(tmp_path / "bad")))
 
 
 def test_a_held_out_prompt_is_in_no_training_pair(tmp_path):
     rng = random.Random(0)
-    lines = [
-        {"prompt": f"prompt {rng.randint(0, 60)}: ", "response": f"answer {i}"} for i in range(300)
-    ]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [(f"prompt {rng.randint(0, 60)}: ", f"answer {i}") for i in range(300)]
+    rows = [{"prompt": prompt, "response": response} for prompt, response in lines]
+    write_lines(tmp_path / "pairs.jsonl", rows)
     dp.main(pair_config(tmp_path))
-    train, heldout = (
-        {found[0] for found in pairs_of(tmp_path / "out", split)} for split in ("train", "heldout")
-    )
+    train, heldout = ({*texts_in(pairs_of(tmp_path / "out", s))} for s in ("train", "heldout"))
     assert train
     assert heldout
     assert not train & heldout
 
 
-def test_bad_lines_of_pairs_are_named_by_number(tmp_path, capsys):
-    good = b'{"prompt": "a", "response": "b"}\n'
-    bad = [
-        b'{"prompt": 1, "response": "b"}',
-        b"prompt,response",
-        b"\xff\xfe",
-        b'["a", "b"]',
-        b'{"prompt": "\\ud800"}',
-    ]
-    bad += [b'{"prompt": "\\ud800", "response": ""}']
-    (tmp_path / "pairs.jsonl").write_bytes(good + b"\n" + b"\n".join(bad) + b"\n" + good)
-    text = refused(pair_config(tmp_path), capsys)
-    assert text.endswith('pairs.jsonl, line 3: not {"prompt": TEXT, "response": TEXT} in UTF-8')
-    (tmp_path / "pairs.jsonl").write_bytes(good + bad[-1])
-    assert "line 2: not" in refused(pair_config(tmp_path), capsys)
-    (tmp_path / "pairs.jsonl").write_bytes(b"")
-    assert "no document to train on" in refused(pair_config(tmp_path), capsys)
-    (tmp_path / "pairs.jsonl").write_bytes(good)
-    for changes, part in (
-        ({"eos_to": 0}, "--eos_to=0"),
-        ({"source": "none.jsonl"}, "none.jsonl: No such file"),
-    ):
-        assert part in refused(pair_config(tmp_path, **changes), capsys)
+def test_bad_lines_of_pairs_are_named_by_number(tmp_path):
+    good, path = b'{"prompt": "a", "response": "b"}\n', tmp_path / "pairs.jsonl"
+    bad = rb"""
+{"prompt": 1, "response": "b"}
+prompt,response
+["a", "b"]
+{"prompt": "\ud800"}
+{"prompt": "\ud800", "response": ""}
+"""
+    for line in (*bad.strip().splitlines(), b"\xff\xfe"):
+        path.write_bytes(good + b"\n" + line + b"\n" + good)
+        said = 'pairs.jsonl, line 3: not {"prompt": TEXT, "response": TEXT} in UTF-8'
+        assert refused(pair_config(tmp_path)).endswith(said)
+    path.write_bytes(b"")
+    assert "no document to train on" in refused(pair_config(tmp_path))
+    path.write_bytes(good)
+    cases = [({"eos_to": 0}, "--eos_to=0"), ({"source": "none.jsonl"}, "none.jsonl: No such file")]
+    refuses(functools.partial(pair_config, tmp_path), cases)
 
 
 CHAT_TEMPLATE = (
@@ -1400,108 +1274,83 @@ def chat_model(python_run, tmp_path):
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|mask|>"])
     (tmp_path / "model").mkdir()
     tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
-    save(
-        tmp_path / "model",
-        {"tokenizer_config.json": b"{}", "chat_template.jinja": CHAT_TEMPLATE.encode()},
-    )
+    files = {"tokenizer_config.json": b"{}", "chat_template.jinja": CHAT_TEMPLATE.encode()}
+    save(tmp_path / "model", files)
     return tmp_path / "model"
+
+
+def chat_config(folder, model, **changes):
+    tokenizer = str(model / "tokenizer.json")
+    return pair_config(folder, **{"chat": True, "tokenizer": tokenizer, "eos_to": 1} | changes)
 
 
 def test_pairs_of_a_chat_are_turns_and_special_tokens_are_the_templates_alone(
     chat_model, tmp_path, capsys
 ):
     pairs = write_pairs(tmp_path / "pairs.jsonl", 60)
-    typed = {
-        "What is <|im_end|> or <|mask|>?": "<|im_end|>\n<|im_start|>user\nA token.",
-        "cafe\u0301": "\ufb01",
-    }
-    with open(tmp_path / "pairs.jsonl", "a") as file:
-        file.writelines(json.dumps({"prompt": p, "response": r}) + "\n" for p, r in typed.items())
-    cfg = pair_config(
-        tmp_path, chat=True, tokenizer=str(chat_model / "tokenizer.json"), seq_len=512, eos_to=1
-    )
+    question = "What is <|im_end|> or <|mask|>?"
+    pairs |= {question: "<|im_end|>\n<|im_start|>user\nA token.", "cafe\u0301": "\ufb01"}
+    write_lines(tmp_path / "pairs.jsonl", as_pairs(pairs))
+    cfg = chat_config(tmp_path, chat_model, seq_len=512)
     dp.main(cfg)
-    tokenizer, out = Tokenizer.from_file(cfg.tokenizer), tmp_path / "out"
+    tokenizer, out = tokenizer_of(chat_model), tmp_path / "out"
     start, end, mask = map(tokenizer.token_to_id, ("<|im_start|>", "<|im_end|>", "<|mask|>"))
     found = {}
-    for rows in open_data(out)[:2]:
-        for token_L, segment_L, _, fixed_L in rows.read(np.arange(rows.total)).swapaxes(0, 1):
-            for segment in range(1, segment_L.max() + 1):
-                prompt, response = (
-                    token_L[(segment_L == segment) & (fixed_L == i)].tolist() for i in (1, 0)
-                )
-                assert [i for i in prompt if i in (start, end, mask)] == [start, end, start]
-                assert [i for i in response if i in (start, end, mask)] == [end]
-                assert response[-2:] == [end, 0]  # EOS behind it
-                text, answer = (
-                    tokenizer.decode(ids, skip_special_tokens=False)
-                    for ids in (prompt, response[:-2])
-                )
-                found[text] = answer
+    for split in ("train", "heldout"):
+        for token_T, _, fixed_T in segments_of(out, split):
+            prompt, response = (token_T[fixed_T == i].tolist() for i in (1, 0))
+            assert [i for i in prompt if i in (start, end, mask)] == [start, end, start]
+            assert [i for i in response if i in (start, end, mask)] == [end]
+            assert response[-2:] == [end, 0]  # EOS behind it
+            decoded = tokenizer.decode_batch([prompt, response[:-2]], skip_special_tokens=False)
+            found[decoded[0]] = decoded[1]
     turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-    assert found == {
-        turn.format(normalize("NFC", p)): normalize("NFC", r) for p, r in (pairs | typed).items()
-    }
+    nfc = functools.partial(normalize, "NFC")
+    assert found == {turn.format(nfc(p)): nfc(r) for p, r in pairs.items()}
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (out / name).read_bytes() == (chat_model / name).read_bytes()
     capsys.readouterr()
     dp.main(cfg)
     assert "nothing to do" in capsys.readouterr().out
-    assert "other settings (chat " in refused(dataclasses.replace(cfg, chat=False), capsys)
-    (tmp_path / "holes.jsonl").write_text(
-        json.dumps({"prompt": "a", "response": "b", "suffix": "c"})
-    )
-    holes = dataclasses.replace(
-        cfg, source=str(tmp_path / "holes.jsonl"), out=str(tmp_path / "new")
-    )
-    assert 'line 1: not {"prompt": TEXT, "response": TEXT} in UTF-8, without "suffix"' in refused(
-        holes, capsys
-    )
+    assert "other settings (chat " in refused(dataclasses.replace(cfg, chat=False))
+    write_lines(tmp_path / "holes.jsonl", [dict.fromkeys(PARTS, "a")])
+    changes = {"source": str(tmp_path / "holes.jsonl"), "out": str(tmp_path / "new")}
+    said = 'line 1: not {"prompt": TEXT, "response": TEXT} in UTF-8, without "suffix"'
+    assert said in refused(dataclasses.replace(cfg, **changes))
     save(chat_model, {"chat_template.jinja": b"Q: {{ messages[0].content }}"})
-    assert "other settings (chat " in refused(cfg, capsys)
+    assert "other settings (chat " in refused(cfg)
 
 
 def test_a_response_ends_with_lladas_token_where_the_tokenizer_has_that(chat_model):
-    text = (chat_model / "tokenizer.json").read_text()
-    (chat_model / "tokenizer.json").write_text(text.replace("<|im_end|>", "<|eot_id|>"))
-    cfg = pair_config(chat_model, chat=True, tokenizer=str(chat_model / "tokenizer.json"))
-    vocabulary = dp.load_vocabulary((chat_model / "tokenizer.json").read_bytes(), cfg)
+    path = chat_model / "tokenizer.json"
+    path.write_text(path.read_text().replace("<|im_end|>", "<|eot_id|>"))
+    cfg = chat_config(chat_model, chat_model)
+    vocabulary = dp.load_vocabulary(path.read_bytes(), cfg)
     (((_, response), size),) = dp.chat_turns([("a", "b")], cfg, vocabulary)
-    assert (vocabulary.encoder.decode(response, skip_special_tokens=False), size) == (
-        "b<|eot_id|>",
-        2,
-    )
+    text = vocabulary.encoder.decode(response, skip_special_tokens=False)
+    assert (text, size) == ("b<|eot_id|>", 2)
 
 
 def test_eos_fills_a_row_as_far_as_it_goes(tmp_path):
     write_pairs(tmp_path / "pairs.jsonl", 60)
-    dp.main(pair_config(tmp_path, seq_len=128, eos_to=1, heldout=0.0))
-    whole = runs.read_json(tmp_path / "out" / "meta.json")["splits"]["train"]
-    assert (whole["documents"], whole["too_long"]) == (60, 0)
-    dp.main(
-        pair_config(tmp_path, seq_len=128, eos_to=2048, heldout=0.0, out=str(tmp_path / "filled"))
-    )
-    filled = runs.read_json(tmp_path / "filled" / "meta.json")["splits"]["train"]
-    assert (filled["documents"], filled["rows"], filled["tokens"]) == (60, 60, 60 * 128)
+
+    def counts(eos_to, *names):
+        cfg = pair_config(tmp_path, eos_to=eos_to, heldout=0.0, out=str(tmp_path / f"{eos_to}"))
+        dp.main(cfg)
+        return [meta_of(cfg.out)["splits"]["train"][name] for name in names]
+
+    assert counts(1, "documents", "too_long") == [60, 0]
+    assert counts(2048, "documents", "rows", "tokens") == [60, 60, 60 * 128]
 
 
-def test_a_chat_needs_a_template_and_a_token_that_ends_a_turn(
-    chat_model, python_run, tmp_path, capsys
-):
+def test_a_chat_needs_a_template_and_a_token_that_ends_a_turn(chat_model, python_run, tmp_path):
     write_pairs(tmp_path / "pairs.jsonl", 9)
-    cases = [
-        (
-            {"tokenizer": ""},
-            ["--chat takes the template of a model", "--tokenizer=FOLDER/tokenizer.json"],
-        ),
-        ({"tokenizer": str(python_run[0] / "tokenizer.json")}, ["has no token <|im_end|>"]),
-    ]
-    refuses(functools.partial(pair_config, tmp_path, chat=True), cases, capsys)
+    template = "--chat takes a model's template: --tokenizer=FOLDER/tokenizer.json"
+    assert template in refused(pair_config(tmp_path, chat=True))
+    assert "has no token <|im_end|>" in refused(chat_config(tmp_path, python_run[0]))
     (chat_model / "chat_template.jinja").unlink()
-    cfg = pair_config(tmp_path, chat=True, tokenizer=str(chat_model / "tokenizer.json"))
-    assert "holds no chat template (tokenizer_config.json or chat_template.jinja)" in refused(
-        cfg, capsys
-    )
+    said = "holds no chat template (tokenizer_config.json or chat_template.jinja)"
+    assert said in refused(chat_config(tmp_path, chat_model))
     assert not (tmp_path / "out" / "train").exists()
 
 
@@ -1528,10 +1377,9 @@ def test_the_reader_gives_the_rows_that_were_written(rows_of_text):
         got_3RL = rows.read(ids)
         assert got_3RL.dtype == np.int32
         np.testing.assert_array_equal(got_3RL, want_3RL[:, ids])
-    np.testing.assert_array_equal(
-        train.read(np.array([[3, -1]]))[:, 0, 0], train.read(np.array([3]))[:, 0]
-    )
-    assert not train.read(np.array([[3, -1]]))[:, 0, 1].any()
+    pair = train.read(np.array([[3, -1]]))[:, 0]
+    np.testing.assert_array_equal(pair[:, 0], train.read(np.array([3]))[:, 0])
+    assert not pair[:, 1].any()
 
 
 def test_an_epoch_has_each_row_once_and_a_batch_may_run_over_its_end(rows_of_text):
@@ -1544,19 +1392,15 @@ def test_an_epoch_has_each_row_once_and_a_batch_may_run_over_its_end(rows_of_tex
     for step in range(5):
         want = rows.read(stream[step * size :][:size])
         np.testing.assert_array_equal(rows.batch(5, step, size), want)
-    np.testing.assert_array_equal(
-        rows.batch(5, 0, 2 * rows.total + 1), rows.read(stream[: 2 * rows.total + 1])
-    )
+    two = 2 * rows.total + 1
+    np.testing.assert_array_equal(rows.batch(5, 0, two), rows.read(stream[:two]))
 
 
 def test_some_rows_stand_for_all(rows_of_text):
     """The first rows may be of one long document; a sample has rows of every part."""
     rows = Rows(rows_of_text, "train")
-    assert (
-        rows.spread(rows.total).tolist()
-        == rows.spread(10 * rows.total).tolist()
-        == list(range(rows.total))
-    )
+    for count in (rows.total, 10 * rows.total):
+        assert rows.spread(count).tolist() == list(range(rows.total))
     for count in (1, 7, rows.total // 2, rows.total - 1):
         ids = rows.spread(count)
         assert len(ids) == count
@@ -1585,30 +1429,26 @@ def test_a_damaged_folder_is_one_line_that_says_what_to_do(rows_of_text, tmp_pat
         (tmp_path / "copy" / name).write_bytes(data)
         return tmp_path / "copy"
 
-    with pytest.raises(
-        FileNotFoundError, match=r"holds no finished data .*write it with data_prep.py"
-    ):
-        open_data(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="rows of 64 tokens, the run wants 128; prepare it again"):
-        open_data(rows_of_text, seq_len=128)
+    def stops(error, match, read, *arguments, **settings):
+        with pytest.raises(error, match=match):
+            read(*arguments, **settings)
+
+    said = r"holds no finished data .*write it with data_prep.py"
+    stops(FileNotFoundError, said, open_data, tmp_path / "nowhere")
+    said = "rows of 64 tokens, the run wants 128; prepare it again"
+    stops(ValueError, said, open_data, rows_of_text, seq_len=128)
+    said = "meta.json is damaged; delete the folder and write it again"
     for data in (b"{", b"[]", b"{}", b'{"splits": {}, "seq_len": 64, "tokenizer_sha256": ""}'):
-        with pytest.raises(
-            ValueError, match=r"meta.json is damaged; delete the folder and write it again"
-        ):
-            open_data(damaged("meta.json", data))
-    with pytest.raises(
-        ValueError, match=r"tokenizer.json is missing, or not the one that made the shards"
-    ):
-        open_data(damaged("tokenizer.json", b"{}"))
+        stops(ValueError, said, open_data, damaged("meta.json", data))
+    said = "tokenizer.json is missing, or not the one that made the shards"
+    stops(ValueError, said, open_data, damaged("tokenizer.json", b"{}"))
     shard = (rows_of_text / "train" / "00000.parquet").read_bytes()
     train, _, _ = open_data(damaged("train/00000.parquet", shard[:-1]))
-    with pytest.raises(
-        ValueError, match=r"00000.parquet is corrupted .its SHA-256 .* run data_prep.py again"
-    ):
-        train.read(np.arange(1))
+    said = r"00000.parquet is corrupted .its SHA-256 .* run data_prep.py again"
+    stops(ValueError, said, train.read, np.arange(1))
     (tmp_path / "copy" / "train" / "00000.parquet").unlink()
-    with pytest.raises(FileNotFoundError, match=r"No such file or directory: .*00000.parquet"):
-        train.read(np.arange(1))
+    said = r"No such file or directory: .*00000.parquet"
+    stops(FileNotFoundError, said, train.read, np.arange(1))
 
 
 def test_bytes_of_the_tokens_of_a_text_are_its_bytes(rows_of_text):
@@ -1618,8 +1458,7 @@ def test_bytes_of_the_tokens_of_a_text_are_its_bytes(rows_of_text):
     assert not bytes_V[:5].any()
     assert not bytes_V[400:].any()
     for text in stories(20, seed=4):
-        assert bytes_V[tokenizer.encode(text, add_special_tokens=False).ids].sum() == len(
-            text.encode()
-        )
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert bytes_V[ids].sum() == len(text.encode())
     tokenizer.add_tokens(["    "])  # as GPT-NeoX's tokenizer has them
     assert token_bytes(tokenizer, 512)[tokenizer.token_to_id("    ")] == 4

@@ -8,6 +8,7 @@ setup_kernels.py.
 import contextlib
 import ctypes
 import itertools
+import json
 import os
 import re
 import shutil
@@ -38,7 +39,7 @@ def sizes(*quick, slow):
 
 # A tile is 16, 32 or 64 queries and 64 keys.
 BORDERS = sizes(
-    1, 16, 17, 32, 33, 64, 65, 129, slow=(7, 8, 15, 31, 63, 80, 127, 128, 191, 192, 193)
+    1, 17, 64, 65, slow=(7, 8, 15, 16, 31, 32, 33, 63, 80, 127, 128, 129, 191, 192, 193)
 )
 
 
@@ -71,69 +72,57 @@ def no_worse(got, plain, exact, least=1e-4):
     assert error <= max(2 * limit, least), (error, limit)
 
 
+def attends(got, qkv, see=None, cos_sin=None, rows=slice(None)):
+    """The attention of these rows is no worse than PyTorch's in halves."""
+    plain, exact = (attention_in(t, qkv, see, cos_sin) for t in (torch.float16, torch.float64))
+    no_worse(got[rows], plain[rows], exact[rows])
+
+
+def uniform(kernels, *shape, seed):
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)).to(kernels.device)
+
+
 # ---- attention -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", BORDERS)
 def test_attention_at_the_borders_of_tiles(runs, length):
     qkv = normal(runs, 2, length, 3, 1, 64, seed=length)
-    see = (
-        torch.rand(2, length, generator=torch.Generator().manual_seed(length)).to(runs.device) < 0.7
-    )
+    see = uniform(runs, 2, length, seed=length) < 0.7
     see[:, 0] = True
-    for mask in (None, see):
-        exact, plain = (attention_in(dtype, qkv, mask) for dtype in (torch.float64, torch.float16))
-        for warps in (1, 2, 4) if mask is None else (0,):
-            no_worse(runs.attention(qkv, mask, None, warps), plain, exact)
+    for mask, choices in (None, (1, 2, 4)), (see, (0,)):
+        for warps in choices:
+            attends(runs.attention(qkv, mask, None, warps), qkv, mask)
 
 
 @pytest.mark.parametrize("length", sizes(1, 16, 65, slow=(9, 31, 64, 130, 200)))
 def test_attention_turns_queries_and_keys_by_their_positions(runs, length):
     qkv = normal(runs, 2, length, 3, 1, 64, seed=length)
     # angles that grow at random, so that none stands for another
-    angle = (
-        torch.rand(length, 32, generator=torch.Generator().manual_seed(length))
-        .to(runs.device)
-        .cumsum(0)
-    )
-    cos_sin, see = (
-        (angle.cos(), angle.sin()),
-        torch.ones(2, length, dtype=torch.bool, device=runs.device),
-    )
+    angle = uniform(runs, length, 32, seed=length).cumsum(0)
+    cos_sin = angle.cos(), angle.sin()
+    table, see = torch.cat(cos_sin, -1), uniform(runs, 2, length, seed=0) < 2
     see[1, (length + 1) // 2 :] = False  # padding
     for mask, warps in ((None, 1), (see, 2), (None, 4), (see, 0)):
-        exact, plain = (
-            attention_in(dtype, qkv, mask, cos_sin) for dtype in (torch.float64, torch.float16)
-        )
-        got = runs.attention(qkv, mask, torch.cat(cos_sin, -1), warps)
-        no_worse(got, plain, exact)
-        on_cpu = ops.attention_torch(
-            qkv.cpu(), None if mask is None else mask.cpu(), torch.cat(cos_sin, -1).cpu()
-        )
-        no_worse(on_cpu.to(runs.device), plain, exact)
+        attends(runs.attention(qkv, mask, table, warps), qkv, mask, cos_sin)
+        on_cpu = [None if tensor is None else tensor.cpu() for tensor in (qkv, mask, table)]
+        attends(ops.attention_torch(*on_cpu).to(runs.device), qkv, mask, cos_sin)
 
 
 def test_attention_leaves_tiles_of_padding_out(runs):
     length, seen = 300, 70
-    qkv, see = (
-        normal(runs, 1, length, 3, 1, 64),
-        torch.zeros(1, length, dtype=torch.bool, device=runs.device),
-    )
+    qkv, see = normal(runs, 1, length, 3, 1, 64), uniform(runs, 1, length, seed=0) < 0
     see[:, :seen] = True
     want = runs.attention(qkv, see)
-    exact, plain = (attention_in(dtype, qkv, see) for dtype in (torch.float64, torch.float16))
-    no_worse(want, plain, exact)
+    attends(want, qkv, see)
     qkv[:, 128:, 1:] = torch.nan  # 0 times NaN is NaN: what is read shows
     assert torch.equal(runs.attention(qkv, see), want)
 
 
+@pytest.mark.slow
 def test_attention_over_the_longest_canvas(runs):
     qkv = normal(runs, 1, ops.MAX_LENGTH, 3, 1, 64)
-    no_worse(
-        runs.attention(qkv),
-        attention_in(torch.float16, qkv, None),
-        attention_in(torch.float64, qkv, None),
-    )
+    attends(runs.attention(qkv), qkv)
 
 
 def test_attention_where_nothing_is_seen_is_zero(runs):
@@ -144,11 +133,7 @@ def test_attention_where_nothing_is_seen_is_zero(runs):
     out, lse = runs.attention(qkv, see, lse=True)
     assert (out[1] == 0).all()
     assert (lse[1] == -torch.inf).all()
-    no_worse(
-        out[2:],
-        attention_in(torch.float16, qkv, see)[2:],
-        attention_in(torch.float64, qkv, see)[2:],
-    )
+    attends(out, qkv, see, rows=slice(2, 3))
 
 
 def test_attention_reads_nothing_beyond_its_rows(runs):
@@ -165,44 +150,33 @@ def test_attention_reads_nothing_beyond_its_rows(runs):
 @pytest.mark.parametrize("width", sizes(8, 248, 256, 264, 384, 1024, slow=(64, 512, 640, 768, 776)))
 def test_add_norm_and_gelu(runs, width):
     rows = width % 7 + 1
-    x, residual = (
-        normal(runs, rows, width, seed=1, scale=3),
-        normal(runs, rows, width, seed=2, scale=3),
-    )
+    x, residual = (normal(runs, rows, width, seed=seed, scale=3) for seed in (1, 2))
     gamma, beta = 1 + normal(runs, width, seed=3, scale=0.1), normal(runs, width, seed=4)
-    got = (
-        *runs.add_norm(x, residual, gamma, beta, 1e-5),
-        runs.bias_gelu(x, beta),
-        runs.bias_gelu(x, beta, True),
-    )
-    plain, exact = (
-        (
-            *ops.add_norm_torch(*a, 1e-5),
-            ops.bias_gelu_torch(a[0], a[3]),
-            ops.bias_gelu_torch(a[0], a[3], True),
-        )
-        for a in ((x, residual, gamma, beta), [t.double() for t in (x, residual, gamma, beta)])
-    )
+
+    def results(add_norm, bias_gelu, x, residual, gamma, beta):
+        norms = add_norm(x, residual, gamma, beta, 1e-5)
+        return *norms, bias_gelu(x, beta), bias_gelu(x, beta, True)
+
+    given = x, residual, gamma, beta
+    got = results(runs.add_norm, runs.bias_gelu, *given)
+    plain = results(ops.add_norm_torch, ops.bias_gelu_torch, *given)
+    exact = results(ops.add_norm_torch, ops.bias_gelu_torch, *(t.double() for t in given))
     for one, two, three in zip(got, plain, exact, strict=True):
         no_worse(one, two, three)
 
 
 def test_gelu_of_more_rows_than_blocks(runs):
     y, bias = normal(runs, 4099, 8, scale=3), normal(runs, 8, seed=1)
-    no_worse(
-        runs.bias_gelu(y, bias),
-        ops.bias_gelu_torch(y, bias),
-        ops.bias_gelu_torch(y.double(), bias.double()),
-    )
+    exact = ops.bias_gelu_torch(y.double(), bias.double())
+    no_worse(runs.bias_gelu(y, bias), ops.bias_gelu_torch(y, bias), exact)
 
 
 def test_norm_of_a_far_off_mean(runs):
     x = normal(runs, 5, 384, scale=0.5) + 300
     gamma, beta = torch.ones_like(x[0]), torch.zeros_like(x[0])
     _, norm = runs.add_norm(x, torch.zeros_like(x), gamma, beta, 1e-5)
-    np.testing.assert_allclose(
-        norm.cpu().float(), F.layer_norm(x.double(), (384,)).cpu(), atol=3e-3
-    )
+    want = F.layer_norm(x.double(), (384,))
+    np.testing.assert_allclose(norm.cpu().float(), want.cpu(), atol=3e-3)
 
 
 def test_the_bench_times_every_kernel_whatever_it_draws(kernels, monkeypatch):
@@ -218,6 +192,7 @@ def test_the_bench_times_every_kernel_whatever_it_draws(kernels, monkeypatch):
                 assert as_exact, (name, seed, errors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rope", [False, True])
 def test_predictions_count_the_launches_of_a_step(rope, monkeypatch):
     pytest.importorskip("tokenizers")
@@ -258,16 +233,13 @@ def philox(counter, seed):
 def test_philox_gives_the_known_answers(counter, seed, want):
     assert philox(counter, seed) == want
     signed = seed - 2**64 if seed >= 2**63 else seed
-    assert (
-        tuple(ops.philox_torch([torch.tensor(c) for c in counter], torch.tensor(signed)).tolist())
-        == want
-    )
+    got = ops.philox_torch([torch.tensor(c) for c in counter], torch.tensor(signed))
+    assert tuple(got.tolist()) == want
 
 
 def uniforms(words):
-    return np.minimum(
-        (np.asarray(words, np.uint32).astype(np.float32) + np.float32(0.5)) * 2.0**-32, 1 - 2.0**-24
-    )
+    u = (np.asarray(words, np.uint32).astype(np.float32) + np.float32(0.5)) * 2.0**-32
+    return np.minimum(u, 1 - 2.0**-24)
 
 
 def test_logarithms_of_the_noise_are_exact_to_a_hundred_thousandth(kernels):
@@ -276,11 +248,8 @@ def test_logarithms_of_the_noise_are_exact_to_a_hundred_thousandth(kernels):
     """
     # all sizes of word, and both sides of u = 1/16, where series and logarithm meet
     near = 2**28 + np.arange(-(2**16), 2**16, 7)
-    word = np.unique(
-        np.concatenate([np.geomspace(1, 2**32 - 1, 200_000), near, np.arange(256)]).astype(
-            np.uint32
-        )
-    )
+    words = [np.geomspace(1, 2**32 - 1, 200_000), near, np.arange(256)]
+    word = np.unique(np.concatenate(words).astype(np.uint32))
     got = np.empty(len(word), np.float32)
     kernels.module.log2_exponentials(word.ctypes.data, got.ctypes.data, len(word))
     exact = np.log2(-np.log2(1 - uniforms(word).astype(np.float64)))
@@ -296,9 +265,8 @@ def expected(logits, token, seed, step, keep, ban, vocab, temperature, top_k, to
             continue
         x = diffusion.ban(logits[row : row + 1, :vocab].astype(np.float64), ban)
         x = diffusion.filter_logits(x, temperature, top_k, top_p if temperature else 1)
-        words = np.stack(
-            philox((np.arange(-(-vocab // 4), dtype=np.uint64), row, step, 0), seed), -1
-        )
+        counter = np.arange(-(-vocab // 4), dtype=np.uint64), row, step, 0
+        words = np.stack(philox(counter, seed), -1)
         race = x - np.log(-np.log1p(-uniforms(words).ravel()[:vocab])) if temperature else x
         token.ravel()[row] = race.argmax()
     return token
@@ -310,16 +278,18 @@ def step(function, device, logits, token, seed, at, keep, ban, vocab, temperatur
     table = torch.full((at + 1,), 2.0)
     table[at] = keep
     seed = seed - 2**64 if seed >= 2**63 else seed
-    function(
-        torch.from_numpy(logits).to(device), token, torch.tensor([seed, at], device=device), table.to(device),
-        torch.tensor(ban, dtype=torch.int32, device=device), MASK, vocab, temperature, top_k, top_p,
-    )  # fmt: skip
+    state, ban = torch.tensor([seed, at]), torch.tensor(ban, dtype=torch.int32)
+    logits, state, table, ban = (
+        x.to(device) for x in (torch.from_numpy(logits), state, table, ban)
+    )
+    function(logits, token, state, table, ban, MASK, vocab, temperature, top_k, top_p)
     return token.cpu().numpy()
 
 
 RULES = [
-    (1.0, 0, 1.0), (1.0, 0, 0.9), (0.7, 0, 0.5), (1.3, 5, 1.0), (1.0, 1, 1.0), (0.8, 20, 0.8), (1.0, 0, 1e-9),
-    (0.0, 0, 1.0), (0.0, 3, 0.5), (1.0, 10_000, 0.95), (1.0, 13, 1.0), (1.0, 14, 1.0), (1.0, 16, 0.9),
+    (1.0, 0, 1.0), (1.0, 0, 0.9), (0.7, 0, 0.5), (1.3, 5, 1.0), (1.0, 1, 1.0), (0.8, 20, 0.8),
+    (1.0, 0, 1e-9), (0.0, 0, 1.0), (0.0, 3, 0.5), (1.0, 10_000, 0.95), (1.0, 13, 1.0),
+    (1.0, 14, 1.0), (1.0, 16, 0.9),
 ]  # fmt: skip
 
 
@@ -337,9 +307,8 @@ def test_sampler_agrees_with_diffusion(runs, dtype, eager):
         want = expected(logits, token, *rest)
         assert (want != token).any()
         for function, device in ((runs.sample_, runs.device), (ops.sample_torch_, "cpu")):
-            np.testing.assert_array_equal(
-                step(function, device, logits, token, *rest), want, err_msg=str(rest)
-            )
+            got = step(function, device, logits, token, *rest)
+            np.testing.assert_array_equal(got, want, err_msg=str(rest))
 
 
 def test_sampler_at_the_size_of_a_vocabulary(runs):
@@ -349,8 +318,8 @@ def test_sampler_at_the_size_of_a_vocabulary(runs):
         logits = (2 * rng.standard_normal((3, V))).astype(dtype)
         for rule in ((1.0, 0, 0.95), (1.0, 50, 0.9)):
             rest = (5, 2, 0.0, [0, 1, MASK, 4], V, *rule)
-            np.testing.assert_array_equal(step(runs.sample_, runs.device, logits, token, *rest),
-                                          expected(logits, token, *rest))  # fmt: skip
+            got = step(runs.sample_, runs.device, logits, token, *rest)
+            np.testing.assert_array_equal(got, expected(logits, token, *rest))
 
 
 def test_sampler_finds_the_very_first_ones(runs):
@@ -372,25 +341,20 @@ def test_sampler_finds_the_very_first_ones(runs):
 
 def test_sampler_draws_from_the_softmax(kernels):
     V, rows = 8, 200
-    logits = np.log(np.array([[0.4, 0.2, 0.1, 0.0001, 0.1, 0.1, 0.05, 0.0499]], np.float32)).repeat(
-        rows, 0
-    )
-    token = np.full((1, rows), MASK)
+    share_V = np.array([0.4, 0.2, 0.1, 0.0001, 0.1, 0.1, 0.05, 0.0499], np.float32)
+    logits, token = np.log(share_V)[None].repeat(rows, 0), np.full((1, rows), MASK)
     got = step(kernels.sample_, "cpu", logits, token, 11, 0, 0.0, [MASK], V, 1.0, 0, 1.0)
     share = np.bincount(got.ravel(), minlength=V) / rows
-    want = np.exp(logits[0]) * (np.arange(V) != MASK) / (1 - 0.0001)
+    want = share_V * (np.arange(V) != MASK) / (1 - 0.0001)
     # four standard errors of the largest
     assert np.abs(share - want).max() < 4 * np.sqrt(0.24 / rows)
     assert share[MASK] == 0
 
 
 def test_sampler_keeps_the_share_it_is_told(kernels):
-    rows = 120
+    rows, rest = 120, (1, 0.3, [MASK], 8, 1.0, 0, 1.0)
     logits, token = np.zeros((rows, 8), np.float32), np.full((1, rows), MASK)
-    drawn = [
-        step(kernels.sample_, "cpu", logits, token, s, 1, 0.3, [MASK], 8, 1.0, 0, 1.0)
-        for s in (3, 3, 4)
-    ]
+    drawn = [step(kernels.sample_, "cpu", logits, token, s, *rest) for s in (3, 3, 4)]
     assert np.mean(drawn[0] == MASK) == pytest.approx(0.3, abs=4 * np.sqrt(0.21 / rows))
     np.testing.assert_array_equal(drawn[0], drawn[1])
     assert (drawn[0] != drawn[2]).mean() > 0.3
@@ -400,11 +364,9 @@ def test_both_zeros_are_one_logit(runs):
     logits, token = np.full((1, 8), -3, np.float16), np.full((1, 1), MASK)
     logits[0, 5], logits[0, 6] = 0.0, -0.0  # bit patterns differ
     for rule in ((1.0, 1, 1.0), (1.0, 0, 1e-9)):
-        got = {
-            step(runs.sample_, runs.device, logits, token, s, 0, 0.0, [MASK], 8, *rule).item()
-            for s in range(12)
-        }
-        assert got == {5, 6}
+        rest = (0, 0.0, [MASK], 8, *rule)
+        drawn = [step(runs.sample_, runs.device, logits, token, s, *rest) for s in range(12)]
+        assert {*np.stack(drawn).ravel()} == {5, 6}
 
 
 def test_sampler_leaves_a_row_without_finite_logits_masked(runs):
@@ -432,12 +394,11 @@ def operator_arguments():
     yield "attention", (qkv, see, torch.randn(9, 64))
     yield "add_norm", (x, x + 1, gamma, gamma, 1e-5)
     yield "bias_gelu", (x, gamma, True)
-    yield (
-        "sample_",
-        (torch.randn(18, 40), token, state, torch.tensor([0.5]), ban, MASK, 40, 1.0, 0, 0.9),
-    )
+    logits, keep = torch.randn(18, 40), torch.tensor([0.5])
+    yield "sample_", (logits, token, state, keep, ban, MASK, 40, 1.0, 0, 0.9)
 
 
+@pytest.mark.slow
 def test_operators_are_well_registered():
     for name, arguments in operator_arguments():
         checked = torch.library.opcheck(getattr(torch.ops.unmask, name).default, arguments)
@@ -448,49 +409,37 @@ def test_operators_are_well_registered():
 def test_operators_compile_and_export_whole():
     qkv, see = next(operator_arguments())[1]
 
-    def function(qkv, see):
-        return torch.ops.unmask.bias_gelu(
-            torch.ops.unmask.attention(qkv, see), qkv[0, 0, 0].flatten()
-        )
-
-    want = function(qkv, see)
-    torch.testing.assert_close(
-        torch.compile(function, fullgraph=True, backend="eager")(qkv, see), want
-    )
-
     class Module(torch.nn.Module):
         def forward(self, qkv, see):
-            return function(qkv, see)
+            y = torch.ops.unmask.attention(qkv, see)
+            return torch.ops.unmask.bias_gelu(y, qkv[0, 0, 0].flatten())
 
-    torch.testing.assert_close(torch.export.export(Module(), (qkv, see)).module()(qkv, see), want)
+    module = Module()
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    for made in (compiled, torch.export.export(module, (qkv, see)).module()):
+        torch.testing.assert_close(made(qkv, see), module(qkv, see))
 
 
 def test_wrong_arguments_are_named(kernels):
-    half = torch.zeros(1, 4, 3, 2, 64).half()
-    for call, message in (
-        (lambda: kernels.attention(half.float()), "float32"),
-        (lambda: kernels.attention(half[..., :32]), "64"),
-        (lambda: kernels.attention(torch.zeros(1, 1025, 3, 1, 64).half()), "1025"),
-        (lambda: kernels.attention(half, torch.ones(1, 5, dtype=torch.bool)), r"\(1, 5\)"),
-        (lambda: kernels.attention(half, None, torch.zeros(5, 64)), r"\(5, 64\), not \(4, 64\)"),
-        (lambda: kernels.attention(half, None, torch.zeros(4, 64).double()), "float64"),
-        (
-            lambda: kernels.attention(torch.zeros(2, 3, 3, 2, 64).half().transpose(0, 1)),
-            "contiguous",
-        ),
-        (
-            lambda: kernels.bias_gelu(torch.zeros(2, 12).half(), torch.zeros(12).half()),
-            "multiple of 8",
-        ),
-        (lambda: kernels.add_norm(*[torch.zeros(2048).half()] * 4, 1e-5), "1024"),
-        (lambda: kernels.bias_gelu(torch.zeros(24).half()[1:9], torch.zeros(8).half()), "16 bytes"),
-        (
-            lambda: kernels.sample_(torch.zeros(1, 16392).half(), *[None] * 5, 16392, 1.0, 0, 1.0),
-            "shared memory",
-        ),
+    def half(*shape):
+        return torch.zeros(*shape).half()
+
+    qkv, attention, gelu = half(1, 4, 3, 2, 64), kernels.attention, kernels.bias_gelu
+    for function, arguments, message in (
+        (attention, [qkv.float()], "float32"),
+        (attention, [qkv[..., :32]], "64"),
+        (attention, [half(1, 1025, 3, 1, 64)], "1025"),
+        (attention, [qkv, torch.ones(1, 5, dtype=torch.bool)], r"\(1, 5\)"),
+        (attention, [qkv, None, torch.zeros(5, 64)], r"\(5, 64\), not \(4, 64\)"),
+        (attention, [qkv, None, torch.zeros(4, 64).double()], "float64"),
+        (attention, [half(2, 3, 3, 2, 64).transpose(0, 1)], "contiguous"),
+        (gelu, [half(2, 12), half(12)], "multiple of 8"),
+        (kernels.add_norm, [*[half(2048)] * 4, 1e-5], "1024"),
+        (gelu, [half(24)[1:9], half(8)], "16 bytes"),
+        (kernels.sample_, [half(1, 16392), *[None] * 5, 16392, 1.0, 0, 1.0], "shared memory"),
     ):
         with pytest.raises(ValueError, match=message):
-            call()
+            function(*arguments)
 
 
 def test_a_kernel_starts_on_the_device_of_its_tensors(monkeypatch):
@@ -572,11 +521,12 @@ def test_the_driver_is_asked_what_gpus_there_are(monkeypatch):
     def attribute(value, number, device):
         value._obj.value = gpus[device.value][number - 75]
 
-    driver = types.SimpleNamespace(
-        cuInit=lambda flags: 0, cuDeviceGetAttribute=attribute,
-        cuDeviceGetCount=lambda count: setattr(count._obj, "value", len(gpus)),
-        cuDeviceGet=lambda device, i: setattr(device._obj, "value", i),
-    )  # fmt: skip
+    def put(value, number):
+        value._obj.value = number
+
+    driver = types.SimpleNamespace(cuInit=lambda flags: 0, cuDeviceGetAttribute=attribute)
+    driver.cuDeviceGetCount = lambda count: put(count, len(gpus))
+    driver.cuDeviceGet = put
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
     assert setup_kernels.architectures() == ["110", "87"]
     driver.cuInit = lambda flags: 100  # no device
@@ -586,27 +536,21 @@ def test_the_driver_is_asked_what_gpus_there_are(monkeypatch):
 
 
 def nvcc():
-    found = shutil.which(
-        "nvcc", path=os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin"
-    ) or shutil.which("nvcc")
+    folder = os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin"
+    found = shutil.which("nvcc", path=folder) or shutil.which("nvcc")
     return found or pytest.skip("no nvcc: what ptxas says of sm_87 is not known")
 
 
+def finished(command, seconds=300, **options):
+    pipes = {"capture_output": True, "text": True, "timeout": seconds}
+    return subprocess.run(command, **pipes, **options)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["attention", "pointwise", "sampler"])
 def test_nvcc_compiles_for_the_jetson_without_spills(name, tmp_path):
-    command = [
-        nvcc(),
-        "-arch=sm_87",
-        "-std=c++17",
-        "-O3",
-        "-Xptxas=-v",
-        "-cubin",
-        "-o",
-        tmp_path / "out.cubin",
-    ]
-    built = subprocess.run(
-        [*command, ROOT / f"csrc/{name}.cu"], capture_output=True, text=True, timeout=300
-    )
+    flags = "-arch=sm_87 -std=c++17 -O3 -Xptxas=-v -cubin -o"
+    built = finished([nvcc(), *flags.split(), tmp_path / "o", ROOT / f"csrc/{name}.cu"])
     assert built.returncode == 0, built.stderr
     report = built.stderr
     kernels = len(re.findall(r"Compiling entry function", report))
@@ -620,54 +564,21 @@ def test_nvcc_compiles_for_the_jetson_without_spills(name, tmp_path):
 @pytest.mark.slow
 def test_the_extension_for_the_gpu_is_built_and_imports_without_one(tmp_path):
     nvcc()
-    shutil.copytree(
-        ROOT / "csrc", tmp_path / "csrc", ignore=shutil.ignore_patterns("*.so", "__pycache__")
-    )
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc", ignore=ignored)
     shutil.copy(ROOT / "setup_kernels.py", tmp_path)
     command = [sys.executable, "setup_kernels.py", "-q", "build_ext", "--inplace"]
     env = os.environ | {"KERNEL_ARCH": "87;90"}
-    built = subprocess.run(
-        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500
-    )
+    built = finished(command, 500, cwd=tmp_path, env=env)
     assert built.returncode == 0, built.stderr
     ask = [sys.executable, "-c", "from csrc import ops; print(ops.load().arch)"]
-    assert (
-        subprocess.run(ask, cwd=tmp_path, capture_output=True, text=True, timeout=60).stdout
-        == "87;90\n"
-    )
-    env["KERNEL_ARCH"] = "7.5"
-    old = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert finished(ask, cwd=tmp_path).stdout == "87;90\n"
+    old = finished(command, cwd=tmp_path, env=env | {"KERNEL_ARCH": "7.5"})
     assert old.returncode != 0
     assert "8.0 or newer" in old.stderr
 
 
 # ---- planted bugs --------------------------------------------------------------------------------
-
-# name -> (what stands in attention.cu, what a tired author writes)
-BUGS = {
-    "no wait for the last copies": ("copy_wait<0>();", ""),
-    "wait for one group too few": ("copy_wait<1>();", "copy_wait<2>();"),
-    "no barrier after the wait": ("__syncthreads();  // this tile has landed", "// this tile has landed"),
-    "no barrier before the tile is overwritten": ("__syncthreads();  // all have read", "// all have read"),
-    "keys read by the wrong lanes": ("n * 8 + lane % 8 + lane / 16 * 8, 2 * i + lane / 8 % 2",
-                                     "n * 8 + lane % 8 + lane / 8 % 2 * 8, 2 * i + lane / 16"),
-    "values not transposed": ("load_matrix4_transposed(v,", "load_matrix4(v,"),
-    "sums not rescaled": ("sum[r] *= rescale;", ""),
-    "output not rescaled": ("out[n][2 * r] *= rescale;", ""),
-    "keys beyond the end": ("key < length && (", "("),
-    "hidden keys of a tile's second half seen": ("visible_keys(see, tile * KEYS + 32, a.length)};", "~0u};"),
-    "a tile of few visible keys left out": ("!visible_keys(see, (tiles - 1) * KEYS, a.length) &&",
-                                            "!~visible_keys(see, (tiles - 1) * KEYS, a.length) ||"),
-    "keys turned before they have landed": ("copy_commit();\n            copy_wait<1>();",
-                                            "copy_commit();\n            copy_wait<2>();"),
-    "angles of another row": ("a.cos_sin + (first + r) * HEAD", "a.cos_sin + r * HEAD"),
-    "turned the other way": ("to_half(p * cos.x[d] - q * sin.x[d])", "to_half(p * cos.x[d] + q * sin.x[d])"),
-    "queries not turned": ("if (tile == 0) share.template rotate<ROWS>(q_tile, first, a);", ""),
-    "a barrier that one warp skips": ("__syncthreads();  // this tile has landed",
-                                      "if (threadIdx.x >= 32) __syncthreads();  // this tile has landed"),
-    "chunks off their 16 bytes": ("(c ^ (r & 7)) << 3", "((c ^ (r & 7)) << 3 ^ 4)"),
-    "rows g + 8 stored as g + 4": ("first + warp * 16 + g + 8 * r;", "first + warp * 16 + g + 4 * r;"),
-}  # fmt: skip
 
 
 def run_attention(library, golden, case, warps, eager, rope):
@@ -677,19 +588,17 @@ def run_attention(library, golden, case, warps, eager, rope):
     """
     q, k, v = (np.ascontiguousarray(golden[f"{case}.{name}"]) for name in "qkv")
     B, H, L, K = q.shape
-    out, table = np.zeros_like(q), None
+    out, table, see = np.zeros_like(q), None, None
     if rope:
         cos, sin = (x.numpy() for x in model_mdlm.angles(L, K))
         table = np.concatenate([cos, sin], -1)
-        q, k = (np.concatenate([a * cos + b * sin, b * cos - a * sin], -1).astype(np.float16)
-                for a, b in (np.split(x.astype(np.float64), 2, -1) for x in (q, k)))  # fmt: skip
-    see = (
-        golden[f"{case}.key_mask"].astype(np.uint8) if f"{case}.key_mask" in golden.files else None
-    )
-    pointers = [
-        ctypes.c_void_p(None if a is None else a.ctypes.data)
-        for a in (q, k, v, see, table, out, None)
-    ]
+        halves = [np.split(x.astype(np.float64), 2, -1) for x in (q, k)]
+        back = [np.concatenate([a * cos + b * sin, b * cos - a * sin], -1) for a, b in halves]
+        q, k = (x.astype(np.float16) for x in back)
+    if f"{case}.key_mask" in golden.files:
+        see = golden[f"{case}.key_mask"].astype(np.uint8)
+    arrays = q, k, v, see, table, out, None
+    pointers = [ctypes.c_void_p(None if a is None else a.ctypes.data) for a in arrays]
     strides = [ctypes.c_int64(s) for s in (H * L * K, K, L * K) * 2]
     library.attention.restype = ctypes.c_char_p
     library.set_eager_copies(ctypes.c_bool(eager))
@@ -701,19 +610,17 @@ def run_attention(library, golden, case, warps, eager, rope):
 def found(source, folder, golden):
     """Whether any golden case fails on a host build of this attention.cu."""
     folder.mkdir()
-    for path in (ROOT / "csrc").glob("*.[hc]*"):
-        if path.suffix in (".h", ".cuh"):
-            shutil.copy(path, folder)
+    for path in (*(ROOT / "csrc").glob("*.h"), *(ROOT / "csrc").glob("*.cuh")):
+        shutil.copy(path, folder)
     (folder / "attention.cu").write_text(source)
-    switch = '#include "attention.cu"\nextern "C" void set_eager_copies(bool on) { emulation::eager_copies = on; }\n'
-    (folder / "host.cpp").write_text(switch)
+    switch = 'extern "C" void set_eager_copies(bool on) { emulation::eager_copies = on; }\n'
+    (folder / "host.cpp").write_text(f'#include "attention.cu"\n{switch}')
     command = "g++ -std=c++17 -O1 -w -fPIC -shared -DEMULATE -U_FORTIFY_SOURCE host.cpp -o host.so"
     subprocess.run(command.split(), cwd=folder, check=True)
     library = ctypes.CDLL(str(folder / "host.so"))
     cases = sorted({name.split(".")[0] for name in golden.files})
-    for case, warps, eager, rope in itertools.product(
-        cases, (1, 2, 4), (False, True), (False, True)
-    ):
+    both = (False, True)
+    for case, warps, eager, rope in itertools.product(cases, (1, 2, 4), both, both):
         hot = np.abs(golden[f"{case}.lse"]).max() > 20
         if hot and rope:
             # its scores reach 130: queries and keys that were rounded twice are too far off
@@ -728,16 +635,13 @@ def found(source, folder, golden):
 def test_every_planted_bug_is_found(golden_dir, tmp_path):
     if not shutil.which("g++"):
         pytest.skip("no g++")
-    golden, source = (
-        np.load(golden_dir("mdlm") / "attention.npz"),
-        (ROOT / "csrc/attention.cu").read_text(),
-    )
+    golden = np.load(golden_dir("mdlm") / "attention.npz")
+    source = (ROOT / "csrc/attention.cu").read_text()
     assert not found(source, tmp_path / "right", golden)
-    missed = []
-    for number, (name, (right, wrong)) in enumerate(BUGS.items()):
-        assert source.count(right) == 1, (
-            f"{name}: {right!r} is in attention.cu {source.count(right)} times"
-        )
-        if not found(source.replace(right, wrong), tmp_path / str(number), golden):
+    # [name, what stands in attention.cu, what a tired author writes]
+    bugs, missed = json.loads((ROOT / "tests/planted_bugs.json").read_text()), []
+    for name, right, wrong in bugs:
+        assert source.count(right) == 1, f"{name}: {right!r} is not in attention.cu once"
+        if not found(source.replace(right, wrong), tmp_path / name, golden):
             missed.append(name)
     assert not missed

@@ -3,7 +3,6 @@
 import dataclasses
 import fcntl
 import functools
-import hashlib
 import itertools
 import json
 import math
@@ -19,9 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.torch
-import tokenizers
 import torch
-from conftest import command, kill_and_resume, losses, scored_rows
+from conftest import command, kill_and_resume, losses, scored_rows, with_other_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import data_prep
@@ -33,42 +31,28 @@ from rows import Rows, prefetch
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALLER = mdlm.Config(width=64, layers=2, heads=1, ffn=128)
-SMALL = {
-    "batch_size": 8,
-    "micro_batch": 4,
-    "log_every": 1,
-    "eval_rows": 16,
-    "compile": False,
-    "dtype": "float32",
-}
+SMALL = {"batch_size": 8, "micro_batch": 4, "log_every": 1, "eval_rows": 16, "compile": False}
+SMALL["dtype"] = "float32"
 TWELVE = {"steps": 12, "eval_every": 4}
-FLAGS = (
-    "--batch_size=8",
-    "--micro_batch=4",
-    "--log_every=1",
-    "--eval_rows=16",
-    "--no-compile",
-    "--dtype=float32",
-)
+FLAGS = "--batch_size=8 --micro_batch=4 --log_every=1 --eval_rows=16 --no-compile --dtype=float32"
+WORDS = "The A One|small red old|dog cat bird|sees finds|food. water.".split("|")
+
+
+def prepare(source, out, **settings):
+    paths = {"source": str(source), "out": str(out)}
+    data_prep.main(data_prep.Text(**paths, vocab_size=300, workers=1, **settings))
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Padded rows of 32 tokens from sentences of a small grammar."""
     folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
-    places = [
-        place.split()
-        for place in ("The A One", "small red old", "dog cat bird", "sees finds", "food. water.")
-    ]
-    stories = [
-        " ".join(rng.choice(w) for _ in range(rng.integers(1, 5)) for w in places)
-        for _ in range(300)
-    ]
+    words = [some.split() for some in WORDS]
+    stories = []
+    for _ in range(300):
+        stories.append(" ".join(rng.choice(w) for _ in range(rng.integers(1, 5)) for w in words))
     (folder / "stories.txt").write_text("\n<|endoftext|>\n".join(stories))
-    settings = {"vocab_size": 300, "seq_len": 32, "heldout": 0.1, "workers": 1}
-    data_prep.main(
-        data_prep.Text(source=str(folder / "stories.txt"), out=str(folder / "rows"), **settings)
-    )
+    prepare(folder / "stories.txt", folder / "rows", seq_len=32, heldout=0.1)
     return folder / "rows"
 
 
@@ -109,7 +93,7 @@ def resume(out, **settings):
 
 
 def flags(data, out, *more):
-    return f"--data={data}", f"--out={out}", *FLAGS, *more
+    return f"--data={data}", f"--out={out}", *FLAGS.split(), *more
 
 
 CPU = torch.device("cpu")
@@ -117,6 +101,16 @@ CPU = torch.device("cpu")
 
 def batch_of(noised, row_ids=slice(None)):
     return train_gpu.make_batch(noised, row_ids, CPU)
+
+
+def log_of(out):
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def a_model(**changes):
+    torch.manual_seed(0)
+    settings = {"vocab": 40, "width": 32, "layers": 1, "heads": 1, "ffn": 64, "positions": 64}
+    return mdlm.MDLM(mdlm.Config(**settings | changes))
 
 
 def rows_of_tokens(*shape):
@@ -137,7 +131,7 @@ def test_a_uniform_prediction_costs_log_v():
     token_BL = rows_of_tokens(4096, 8)
     noised = train_gpu.noise(token_BL, np.random.default_rng(0))
     assert 0.99e-3 < noised.time_B.min() < 0.01  # the first of 4096 strata
-    model = mdlm.MDLM(mdlm.Config(vocab=40, width=8, layers=1, heads=1, ffn=8, positions=32))
+    model = a_model(width=8, ffn=8)
     torch.nn.init.zeros_(model.head.weight)
     nelbo, nats, _, masks = train_gpu.Loss(model).eval()(batch_of(noised)).tolist()
     assert nelbo == pytest.approx(math.log(39), rel=0.03)
@@ -146,8 +140,7 @@ def test_a_uniform_prediction_costs_log_v():
 
 
 def test_the_loss_and_its_gradient_are_those_of_the_formula():
-    torch.manual_seed(0)
-    model = mdlm.MDLM(mdlm.Config(vocab=40, width=32, layers=1, heads=2, ffn=64, positions=64))
+    model = a_model(heads=2)
     token_BL = rows_of_tokens(4, 64)
     token_BL[:, 20:] = mdlm.PAD  # the trainer cuts this to 32
     noised = train_gpu.noise(token_BL, np.random.default_rng(0))
@@ -156,9 +149,8 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula():
     loss = sum(map(train_gpu.Loss(model), micro_batches))
     got = torch.autograd.grad(loss, list(model.parameters()))
     xt, x0, time = (torch.from_numpy(x) for x in (noised.xt_BL, token_BL, noised.time_B))
-    nll = diffusion.masked_nll(
-        model(xt, time.float(), xt != mdlm.PAD), x0, xt == mdlm.MASK, mdlm.MASK
-    )
+    logits = model(xt, time.float(), xt != mdlm.PAD)
+    nll = diffusion.masked_nll(logits, x0, xt == mdlm.MASK, mdlm.MASK)
     want = (nll * (xt == mdlm.MASK) / time[:, None]).sum() / train_gpu.is_text(token_BL).sum()
     assert loss.item() == pytest.approx(want.item(), rel=1e-5)
     for a, b in zip(got, torch.autograd.grad(want, list(model.parameters())), strict=True):
@@ -174,10 +166,9 @@ def unequal_rows(L=64):
     return train_gpu.noise(token_BL, np.random.default_rng(0))
 
 
+@pytest.mark.slow
 def test_one_compiled_graph_serves_batches_of_all_lengths():
-    model = mdlm.MDLM(mdlm.Config(vocab=40, width=32, layers=1, heads=1, ffn=32, rope=True))
-    loss_of = train_gpu.Loss(model)
-    graphs = []
+    loss_of, graphs = train_gpu.Loss(a_model(ffn=32, rope=True, positions=256)), []
 
     def backend(graph, inputs):
         graphs.append(graph)
@@ -249,13 +240,8 @@ def test_an_update_that_is_not_finite_is_left_out_on_the_device(dtype):
 
 
 def test_a_thread_makes_the_batch_of_the_next_step(data, monkeypatch):
-    cfg, make, made, other = (
-        train_gpu.Config(steps=3, batch_size=8, micro_batch=4),
-        train_gpu.training_batch,
-        [],
-        [],
-    )
-    second = threading.Event()
+    cfg = train_gpu.Config(steps=3, batch_size=8, micro_batch=4)
+    make, made, other, second = train_gpu.training_batch, [], [], threading.Event()
 
     def training_batch(rows, cfg, step):
         if step == 2:
@@ -281,20 +267,17 @@ def test_a_thread_makes_the_batch_of_the_next_step(data, monkeypatch):
 
 
 def test_scores_of_micro_batches_add_up_to_those_of_all_rows():
-    torch.manual_seed(0)
-    model = mdlm.MDLM(mdlm.Config(vocab=8, width=32, layers=1, heads=2, ffn=64, positions=32))
+    model = a_model(vocab=8, heads=2, positions=32)
     noised = train_gpu.noise(rows_of_tokens(6, 32) % 4 + 4, np.random.default_rng(0))
     loss_of = train_gpu.Loss(model).eval()
+    batches = [batch_of(noised, slice(*ends)) for ends in ((0, 6), (0, 1), (1, 6))]
     with torch.no_grad():
-        whole, *parts = (
-            loss_of(batch_of(noised, slice(*ends))) for ends in ((0, 6), (0, 1), (1, 6))
-        )
+        whole, *parts = map(loss_of, batches)
         logits = model(torch.from_numpy(noised.xt_BL), torch.from_numpy(noised.time_B).float())
     logits[..., mdlm.MASK] = -math.inf
     assert whole[2] == (logits.argmax(-1).numpy() == noised.token_BL)[noised.mask_BL].sum()
     torch.testing.assert_close(sum(parts), whole)
-    micro_batches = [batch_of(noised, slice(*ends)) for ends in ((0, 1), (1, 6))]
-    torch.testing.assert_close(sum(map(loss_of.train(), micro_batches)), whole[0])
+    torch.testing.assert_close(sum(map(loss_of.train(), batches[1:])), whole[0])
 
 
 @pytest.mark.parametrize(("dtype", "atol"), [("bfloat16", 0.0), ("float32", 4e-3)])
@@ -318,12 +301,8 @@ def test_muon_is_pytorchs(dtype, atol):
 
 @pytest.mark.slow
 def test_eight_sequences_are_learned_by_heart_in_seconds():
-    torch.manual_seed(0)
-    cfg, rng = (
-        train_gpu.Config(steps=400, lr=3e-3, warmup=20, weight_decay=0.0),
-        np.random.default_rng(0),
-    )
-    model = mdlm.MDLM(mdlm.Config(vocab=64, width=64, layers=2, heads=1, ffn=256, positions=32))
+    cfg = train_gpu.Config(steps=400, lr=3e-3, warmup=20, weight_decay=0.0)
+    model, rng = a_model(vocab=64, width=64, layers=2, ffn=256), np.random.default_rng(0)
     token_BL = rng.integers(5, 64, (8, 32))
     optimizers = train_gpu.make_optimizers(model, cfg)
     loss_of = train_gpu.Loss(model).eval()  # for the accuracy; there is no dropout
@@ -346,18 +325,13 @@ def test_eight_sequences_are_learned_by_heart_in_seconds():
 
 
 def test_the_average_follows_the_weights():
-    model, ema = (
-        mdlm.MDLM(mdlm.Config(vocab=16, width=8, layers=1, heads=1, ffn=8, positions=4))
-        for _ in range(2)
-    )
-    before, weight = ema.head.weight.detach().clone(), model.head.weight.detach()
-    train_gpu.average(ema, model, 0.999, 0)
-    torch.testing.assert_close(ema.head.weight, 0.1 * before + 0.9 * weight)
-    before = ema.head.weight.detach().clone()
-    train_gpu.average(ema, model, 0.5, 10_000)
-    torch.testing.assert_close(ema.head.weight, 0.5 * before + 0.5 * weight)
-    train_gpu.average(ema, model, 0.0, 5)
-    assert torch.equal(ema.head.weight, model.head.weight)
+    model, ema = a_model(), a_model()
+    torch.nn.init.zeros_(ema.head.weight)
+    weight = model.head.weight.detach()
+    for decay, updates, kept in (0.999, 0, 0.1), (0.5, 10_000, 0.5), (0.0, 5, 0.0):
+        before = ema.head.weight.detach().clone()
+        train_gpu.average(ema, model, decay, updates)
+        torch.testing.assert_close(ema.head.weight, kept * before + (1 - kept) * weight)
 
 
 def test_learning_rate_warms_up_and_falls_to_a_tenth():
@@ -379,8 +353,7 @@ def unbroken(data, tmp_path_factory):
 
 
 def test_a_run_leaves_a_model_that_loads_and_its_scores_fall(data, unbroken):
-    rows = [json.loads(line) for line in (unbroken / "log.jsonl").read_text().splitlines()]
-    scores = [row for row in rows if "heldout_nats" in row]
+    scores = [row for row in log_of(unbroken) if "heldout_nats" in row]
     assert [row["step"] for row in scores] == [4, 8, 12]
     assert scores[-1]["heldout_nats"] < scores[0]["heldout_nats"]
     assert scores[-1]["perplexity"] == pytest.approx(np.exp(scores[-1]["heldout_nats"]))
@@ -393,15 +366,14 @@ def test_a_run_leaves_a_model_that_loads_and_its_scores_fall(data, unbroken):
 
 
 def scored(folder, **settings):
-    return train_gpu.main(
-        train_gpu.Config(eval_only=str(folder), compile=False, dtype="float32", **settings)
-    )
+    settings |= {"compile": False, "dtype": "float32"}
+    return train_gpu.main(train_gpu.Config(eval_only=str(folder), **settings))
 
 
 def test_eval_only_estimates_the_bound_that_the_trainer_logged(data, unbroken, tmp_path, capsys):
     row = scored(unbroken)
     said = capsys.readouterr().out.splitlines()
-    last = [json.loads(line) for line in (unbroken / "log.jsonl").read_text().splitlines()][-1]
+    last = log_of(unbroken)[-1]
     assert row["step"] == last["step"] == 12
     assert row["heldout_nats"] == pytest.approx(last["heldout_nats"], rel=0.05)
     assert 0 < row["standard_error"] < 0.1
@@ -432,16 +404,12 @@ def test_a_model_that_knows_nothing_pays_log_vocab_for_every_token(data, tmp_pat
     # noise is left
     assert row["heldout_nats"] == pytest.approx(math.log(511), rel=1e-5)
     assert row["standard_error"] == pytest.approx(0, abs=1e-6)
-    assert all(
-        level["masked_ce"] == pytest.approx(math.log(511), rel=1e-5) for level in row["by_noise"]
-    )
+    for level in row["by_noise"]:
+        assert level["masked_ce"] == pytest.approx(math.log(511), rel=1e-5)
 
 
 def test_the_bound_is_that_of_each_row_alone_but_takes_rows_of_similar_length_together(monkeypatch):
-    torch.manual_seed(0)
-    model = mdlm.MDLM(
-        mdlm.Config(vocab=40, width=32, layers=1, heads=1, ffn=64, positions=64, rope=True)
-    ).eval()
+    model = a_model(rope=True).eval()
     length_R = np.repeat([64, 8, 40, 10, 64, 9, 8, 41, 64, 10, 40, 64], 4)
     token_RL = rows_of_tokens(len(length_R), 64)
     token_RL[np.arange(64) >= length_R[:, None]] = mdlm.PAD
@@ -461,11 +429,8 @@ def test_the_bound_is_that_of_each_row_alone_but_takes_rows_of_similar_length_to
         want_T4[min(int(10 / weight), 9)] += [weight.item() * nll / length_R.sum(), nll, right, n]
     # together, and nothing is read before the end
     seen, hidden = [], model.hidden
-    monkeypatch.setattr(
-        model,
-        "hidden",
-        lambda token, *rest: seen.append(tuple(token.shape)) or hidden(token, *rest),
-    )
+    spy = lambda token, *rest: seen.append(tuple(token.shape)) or hidden(token, *rest)  # noqa: E731
+    monkeypatch.setattr(model, "hidden", spy)
     with Operators() as ran:
         cfg = train_gpu.Config(micro_batch=2, dtype="float32")
         sums_T4 = train_gpu.evaluate(model, token_RL, np.random.default_rng(0), cfg)
@@ -476,14 +441,7 @@ def test_the_bound_is_that_of_each_row_alone_but_takes_rows_of_similar_length_to
 
 
 def test_what_eval_only_says_of_bad_input(data, unbroken, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(data, other)
-    tokenizer = tokenizers.Tokenizer.from_file(str(data / "tokenizer.json"))
-    tokenizer.add_tokens(["another"])
-    tokenizer.save(str(other / "tokenizer.json"))
-    meta = json.loads((data / "meta.json").read_text())
-    digest = hashlib.sha256((other / "tokenizer.json").read_bytes()).hexdigest()
-    (other / "meta.json").write_text(json.dumps(meta | {"tokenizer_sha256": digest}))
+    other = with_other_tokenizer(data, tmp_path / "other")
     for folder, settings, message in (
         (unbroken, {"data": str(other)}, "another tokenizer"),
         (tmp_path / "none", {}, "config.json does not exist"),
@@ -512,21 +470,25 @@ def test_sigterm_saves_and_resuming_equals_not_stopping_bit_for_bit(
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+def stopped(command, step, signal_to):
+    """The return code and errors of a command that gets SIGTERM once it has logged a step."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=ENV, **pipes)
+    for line in process.stdout:
+        if line.startswith(f"step {step} "):
+            os.kill(signal_to(process), signal.SIGTERM)
+            break
+    errors = process.communicate(timeout=60)[1]
+    return process.returncode, errors
+
+
 @pytest.mark.slow
 def test_the_shell_gets_one_line_and_a_resumed_run_its_own_settings(data, tmp_path, monkeypatch):
     out = tmp_path / "run"
     script = command("train_gpu.py", *flags(data, out, "--steps=2"))
-    process = subprocess.Popen(
-        script, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV, text=True
-    )
-    for line in process.stdout:
-        if line.startswith("step 1 "):
-            process.send_signal(signal.SIGTERM)
-            break
-    process.stdout.read()
-    error = process.stderr.read()
-    assert process.wait() == 1
-    asked, saved = error.splitlines()
+    code, errors = stopped(script, 1, lambda process: process.pid)
+    assert code == 1
+    asked, saved = errors.splitlines()
     assert asked == "SIGTERM: saving after this step; once more to end at once"
     assert saved.startswith("SIGTERM: saved step ")
     saved_model = json.loads((out / "config.json").read_text())["model"]
@@ -540,62 +502,50 @@ LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--npro
 
 def test_a_compile_cache_that_a_killed_run_damaged_is_named(monkeypatch):
     def train(cfg, devices):
-        raise RuntimeError(
-            "ImportError: /tmp/torchinductor_me/ab/cd.main.so: file too short\n\nSet TORCHDYNAMO..."
-        )
+        raise RuntimeError("ImportError: /tmp/inductor_me/ab/cd.main.so: file too short\n\nSet")
 
     monkeypatch.setattr(train_gpu, "train", train)
-    with pytest.raises(
-        RuntimeError, match=r"^a compiled file is damaged; delete /tmp/torchinductor_me$"
-    ):
+    with pytest.raises(RuntimeError, match=r"^a compiled .* delete /tmp/inductor_me$"):
         train_gpu.main(train_gpu.Config(data="x"))
+
+
+def together(unbroken, out, *arguments):
+    """Two processes run to their end, to the losses of the unbroken run."""
+    run = [*LAUNCH, *arguments]
+    result = subprocess.run(run, capture_output=True, text=True, env=ENV, timeout=300)
+    assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-3000:]
+    for step, want in losses(unbroken).items():
+        np.testing.assert_allclose(losses(out)[step], want, rtol=1e-3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", ["--no-compile", "--compile"])
 def test_two_processes_train_as_one(script, data, unbroken, tmp_path, compiled):
     more = ("--steps=12", "--eval_every=12", "--micro_batch=2", compiled)
-    out = tmp_path / "together"
-    together = [*LAUNCH, script, *flags(data, out, *more)]
-    result = subprocess.run(together, capture_output=True, text=True, env=ENV, timeout=300)
-    assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-3000:]
-    for step, want in losses(unbroken).items():
-        np.testing.assert_allclose(losses(out)[step], want, rtol=1e-3)
-    assert (out / "samples.txt").read_text().count("---- step") == 1
+    together(unbroken, tmp_path, script, *flags(data, tmp_path, *more))
+    assert (tmp_path / "samples.txt").read_text().count("---- step") == 1
 
 
 @pytest.mark.slow
 def test_two_processes_leave_together_when_one_is_asked_to_stop(script, data, unbroken, tmp_path):
-    out = tmp_path / "run"
-    together = [
-        *LAUNCH,
-        script,
-        *flags(data, out, "--steps=12", "--eval_every=4", "--micro_batch=2"),
-    ]
-    process = subprocess.Popen(together, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV)
-    for line in process.stdout:
-        if line.startswith(b"step 5 "):
-            workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            os.kill(int(workers[-1]), signal.SIGTERM)
-            break
-    errors = process.communicate(timeout=60)[1].decode()
-    assert process.returncode != 0
+    def last_worker(process):
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        return int(children.read_text().split()[-1])
+
+    out, more = tmp_path / "run", ("--steps=12", "--eval_every=4", "--micro_batch=2")
+    code, errors = stopped([*LAUNCH, script, *flags(data, out, *more)], 5, last_worker)
+    assert code != 0
     saved = list(runs.saved_steps(out))[-1]
     assert saved in (5, 6, 7)
     assert errors.count(f"saved step {saved}; go on with --resume=") == 2
-    again = [*LAUNCH, script, "--resume", out]
-    result = subprocess.run(again, capture_output=True, text=True, env=ENV, timeout=300)
-    assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-3000:]
-    for step, want in losses(unbroken).items():
-        np.testing.assert_allclose(losses(out)[step], want, rtol=1e-3)
+    together(unbroken, out, script, "--resume", out)
 
 
 def test_a_run_that_goes_on_in_another_folder_begins_it_with_a_checkpoint(data, unbroken, tmp_path):
     saved = runs.resumed(train_gpu.Config, unbroken)
     first = max(runs.saved_steps(unbroken))
-    train_gpu.main(
-        dataclasses.replace(saved, resume=str(unbroken), out=str(tmp_path), steps=first + 1)
-    )
+    changes = {"resume": str(unbroken), "out": str(tmp_path), "steps": first + 1}
+    train_gpu.main(dataclasses.replace(saved, **changes))
     assert [*runs.saved_steps(tmp_path)] == [first, first + 1]
 
 
@@ -609,20 +559,14 @@ def test_bad_input_is_one_line_and_leaves_the_run_alone(data, unbroken, tmp_path
     refuses("already holds a run: --resume=", data, unbroken, FileExistsError)
     refuses("data_prep.py", tmp_path / "none", tmp_path / "a", FileNotFoundError)
     refuses("rows of 32 tokens, the run wants 64", data, tmp_path / "a", seq_len=64)
-    refuses(
-        "--batch_size=8 is no multiple of 1 devices times --micro_batch=3",
-        data,
-        tmp_path / "a",
-        micro_batch=3,
-    )
+    said = "--batch_size=8 is no multiple of 1 devices times --micro_batch=3"
+    refuses(said, data, tmp_path / "a", micro_batch=3)
     with pytest.raises(ValueError, match=r"another model: .*width 64 there, 384 here"):
         resume(unbroken, model="small", steps=20)
     with pytest.raises(FileNotFoundError, match=f"{tmp_path}/config.json does not exist"):
         resume(tmp_path)
-    source, out = str(ROOT / "diffusion.py"), str(tmp_path / "long")
-    data_prep.main(
-        data_prep.Text(source=source, out=out, vocab_size=300, seq_len=512, heldout=0.0, workers=1)
-    )
+    out = tmp_path / "long"
+    prepare(ROOT / "diffusion.py", out, seq_len=512, heldout=0.0)
     refuses("holds no held-out rows", out, tmp_path / "a")
     copy = tmp_path / "rows"
     shutil.copytree(data, copy)
@@ -652,9 +596,8 @@ def test_a_damaged_checkpoint_is_named(copy_of_unbroken, damage):
         flip_a_bit(file)
     elif damage == "without its step":
         trainer = json.loads(file.with_suffix(".json").read_text())
-        file.with_suffix(".json").write_text(
-            json.dumps({name: trainer[name] for name in trainer if name != "step"})
-        )
+        del trainer["step"]
+        file.with_suffix(".json").write_text(json.dumps(trainer))
     elif damage == "gone":
         file.unlink()
     else:
@@ -691,9 +634,8 @@ def test_a_kill_before_the_checkpoint_leaves_no_sample_twice(
 def test_what_changed_since_the_checkpoint_is_said_or_refused(copy_of_unbroken, capsys):
     out = copy_of_unbroken
     resume(out, seed=1, batch_size=16)
-    assert (
-        f"changed since {out}/step_12: batch_size 8 -> 16, seed 0 -> 1\n" in capsys.readouterr().out
-    )
+    said = f"changed since {out}/step_12: batch_size 8 -> 16, seed 0 -> 1\n"
+    assert said in capsys.readouterr().out
     with pytest.raises(ValueError, match="--optimizer muon there, adamw here"):
         resume(out, optimizer="adamw")
 
@@ -791,17 +733,9 @@ def test_kill_9_at_twenty_random_moments_always_resumes_to_the_unbroken_losses(
 
 
 def test_a_loss_that_is_not_finite_stops_after_five_steps(data, tmp_path):
-    refuses(
-        "no finite gradient in 5 steps",
-        data,
-        tmp_path / "run",
-        steps=40,
-        lr=1e30,
-        warmup=1,
-        eval_every=100,
-    )
-    rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    assert rows[-1]["skipped"] == 4
+    settings = {"steps": 40, "lr": 1e30, "warmup": 1, "eval_every": 100}
+    refuses("no finite gradient in 5 steps", data, tmp_path, **settings)
+    assert log_of(tmp_path)[-1]["skipped"] == 4
 
 
 def test_a_card_that_emulates_bfloat16_trains_in_float16(monkeypatch):

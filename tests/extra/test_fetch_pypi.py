@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tarfile
 import threading
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import fetch_pypi
 import pytest
-from conftest import ROOT
+from conftest import command
 from test_corpus import module
 
 import data_prep
@@ -32,9 +31,8 @@ CLASSIFIED = "Classifier: License :: OSI Approved :: {}\n"
 def archive(name, version, files, metadata=MIT):
     """(file name, bytes) of a source distribution."""
     top, data = f"{name}-{version}", io.BytesIO()
-    entries = {
-        "PKG-INFO": f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\n{metadata}\nText.\n"
-    } | files
+    info = f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\n{metadata}\nText.\n"
+    entries = {"PKG-INFO": info} | files
     with tarfile.open(fileobj=data, mode="w:gz") as file:
         for path, text in reversed(entries.items()):  # PKG-INFO last, as some tools have it
             info = tarfile.TarInfo(path[1:] if path.startswith("!") else f"{top}/{path}")
@@ -47,22 +45,17 @@ def archive(name, version, files, metadata=MIT):
 
 
 def write_index(folder, projects):
-    """A simple index of PEP 503 in a folder; {project: [(file name, bytes, further attributes of
-    its anchor)]}.
-    """
+    """A simple index of PEP 503; {project: [(file, bytes, attributes of its anchor)]}."""
     (folder / "files").mkdir(parents=True)
     for project, files in projects.items():
-        (folder / "simple" / project).mkdir(parents=True)
-        anchors = []
+        page = folder / "simple" / project / "index.html"
+        page.parent.mkdir(parents=True)
+        anchors = ""
         for name, data, *more in files:
             (folder / "files" / name).write_bytes(data)
-            digest = hashlib.sha256(data).hexdigest()
-            anchors.append(
-                f'<a href="../../files/{name}#sha256={digest}" {" ".join(more)}>{name}</a><br>'
-            )
-        (folder / "simple" / project / "index.html").write_text(
-            f"<html><body>{''.join(anchors)}</body></html>"
-        )
+            address = f"../../files/{name}#sha256={hashlib.sha256(data).hexdigest()}"
+            anchors += f'<a href="{address}" {" ".join(more)}>{name}</a><br>'
+        page.write_text(f"<html><body>{anchors}</body></html>")
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -82,13 +75,11 @@ def index(tmp_path_factory):
     noise = {
         "src/a/tests/data/case.py": module(10),
         "a/_vendor/six.py": module(11),
-        "data.txt": "no Python",
+        "data.txt": "x",
     }
-    first = {
-        "setup.py": "import sys\nsys.exit('this must never run')\n",
-        "a.py": a,
-        "tests/test_a.py": b,
-    }
+    setup = "import sys\nsys.exit('this must never run')\n"
+    first = {"setup.py": setup, "a.py": a, "tests/test_a.py": b}
+    gpl = CLASSIFIED.format("GNU General Public License (GPL)")
     projects = {
         "alpha": [
             archive("alpha", "1.0", {"a.py": module(20)}),
@@ -98,28 +89,23 @@ def index(tmp_path_factory):
             (*archive("alpha", "3.0", {"a.py": module(23)}), 'data-yanked="broken"'),
         ],
         "bee-two": [archive("bee_two", "1", {"b.py": c})],
-        "classic": [archive("classic", "1", {"c.py": d}, CLASSIFIED.format("BSD License"))],
-        "viral": [
-            archive(
-                "viral",
-                "1",
-                {"v.py": module(30)},
-                CLASSIFIED.format("GNU General Public License (GPL)"),
-            )
-        ],
-        "silent": [archive("silent", "1", {"s.py": module(31)}, "")],
         "wheel": [("wheel-1-py3-none-any.whl", b"PK")],
         "broken": [("broken-1.tar.gz", archive("broken", "1", {"b.py": module(32)})[1][:200])],
-        "up": [archive("up", "1", {"!up-1/../../out.py": module(33)})],
-        "root": [archive("root", "1", {f"!{folder}/out.py": module(34)})],
-        "twice": [archive("twice", "1", {f"!twice-1/{folder}/out.py": module(34)})],
-        "clash": [archive("clash", "1", {"x.py/y.py": "y = 1", "x.py": "x = 1"})],
-        "bomb": [archive("bomb", "1", {"b.py": "#" * 5_000_000})],
     }
+    for name, files, *metadata in (
+        ("classic", {"c.py": d}, CLASSIFIED.format("BSD License")),
+        ("viral", {"v.py": module(30)}, gpl),
+        ("silent", {"s.py": module(31)}, ""),
+        ("up", {"!up-1/../../out.py": module(33)}),
+        ("root", {f"!{folder}/out.py": module(34)}),
+        ("twice", {f"!twice-1/{folder}/out.py": module(34)}),
+        ("clash", {"x.py/y.py": "y = 1", "x.py": "x = 1"}),
+        ("bomb", {"b.py": "#" * 5_000_000}),
+    ):
+        projects[name] = [archive(name, "1", files, *metadata)]
     write_index(folder, projects)
-    server = http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), functools.partial(Quiet, directory=folder)
-    )
+    handler = functools.partial(Quiet, directory=folder)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     kept = {f"alpha-1.10/{name}": text for name, text in first.items()}
     kept |= {"bee-two-1/b.py": c, "classic-1/c.py": d}
@@ -132,9 +118,8 @@ EVERYTHING = "Alpha,bee.two,classic,viral,silent,wheel,broken,nowhere,up,root,tw
 
 
 def config(tmp_path, index, packages=EVERYTHING, **changes):
-    return fetch_pypi.Config(
-        packages=packages, out=str(tmp_path / "src"), index=index[0], **changes
-    )
+    settings = {"packages": packages, "out": str(tmp_path / "src"), "index": index[0]}
+    return fetch_pypi.Config(**settings | changes)
 
 
 def test_packages_are_kept_by_licence_and_a_manifest_says_what_became_of_each(
@@ -146,21 +131,15 @@ def test_packages_are_kept_by_licence_and_a_manifest_says_what_became_of_each(
     assert texts(cfg.out) == index[2]
     assert (tmp_path / "src" / "alpha-1.10" / "LICENSE.txt").read_text() == "MIT"
     manifest = json.loads((tmp_path / "src" / "manifest.json").read_text())
-    kept = {
-        name: (entry["version"], entry["files"], entry["licence"])
-        for name, entry in manifest.items()
-        if "files" in entry
-    }
-    assert kept == {
-        "Alpha": ("1.10", 3, "MIT"),
-        "bee.two": ("1", 1, "MIT"),
-        "classic": ("1", 1, "BSD License"),
-    }
-    damaged = "damaged or unsafe"
-    assert {name: entry["left_out"] for name, entry in manifest.items() if "left_out" in entry} == {
-        "viral": "no permissive licence", "silent": "no permissive licence", "wheel": "no source distribution",
-        "nowhere": "unknown to the index", "broken": damaged, "up": damaged, "root": damaged, "twice": damaged,
-        "clash": damaged, "bomb": damaged,
+    became = {}
+    for name, entry in manifest.items():
+        kept = entry.get("version"), entry.get("files"), entry.get("licence")
+        became[name] = entry.get("left_out") or kept
+    bad = dict.fromkeys(("broken", "up", "root", "twice", "clash", "bomb"), "damaged or unsafe")
+    assert became == bad | {
+        "Alpha": ("1.10", 3, "MIT"), "bee.two": ("1", 1, "MIT"), "classic": ("1", 1, "BSD License"),
+        "viral": "no permissive licence", "silent": "no permissive licence",
+        "wheel": "no source distribution", "nowhere": "unknown to the index",
     }  # fmt: skip
     assert "5 files of 3 packages; 10 left out" in capsys.readouterr().out
     assert not list(tmp_path.rglob("*.tmp"))
@@ -171,21 +150,16 @@ def test_packages_are_kept_by_licence_and_a_manifest_says_what_became_of_each(
         fetch_pypi.main(cfg)
     # data_prep.py takes the folder, and keeps the problems of benchmarks out of it.
     monkeypatch.setattr("corpus.BENCHMARKS", ())
-    data_prep.main(
-        data_prep.Python(roots=(cfg.out,), out=str(tmp_path / "rows"), vocab_size=300, workers=1)
-    )
-    assert (
-        json.loads((tmp_path / "rows" / "meta.json").read_text())["splits"]["train"]["documents"]
-        == 5
-    )
+    rows = tmp_path / "rows"
+    data_prep.main(data_prep.Python(roots=(cfg.out,), out=str(rows), vocab_size=300, workers=1))
+    meta = json.loads((rows / "meta.json").read_text())
+    assert meta["splits"]["train"]["documents"] == 5
 
 
 def test_a_killed_run_goes_on_and_what_is_there_is_not_fetched_again(tmp_path, index):
     packages = "Alpha,bee.two,classic"
     flags = [packages, f"--index={index[0]}", f"--out={tmp_path / 'src'}"]
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "extra/fetch_pypi.py"), *flags], stdout=subprocess.DEVNULL
-    )
+    process = subprocess.Popen(command("extra/fetch_pypi.py", *flags), stdout=subprocess.DEVNULL)
     while not (tmp_path / "src" / "manifest.json").exists():
         assert process.poll() is None
         time.sleep(0.0005)
@@ -203,9 +177,8 @@ def test_another_hash_and_a_dead_index_are_one_line_and_leave_nothing(tmp_path, 
     good = page.read_text()
     page.write_text(good.replace("sha256=", "sha256=0"))
     try:
-        with pytest.raises(
-            OSError, match=r"classic cannot be fetched \(.*\); see to that .* goes on from here"
-        ):
+        said = r"classic cannot be fetched \(.*\); see to that .* goes on from here"
+        with pytest.raises(OSError, match=said):
             fetch_pypi.main(config(tmp_path, index, "classic"))
     finally:
         page.write_text(good)
@@ -218,16 +191,22 @@ def test_another_hash_and_a_dead_index_are_one_line_and_leave_nothing(tmp_path, 
 
 def test_what_packages_may_be_named_by(tmp_path):
     path = tmp_path / "requirements.txt"
-    path.write_text(
-        "-r more.txt\n# text\nNumPy>=2 # why\nfoo.bar[x]==1.0 \\\n    --hash=sha256:00\n\nwin; sys_platform=='x'\n"
+    lines = (
+        "-r more.txt",
+        "# text",
+        "NumPy>=2 # why",
+        "foo.bar[x]==1.0 \\",
+        "    --hash=sha256:00",
+        "",
     )
-    found = {
-        requirement.name: str(requirement.specifier)
-        for requirement in fetch_pypi.requirements(str(path))
-    }
-    assert found == {"NumPy": ">=2", "foo.bar": "==1.0"}
-    assert [requirement.name for requirement in fetch_pypi.requirements("a_b, c")] == ["a_b", "c"]
-    top = [requirement.name for requirement in fetch_pypi.requirements("top:300")]
+    path.write_text("\n".join([*lines, "win; sys_platform=='x'", ""]))
+
+    def asked(packages):
+        return {each.name: str(each.specifier) for each in fetch_pypi.requirements(packages)}
+
+    assert asked(str(path)) == {"NumPy": ">=2", "foo.bar": "==1.0"}
+    assert [*asked("a_b, c")] == ["a_b", "c"]
+    top = [*asked("top:300")]
     assert len(top) == 300
     assert {"requests", "numpy", "boto3"} < {*top}
     for spec in ("top:0", "top:x", "not a name", "", "#"):
@@ -251,6 +230,5 @@ def test_the_licence_of_a_package_is_what_its_metadata_agree_on():
     assert licence(f"License: Dual\n{osi} :: BSD License\n{osi} :: Apache Software License\n")[1]
     assert not licence(f"License: MIT\n{osi} :: GNU Lesser General Public License v3 (LGPLv3)\n")[1]
     assert not licence("License: see the file\n")[1]
-    assert licence(
-        "License: Copyright 2020 X\n        .\n        Permission is hereby granted, free of charge, to\n"
-    )[1]
+    text = "Copyright 2020 X\n        .\n        Permission is hereby granted, free of charge, to\n"
+    assert licence(f"License: {text}")[1]
