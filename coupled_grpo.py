@@ -161,6 +161,8 @@ def settle(cfg, devices, block_length=0, files=()):
     cfg = dataclasses.replace(cfg, **unset)
 
     # What would fail late, or silently.
+    if cfg.preset == "7b" and cfg.ckpt == str(DEMO):
+        raise ValueError("--preset=7b is for a model and tasks of your own: --ckpt, --prompts")
     if block_length not in (0, cfg.block_length):
         raise ValueError(
             f"{cfg.ckpt} was trained in blocks of {block_length}: leave --block_length out"
@@ -218,11 +220,8 @@ def main(flags):
         ids = [tasks.ids for tasks in files]
         same = settings | dict.fromkeys(OF_A_HOST) | {"model": model, "ids": ids}
         checkpoints.check_hosts(run.out, same)
-        options = {
-            "runner": cfg.runner,
-            "e2b_router_url": cfg.e2b_router_url,
-            "allow_unsafe": cfg.allow_unsafe,
-        }
+        names = "runner", "e2b_router_url", "allow_unsafe"
+        options = {name: getattr(cfg, name) for name in names}
         if tested:  # before weights are read
             by_host_0((), functools.partial(sandbox.check, **options))
 

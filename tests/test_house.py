@@ -334,7 +334,7 @@ def test_what_runs_on_a_jetson_needs_no_command_line_library(name):
 
 
 WORDS = "Pure.", "Prints.", "Reads the disk.", "Asks a model."
-IMPURE = {"os", "sys", "pathlib", "subprocess", "shutil", "tempfile", "runs", "checkpoints"}
+IMPURE = {"os", "pathlib", "subprocess", "shutil", "tempfile", "runs", "checkpoints"}
 
 
 @pytest.mark.parametrize("name", CODE)
