@@ -233,10 +233,8 @@ def main(flags):
             devices = f"{trainer.mesh.size} x {jax.devices()[0].device_kind}"
             print(f"{devices}; {trained:,} parameters trained")
             for tasks in files:
-                print(
-                    f"{tasks.path}: {len(tasks.rows):,} tasks, {tasks.dropped:,} left out, "
-                    f"longer than --max_prompt={cfg.max_prompt}"
-                )
+                dropped = f"{tasks.dropped:,} longer than --max_prompt={cfg.max_prompt} left out"
+                print(f"{tasks.path}: {len(tasks.rows):,} tasks, {dropped}")
 
         # A checkpoint names its source, by which generate_dream.py knows a chat model; tokenizer
         # and template lie beside it. Sizes of batches are settled anew where a run goes on.
