@@ -713,10 +713,7 @@ def default_folder(run, family):
     """The folder of a model where none is named: `run` if it is there, else that in WEIGHTS."""
     if Path(run).exists():
         return run
-    print(
-        f"no model in {run}: using weights/{family}, a small one that comes with Unmask",
-        file=sys.stderr,
-    )
+    print(f"no model in {run}: using weights/{family}, a small one of ours", file=sys.stderr)
     return str(WEIGHTS / family)
 
 

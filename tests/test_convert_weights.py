@@ -194,13 +194,6 @@ def test_there_and_back_every_byte_is_equal(tmp_path, dtype, tie, monkeypatch):
         assert runs.read_json(tmp_path / path)["source"] == "DiffuCoder"
 
 
-def test_every_parameter_has_a_name_of_its_own_on_the_hub():
-    cfg = dataclasses.replace(dream.CONFIGS["7b"], layers=2)
-    names = set(map(convert.hf_name, checkpoints.flatten(dream.param_shapes(cfg))))
-    assert len(names) == 3 + 2 * 12
-    assert {"model.layers.1.self_attn.v_proj.bias", "model.layers.0.mlp.down_proj.weight"} < names
-
-
 KIN = "dream llada sdar nemotron nemotron/stable_diffcoder kin/dreamon kin/fast_dllm_v2 kin/open_dcoder"
 
 
@@ -344,18 +337,9 @@ def test_a_damaged_source_is_one_line_and_leaves_nothing(forms, tmp_path):
     shard = hub / "model-00002-of-00003.safetensors"
     index_path = hub / "model.safetensors.index.json"
     good, index = shard.read_bytes(), index_path.read_text()
-    (length,) = struct.unpack("<Q", good[:8])
-    lies = json.loads(good[8 : 8 + length])
-    lies.pop("__metadata__", None)
-    for entry in lies.values():
-        entry["shape"] = [1, *entry["shape"]]
-    lies[next(iter(lies))]["shape"] = [3]
-    lies = json.dumps(lies).encode()
     for data, word in (  # the library's word
         (good[:-100], "incomplete metadata"),
-        (good[:40], "header"),
         (struct.pack("<Q", 1 << 60) + good[8:], "header too large"),
-        (struct.pack("<Q", len(lies)) + lies + good[8 + length :], "nvalid"),
         (good.replace(b'"BF16"', b'"I16" '), "BF16, F16, F32: 'I16'"),
         (b"", ""),
     ):
@@ -373,8 +357,7 @@ def test_a_damaged_source_is_one_line_and_leaves_nothing(forms, tmp_path):
         index_path.write_text(text)
         refuses(said, hub, out)
     index_path.write_text(index)
-    no_names = b'{"added_tokens": [{}], "model": {"vocab": {}}}'
-    for data in (b"{", b"[]", b'{"added_tokens": []}', no_names):
+    for data in (b"{", b'{"added_tokens": [{}], "model": {"vocab": {}}}'):
         (hub / "tokenizer.json").write_bytes(data)
         refuses(r"tokenizer\.json cannot be read", hub, out)
     (hub / "tokenizer.json").write_bytes(tokenizer_of({"<mask>": 304}))

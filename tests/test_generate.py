@@ -310,8 +310,6 @@ def test_eight_devices_write_what_one_writes(run_folder, capsys, monkeypatch, tm
 def test_bad_input_is_one_line(run_folder, tmp_path):
     """Beside that of test_bad_input.py."""
     here = {"ckpt": str(run_folder), "prompt": "x"}
-    refused("it has [7]", **here, step=3)
-    refused("--top_p", **here, top_p=0.0)
     refused("--show_steps writes between the lines of --json", **here, json=True, show_steps=True)
     refused("--temperature=0 generates the same text 3 times", **here, n=3, temperature=0.0)
     refused("--check needs --prompt or --file", check=True, ckpt=str(run_folder))

@@ -466,18 +466,16 @@ def test_out_of_memory_is_one_line_that_says_what_to_lower(coder, monkeypatch):
         ({"valid": "python", "json": True, "show_steps": True}, "not what --valid changes"),
         ({"block_length": 4, "steps": 3}, "do not divide over 2 blocks"),
         ({"cache": "dual"}, "set block_length"),
-        ({"threshold": 1.5}, "--threshold=1.5 is not in 0 .. 1"),
-        ({"steps": -1}, "--steps=-1 is not in 0 .. 2147483647"),
         ({"chat": "on", "suffix": "y"}, "a suffix or a hole is plain text"),
         ({"system": "s"}, "say --chat=on"),
         ({"n": 3}, "--temperature=0 generates the same text 3 times"),
-        ({"n": 0}, "--n=0 is not in 1 .. "),
         ({"file": "x.jsonl"}, "give --prompt or --file, not both"),
         ({"prompt": "", "check": True}, "--check needs --prompt or --file"),
         ({"prompt": "", "suffix": "y"}, "--suffix follows --prompt"),
     ],
 )
 def test_bad_settings_are_refused_in_one_line(coder, settings, part):
+    """Beside the numbers of test_bad_input.py."""
     refused(part, config(coder / "model", **{"prompt": "x"} | settings))
 
 
@@ -485,8 +483,6 @@ def test_a_damaged_folder_is_refused_in_one_line(coder, tmp_path):
     bare = shutil.copytree(coder / "silent", tmp_path / "bare")
     (bare / "tokenizer_config.json").unlink()
     refused("holds no chat template", config(bare, prompt="x", chat="on"))
-    (bare / "tokenizer.json").write_text("{}")
-    refused("tokenizer.json cannot be read", config(bare, prompt="x"))
     os.unlink(bare / "tokenizer.json")
     refused("bare/tokenizer.json", config(bare, prompt="x"))
     refused("holds no checkpoint", config(tmp_path, prompt="x"))
