@@ -27,6 +27,7 @@ from tokenizers.decoders import DecodeStream
 
 import runs
 
+STEERS = r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f]"  # control characters
 HOLE = re.compile(r" ?\[MASK(?::([1-9]\d*))?\]")  # a token brings its own space
 MASKS = 64  # of a [MASK] without a number, where the model's config has no hole_masks
 
@@ -146,13 +147,14 @@ def read_about(folder, name):
 def check_family(folder, expected):
     """The config.json of a model's folder. ValueError with the right command for another family."""
     config = read_about(folder, "config.json")
+    kind = config.get("model_type")
     model = config.get("model") or {}  # of a run
     family = expected
-    if config.get("model_type") == "pythoncoder" or "diff" in model:
+    if kind == "pythoncoder" or "diff" in model:
         family = "a PythonCoder"
-    elif config.get("model_type") == "mdlm" or "dropout" in model:
+    elif kind == "mdlm" or "dropout" in model:
         family = "an MDLM"
-    elif "model_type" in config or "mask_id" in model:
+    elif kind or "mask_id" in model:
         family = "a Dream"
     if family != expected:
         raise ValueError(f"{folder} holds {family}: {COMMANDS[family]}{folder}")
@@ -194,7 +196,7 @@ def chat_template(folder):
     # The template is code of whoever made the model: it runs in jinja2's sandbox.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.globals["raise_exception"] = refuse
-    for name in ("bos_token", "eos_token", "pad_token"):
+    for name in ("bos_token", "eos_token"):
         token = config.get(name) or ""
         environment.globals[name] = token["content"] if isinstance(token, dict) else token
     compiled = functools.cache(environment.from_string)  # compiling takes 5 ms, rendering 0.07
@@ -283,16 +285,16 @@ def interact(complete, end, raw=False):
     end is appended to a prompt, and unless raw, what on_new_line appends. A ValueError is printed,
     and reading goes on.
     """
-    markers = ["", ""]  # of a first line, of the others
+    marker = ""
     if sys.stdin.isatty():
-        markers = [">>> ", "... "]
+        marker = ">>> "
         print("Write, then an empty line to have it continued; Ctrl-D ends.", file=sys.stderr)
     lines = []
     at_end = False
     while not at_end:
         line = ""
         try:
-            line = input(markers[bool(lines)])
+            line = input(marker)
         except EOFError:
             at_end = True
         if line:
@@ -471,7 +473,7 @@ def judged(program, tests):
     rows = verdicts(program, [test for *_, test in tests])
     for (call, want, _), row in zip(tests, rows, strict=True):
         # nothing of what a program returned may steer the terminal
-        got = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in row["got"] or "")
+        got = re.sub(STEERS, "?", row["got"] or "")
         result = f"is not {want}"
         if row["verdict"] == "pass":
             result = f"gives {want}"
@@ -490,7 +492,6 @@ def checked(completions, n, tests):
     failed = 0
     for i, of_prompt in enumerate(tests):
         tried = []
-        passed = False
         for row, text in completions[i * n : (i + 1) * n]:
             given = row.get("suffix") or "[MASK" in row["prompt"]  # text after what was generated
             program = text if given else definitions(row["prompt"], text)

@@ -95,12 +95,11 @@ def parse(config_class, doc, machine, moved):
 
 
 def print_manual(doc):
-    """Print a docstring with its lines broken between words, which tyro does not do."""
-    columns = shutil.get_terminal_size().columns
-    text = re.sub(r"(?<=\S)\n(?=\S)", " ", doc.strip())  # a paragraph is one line
-    for line in text.splitlines():
-        print(textwrap.fill(line, columns, subsequent_indent=re.match(" *", line)[0] * 2))
-    print()
+    """Print a docstring; its paragraphs are broken between words, which tyro does not do."""
+    for paragraph in doc.strip().split("\n\n"):
+        if not paragraph.startswith(" "):
+            paragraph = textwrap.fill(paragraph, shutil.get_terminal_size().columns)
+        print(f"{paragraph}\n")
 
 
 def check(cfg):

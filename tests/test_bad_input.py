@@ -250,7 +250,7 @@ MODELS = [  # script, flags, source, [(damage, part)]
             (keys("config.json", hidden_size=32), "do not fit the model"),
             (keys("config.json", vocab_size=None), "missing"),
             (put("model.safetensors.index.json", b"[1]"), "model.safetensors.index.json is damaged"),
-            (put("model.safetensors.index.json", {}), "has no weight_map"), (far_id, "its ids reach 90000"),
+            (put("model.safetensors.index.json", {}), "has no weight_map"), (far_id, "its ids reach 90,000"),
             (put("config.json", b"\xff"), "config.json is damaged"), (without("config.json"), "config.json"),
         ],
     ),

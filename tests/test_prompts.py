@@ -316,4 +316,4 @@ def test_the_first_completion_that_passes_in_the_sandbox_is_taken(capsys):
 def test_what_a_program_returns_cannot_steer_the_terminal(monkeypatch):
     row = {"verdict": "fail", "got": "\x1b[2J\u00e9"}
     monkeypatch.setattr(prompts, "verdicts", lambda program, tests: [row])
-    assert prompts.judged("", [("f()", "1", "")]) == ["fail: f() gives \\x1b[2J\u00e9, not 1"]
+    assert prompts.judged("", [("f()", "1", "")]) == ["fail: f() gives ?[2J\u00e9, not 1"]

@@ -25,7 +25,7 @@ import runs
 SCRIPT = """
     \"\"\"A script of ours. It reads nothing.
 
-        python script.py  # a command that stands on a line of its own
+        python script.py  # a command
     \"\"\"
     import dataclasses, os, sys, time
     sys.path.insert(0, {root!r})
@@ -130,7 +130,7 @@ def test_help_is_the_docstring_and_the_comments_of_the_fields(script):
     assert result.returncode == 0
     for text in (
         "A script of ours. It reads nothing.",
-        "    python script.py  # a command that\n        stands on a line of its own",
+        "\n    python script.py  # a command\n",
         "rows of A",
         "--no-fast",
         "--rank INT",
@@ -143,7 +143,7 @@ def test_help_is_the_docstring_and_the_comments_of_the_fields(script):
 def test_a_paragraph_wraps_at_words(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "14")
     runs.print_manual("First words\nof a text.\n\n    a command\n    another one\n")
-    said = "First words of\na text.\n\n    a command\n    another\n        one\n\n"
+    said = "First words of\na text.\n\n    a command\n    another one\n\n"
     assert capsys.readouterr().out == said
 
 
