@@ -47,10 +47,9 @@ def special(inputs, value, want):
     if entry in SETS:
         # a huge range would fill the memory
         return len(value) <= 1_000_000 and set(value) == set(want)
-    if entry in NOT_NONE and isinstance(value, bool):
-        return value == (want is not None)
     if entry in NOT_NONE:
-        return (value is None) == (want is None)
+        found = value if isinstance(value, bool) else value is not None
+        return found == (want is not None)
     same = value == want
     if same or entry == "are_equivalent":
         return True

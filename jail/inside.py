@@ -13,12 +13,10 @@ in the memory of the next.
 
 import ast
 import builtins
-import contextlib
 import ctypes
 import fcntl
 import functools
 import gc
-import importlib
 import json
 import mmap
 import os
@@ -30,11 +28,14 @@ import struct
 import sys
 import time
 import types
+from contextlib import suppress
+from importlib import import_module
 
 from jail.wire import OPERATIONS, Peer, Remote, opaque, unwire, wire
 
 # What many programs import: done once, here.
 USUAL = "bisect collections copy datetime decimal enum fractions heapq math string typing"
+libc = ctypes.CDLL(None, use_errno=True)
 JUDGED = 4  # tests that one judge runs, with four descriptors for each
 
 
@@ -46,7 +47,7 @@ def check(returned, what):
 
 
 # ---- namespaces ----------------------------------------------------------------------------------
-def enter_namespaces(libc, scratch, readable):
+def enter_namespaces(readable):
     """Continue as process 1 of new user, mount, process, network, IPC and host-name namespaces, in
     a root of their own.
 
@@ -56,10 +57,7 @@ def enter_namespaces(libc, scratch, readable):
     uid = os.getuid()
     gid = os.getgid()
     # CLONE_NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET: nothing is shared with the machine
-    check(
-        libc.unshare(0x20000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000),
-        "unshare",
-    )
+    check(libc.unshare(0x7C020000), "unshare")
     libc.sethostname(b"sandbox", 7)
     # Inside, we are user 65534 with all capabilities over these namespaces, and none over anything
     # else.
@@ -82,7 +80,7 @@ def enter_namespaces(libc, scratch, readable):
     os.close(parent)
     # A small file system in memory becomes the root; the readable paths of the old root are mounted
     # into it.
-    root = scratch.encode()
+    root = b"/proc"  # where nothing readable lies
     check(libc.mount(b"none", b"/", None, 0x44000, None), "private mounts")  # MS_REC | MS_PRIVATE
     check(libc.mount(b"tmpfs", root, b"tmpfs", 6, b"size=1m,nr_inodes=4k,mode=755"), "tmpfs")
     for path in sorted(map(os.fsencode, readable), key=len):  # parents before what lies in them
@@ -97,9 +95,7 @@ def enter_namespaces(libc, scratch, readable):
     os.makedirs(root + b"/.sandbox/test")
     # Swap the roots, unmount the old one, and make the new one and all below it read-only.
     os.chdir(root)
-    check(
-        libc.syscall({"x86_64": 155, "aarch64": 41}[os.uname().machine], b".", b"."), "pivot_root"
-    )
+    check(libc.syscall(MACHINES[os.uname().machine][3], b".", b"."), "pivot_root")
     check(libc.umount2(b".", 2), "umount")
     os.chdir("/")
     flags = struct.pack("4Q", 3, 0, 0, 0)  # MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID
@@ -108,26 +104,17 @@ def enter_namespaces(libc, scratch, readable):
 
 # ---- Landlock ------------------------------------------------------------------------------------
 # What a program may read besides Python itself and its installed libraries. /proc is not among it.
-READABLE = (
-    "/usr",
-    "/bin",
-    "/lib",
-    "/lib64",
-    "/etc/ld.so.cache",
-    "/dev/null",
-    "/dev/zero",
-    "/dev/urandom",
-)
+READABLE = "/usr /bin /lib /lib64 /etc/ld.so.cache /dev/null /dev/zero /dev/urandom".split()
 
 
-def file_rules(libc, job, writable):
-    """A Landlock ruleset: read and execute below job["readable"], all below `writable`; no TCP, no
+def file_rules(job, writable):
+    """A Landlock ruleset: read and execute below job.readable, all below `writable`; no TCP, no
     signals to others.
 
     Without namespaces no new folders, and no file is removed: what is written can be counted, see
     overfull().
     """
-    abi = job["landlock"]
+    abi = job.landlock
     # all that this kernel knows: what no rule allows is refused
     rights = 0xFFFF if abi >= 5 else 0x7FFF
     size = 8  # files
@@ -136,11 +123,11 @@ def file_rules(libc, job, writable):
     if abi >= 6:
         size = 24  # abstract sockets and signals
     ruleset = check(libc.syscall(444, struct.pack("3Q", rights, 3, 3)[:size], size, 0), "landlock")
-    for path in [*job["readable"], writable]:
+    for path in [*job.readable, writable]:
         # write and read a file; execute, read a file, list a folder
         allowed = 6 if path.startswith("/dev/") else 13
         if path == writable:
-            allowed = rights if job["namespaces"] else rights & ~(128 + 32)  # MAKE_DIR, REMOVE_FILE
+            allowed = rights if job.namespaces else rights & ~(128 + 32)  # MAKE_DIR, REMOVE_FILE
         if not os.path.isdir(path):
             allowed &= 7  # the rights that a file can have
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -158,7 +145,8 @@ mmap 9 222, mprotect 10 226, munmap 11 215, brk 12 214, rt_sigaction 13 134, rt_
 rt_sigreturn 15 139, ioctl 16 29, pread64 17 67, pwrite64 18 68, readv 19 65, writev 20 66,
 access 21 -, pipe 22 -, select 23 -, sched_yield 24 124, mremap 25 216, madvise 28 233, dup 32 23,
 dup2 33 -, pause 34 -, nanosleep 35 101, getitimer 36 102, alarm 37 -, setitimer 38 103,
-getpid 39 172, sendfile 40 71, sendto 44 206, recvfrom 45 207, shutdown 48 210, exit 60 93,
+getpid 39 172, sendfile 40 71, sendto 44 206, recvfrom 45 207, shutdown 48 210,
+socketpair 53 199, clone 56 220, exit 60 93,
 wait4 61 260, uname 63 160, fcntl 72 25, fsync 74 82, fdatasync 75 83, truncate 76 45,
 ftruncate 77 46, getcwd 79 17, chdir 80 49, fchdir 81 50, rename 82 -, mkdir 83 -, rmdir 84 -,
 creat 85 -, unlink 87 -, symlink 88 -, readlink 89 -, umask 95 166, gettimeofday 96 169,
@@ -188,10 +176,8 @@ ARGUMENT = {
     "clock_gettime": (0, tuple(range(12))),  # no clock of another process
     "socketpair": (0, (1,)),  # AF_UNIX, which asyncio needs; harmless where it reaches nothing
 }
-MORE = {"socketpair": (53, 199), "clone": (56, 220)}
-MACHINES = {"x86_64": (0, 0xC000003E, 126), "aarch64": (1, 0xC00000B7, 91)}  # column, audit, capset
-ENOSYS = 0x50026
-ALLOW = 0x7FFF0000
+# column, audit, capset, pivot_root
+MACHINES = {"x86_64": (0, 0xC000003E, 126, 155), "aarch64": (1, 0xC00000B7, 91, 41)}
 
 
 def call_filter(machine, threads, namespaces):
@@ -201,13 +187,12 @@ def call_filter(machine, threads, namespaces):
     Without namespaces no pairs of sockets, and no files without a name. Numbers are found by
     bisection: the kernel tries a new filter on every call there is.
     """
-    column, audit, _ = MACHINES[machine]
-    calls = dict(ALLOWED)
-    if threads:
-        calls["clone"] = MORE["clone"]
-    if namespaces:
-        calls["socketpair"] = MORE["socketpair"]
-    number = {name: row[column] for name, row in calls.items() if row[column] is not None}
+    column, audit, *_ = MACHINES[machine]
+    number = {name: row[column] for name, row in ALLOWED.items() if row[column] is not None}
+    if not threads:
+        del number["clone"]
+    if not namespaces:
+        del number["socketpair"]
     # argument, operation, operands, whether the call is allowed where one of these gives true
     rules = {name: (argument, 0x15, values, True) for name, (argument, values) in ARGUMENT.items()}
     rules["clone"] = (0, 0x45, [0x10000], True)  # CLONE_THREAD
@@ -216,25 +201,20 @@ def call_filter(machine, threads, namespaces):
         rules["openat"] = (2, 0x45, [0x400000], False)
     # A row: operation, rows to skip if true, if false, operand. 0x20 loads, 0x15 is ==, 0x35 >=,
     # 0x45 &, 6 returns.
-    # calls of another machine: kill
-    rows = [(0x20, 0, 0, 4), (0x15, 1, 0, audit), (6, 0, 0, 0x80000000)]
-    rows += [(0x20, 0, 0, 0)]  # the number of the call
+    # calls of another machine: kill; then the number of the call
+    rows = [(0x20, 0, 0, 4), (0x15, 1, 0, audit), (6, 0, 0, 0x80000000), (0x20, 0, 0, 0)]
+    ends = [(6, 0, 0, 0x50026), (6, 0, 0, 0x7FFF0000)]  # ENOSYS; allowed
     for name in rules.keys() & number.keys():
         argument, operation, values, allowed = rules[name]
         # the upper half of an argument that the kernel reads as an int is of no account
         body = [(0x20, 0, 0, 16 + 8 * argument)]
         body += [(operation, len(values) - i, 0, value) for i, value in enumerate(values)]
-        ends = (ENOSYS, ALLOW) if allowed else (ALLOW, ENOSYS)
-        rows += [
-            (0x15, 0, len(body) + 2, number.pop(name)),
-            *body,
-            *((6, 0, 0, end) for end in ends),
-        ]
+        body += ends if allowed else ends[::-1]
+        rows += [(0x15, 0, len(body), number.pop(name)), *body]
 
     def search(numbers):
         if len(numbers) <= 4:
-            last = [(6, 0, 0, ENOSYS), (6, 0, 0, ALLOW)]
-            return [(0x15, len(numbers) - i, 0, value) for i, value in enumerate(numbers)] + last
+            return [(0x15, len(numbers) - i, 0, value) for i, value in enumerate(numbers)] + ends
         middle = len(numbers) // 2
         lower = search(numbers[:middle])
         return [(0x35, len(lower), 0, numbers[middle]), *lower, *search(numbers[middle:])]
@@ -242,41 +222,42 @@ def call_filter(machine, threads, namespaces):
     return b"".join(struct.pack("HBBI", *row) for row in rows + search(sorted(number.values())))
 
 
-def confine(libc, job, tests=1):
+def confine(job, tests=1):
     """Give up all rights of this process for good: resource limits, Landlock, capabilities,
     seccomp.
     """
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     os.setsid()
-    os.chdir(job["folder"])
+    os.chdir(job.folder)
     limits = {
-        "CPU": tests * (int(job["timeout_s"]) + 2),
-        "AS": job["memory_mb"] << 20,
-        "FSIZE": job["disk_mb"] << 20,
+        "CPU": tests * (int(job.timeout_s) + 2),
+        "AS": job.memory_mb << 20,
+        "FSIZE": job.disk_mb << 20,
         "NOFILE": 64,
         "CORE": 0,
     }
-    if not job["threads"]:
+    if not job.threads:
         # no new threads and processes for an ordinary user; seccomp refuses them to root too
         limits["NPROC"] = 0
     for name, limit in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         most = resource.getrlimit(kind)[1]
-        limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
+        if most != resource.RLIM_INFINITY:
+            limit = min(limit, most)
         resource.setrlimit(kind, (limit, limit))
     # PR_SET_NO_NEW_PRIVS, without which an ordinary user may not install the two below
     libc.prctl(38, 1, 0, 0, 0)
-    if job["landlock"]:
-        check(libc.syscall(446, job["ruleset"], 0), "landlock")
-        os.close(job["ruleset"])
+    if job.landlock:
+        check(libc.syscall(446, job.ruleset, 0), "landlock")
+        os.close(job.ruleset)
     machine = os.uname().machine
     if machine in MACHINES:  # no capabilities, so that root is an ordinary user too
         check(
             libc.syscall(MACHINES[machine][2], struct.pack("Ii", 0x20080522, 0), bytes(24)),
             "capset",
         )
-    if job["seccomp"]:  # the filter judges every call from here on
-        code = job["filter"]
+    if job.seccomp:  # the filter judges every call from here on
+        code = job.filter
         check(
             libc.prctl(
                 22, 2, struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(code)), 0, 0
@@ -286,7 +267,7 @@ def confine(libc, job, tests=1):
 
 
 # ---- the program's process -----------------------------------------------------------------------
-def run_program(libc, job, test, read, pipe):
+def run_program(job, test, read, pipe):
     """Read the program, confine this process, run it, and do what the judge asks for. Never
     returns.
 
@@ -297,21 +278,21 @@ def run_program(libc, job, test, read, pipe):
     write = os.write
     leave = os._exit
     clock = time.process_time
-    request = receive(job["texts"])
-    os.close(job["texts"])
-    if test["mode"] == "stdin":
+    request = receive(job.texts)
+    os.close(job.texts)
+    if test.mode == "stdin":
         with open(os.memfd_create("input", 2), "w+b") as file:  # MFD_ALLOW_SEALING
-            file.write(request["input"].encode("utf-8", "replace"))
+            file.write(request.input.encode("utf-8", "replace"))
             file.seek(0)
             fcntl.fcntl(file, 1033, 15)  # F_ADD_SEALS: from here on it can only be read
             os.dup2(file.fileno(), 0)
-    confine(libc, job)
+    confine(job)
     write(pipe, b"+")
     # From here on nothing in this process can be trusted: what comes through the pipe is data.
-    name = "__main__" if job["main_block"] or test["mode"] == "stdin" else "program"
+    name = "__main__" if job.main_block or test.mode == "stdin" else "program"
     main = sys.modules[name] = types.ModuleType(name)
-    if test["mode"] == "stdin":
-        leave(run_on_input(request["program"], main, pipe))
+    if test.mode == "stdin":
+        leave(run_on_input(request.program, main, pipe))
 
     def evaluate(before, expression):
         exec(compile(before, "<test>", "exec"), main.__dict__)
@@ -323,7 +304,7 @@ def run_program(libc, job, test, read, pipe):
 
     try:
         try:
-            exec(compile(request["program"], "<program>", "exec"), main.__dict__)
+            exec(compile(request.program, "<program>", "exec"), main.__dict__)
         except SystemExit as end:
             if end.code:  # 0 and None: the end of a main block
                 raise
@@ -349,19 +330,18 @@ def run_on_input(program, main, pipe):
     os.dup2(pipe, 1)
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8")
     sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8")
+    status = 0
     try:
-        exec(compile(program, "<program>", "exec"), main.__dict__)
-        status = 0
-    except SystemExit:
-        status = 0
+        with suppress(SystemExit):
+            exec(compile(program, "<program>", "exec"), main.__dict__)
     except BaseException:
         status = 1  # whatever it has printed
-    with contextlib.suppress(BaseException):
+    with suppress(BaseException):
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()  # waits for those that are no daemons
-        importlib.import_module("atexit")._run_exitfuncs()
+        import_module("atexit")._run_exitfuncs()
     for stream in (sys.stdout, sys.__stdout__):
-        with contextlib.suppress(BaseException):
+        with suppress(BaseException):
             stream.flush()
     return status
 
@@ -370,14 +350,14 @@ def run_on_input(program, main, pipe):
 # Modules by which tests compare, under their usual names: a program's own object of that name does
 # not count. Nor do its functions of these names, in a test that calls others too; they are taken
 # from the first module that has them.
-COMPARING = {name: name for name in ("math", "cmath", "numpy", "pytest", "unittest")} | {
-    "np": "numpy"
-}
-COMPARERS = {"approx": "pytest", "raises": "pytest", "isclose": "math", "Counter": "collections"}
-COMPARERS |= dict.fromkeys("allclose array_equal array_equiv".split(), "numpy")
-COMPARERS |= dict.fromkeys(
-    "assert_allclose assert_almost_equal assert_array_equal assert_equal".split(), "numpy.testing"
-)
+COMPARING = "math math, cmath cmath, numpy numpy, np numpy, pytest pytest, unittest unittest"
+COMPARING = dict(map(str.split, COMPARING.split(",")))
+COMPARERS = """
+approx pytest, raises pytest, isclose math, Counter collections, allclose numpy, array_equal numpy,
+array_equiv numpy, assert_allclose numpy.testing, assert_almost_equal numpy.testing,
+assert_array_equal numpy.testing, assert_equal numpy.testing
+"""
+COMPARERS = dict(map(str.split, COMPARERS.split(",")))
 
 
 def permits(operation, target, *rest):
@@ -389,11 +369,11 @@ def permits(operation, target, *rest):
     # for functools.wraps
     if operation == "get" and rest[0] in ("__name__", "__qualname__", "__doc__"):
         return isinstance(target, types.FunctionType)
-    if operation in ("get", "set", "getitem", "setitem", "len", "bool", "str", "repr"):
+    if operation in "get set getitem setitem len bool str repr".split():
         name = rest[0] if rest and isinstance(rest[0], str) else ""
         private = name.startswith("_") or (operation == "set" and hasattr(type(target), name))
         return type(target).__module__ == "__main__" and not private
-    return operation in ("call", "iter", "next")
+    return operation in "call iter next".split()
 
 
 def names_of(code):
@@ -430,14 +410,9 @@ def names_set(tree):
 def run_test(text, peer, main):
     """Run a test, with the program's objects for the names that it uses and does not define."""
     tree = ast.parse(text)
-    last = tree.body[-1] if tree.body else None
-    if (
-        isinstance(last, ast.Assert)
-        and isinstance(last.test, ast.Compare)
-        and isinstance(last.test.left, ast.Call)
-    ):
-        # for the report
-        last.test.left = ast.NamedExpr(ast.Name("_got", ast.Store()), last.test.left)
+    match tree.body[-1:]:
+        case [ast.Assert(test=ast.Compare(left=ast.Call()) as compared)]:  # for the report
+            compared.left = ast.NamedExpr(ast.Name("_got", ast.Store()), compared.left)
     code = compile(ast.fix_missing_locations(tree), "<test>", "exec")
     used = sorted(names_of(code))
     its = names_set(tree)
@@ -447,7 +422,7 @@ def run_test(text, peer, main):
         ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)
     ]
     if imports:
-        with contextlib.suppress(Exception):
+        with suppress(Exception):
             peer.ask("evaluate", "\n".join(imports), "None")
     # A builtin's name is the program's only if nothing else is, but for modules: a problem may ask
     # for sum(). Exceptions and __name__, not in lower case or not letters alone, are never the
@@ -463,24 +438,19 @@ def run_test(text, peer, main):
     taken = [name for name in own if name in offered]
     if {*taken} <= COMPARERS.keys():
         taken += [name for name in builtin if name in offered]
-    attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-    read = {(node.value.id, node.attr) for node in attributes if isinstance(node.value, ast.Name)}
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     for name in taken:  # whatever else it offers
         value = offered[name]
         # a module that only the program imports is replaced by ours of that name, and so is what
         # poses as one
-        asked = {
-            attribute
-            for owner, attribute in read
-            if owner == name and name in sys.stdlib_module_names
-        }
-        poses = isinstance(value, types.ModuleType) or (
-            asked and asked <= {*dir(importlib.import_module(name))}
-        )
+        asked = {node.attr for node in attributes if getattr(node.value, "id", "") == name}
+        poses = isinstance(value, types.ModuleType)
+        if asked and name in sys.stdlib_module_names:
+            poses = poses or asked <= {*dir(import_module(name))}
         if module := COMPARING.get(name) or (poses and {"dt": "datetime"}.get(name, name)):
-            value = importlib.import_module(module)
+            value = import_module(module)
         elif name in COMPARERS and others:
-            value = getattr(importlib.import_module(COMPARERS[name]), name)
+            value = getattr(import_module(COMPARERS[name]), name)
         elif type(value) is Remote and name[:1].isupper():
             value.__own__.is_class = True
         setattr(main, name, value)
@@ -491,19 +461,18 @@ def run_calls(request, peer, main, write):
     """Call a function with one input after another: a line for every value; with a check, up to the
     first wrong one.
     """
-    function = peer.ask("evaluate", "", request["call"])
-    main.data = unwire(request["data"])
-    for i, form in enumerate(request["inputs"]):
+    function = peer.ask("evaluate", "", request.call)
+    main.data = unwire(request.data)
+    for i, form in enumerate(request.inputs):
         value, seconds = peer.ask("timed", function, *unwire(form))
         line = wire(value, opaque)
         seconds = max(0.0, float.__float__(seconds))
-        if request["check"] and not main.right(i, unwire(form), unwire(line)):
-            return False
-        write(b"\n" if request["check"] else json.dumps([line, seconds]).encode() + b"\n")
-    return True
+        if request.check and not main.right(i, unwire(form), unwire(line)):
+            raise AssertionError
+        write(b"\n" if request.check else json.dumps([line, seconds]).encode() + b"\n")
 
 
-def run_judge(libc, job, test, orders, ends, out, pipes):
+def run_judge(job, test, orders, ends, out, pipes):
     """Run the tests of a program, each with its pipes to a process of the program's, as they are
     ordered.
 
@@ -513,10 +482,10 @@ def run_judge(libc, job, test, orders, ends, out, pipes):
     for number, (read, ask) in enumerate(pipes):
         if not os.read(orders, 1):
             break
-        request = receive(job["texts"])  # only this process reads it
+        request = receive(job.texts)  # only this process reads it
         if not number:
-            confine(libc, job, len(pipes))
-        os.chdir(job["folder"])  # which may be another one by now
+            confine(job, len(pipes))
+        os.chdir(job.folder)  # which may be another one by now
         os.write(ends, b"r")
         judge(request, test, read, ask, functools.partial(write, out))
         # 128 MB, which the next test may need
@@ -545,38 +514,38 @@ def judge(request, test, read, ask, give):
     try:
         if loaded == b"=":
             give(b"=")
-            exec(compile(request.get("check", ""), "<check>", "exec"), main.__dict__)
-            if "most" in test:  # it reads and prints
+            exec(compile(getattr(request, "check", ""), "<check>", "exec"), main.__dict__)
+            if hasattr(test, "most"):  # it reads and prints
                 with open(read, "rb") as file:
-                    printed = file.read(test["most"] + 1)
-                if len(printed) > test["most"]:
+                    printed = file.read(test.most + 1)
+                if len(printed) > test.most:
                     verdict = "output limit"
-                elif not request["check"] or main.right(printed.decode("utf-8", "replace")):
+                elif not request.check or main.right(printed.decode("utf-8", "replace")):
                     verdict = "pass"
-                give(b"" if request["check"] else printed)
+                give(b"" if request.check else printed)
             else:
                 peer = Peer(read, ask, permits)
                 verdict = "pass"
-                if test["mode"] == "calls":
-                    verdict = "pass" if run_calls(request, peer, main, give) else "fail"
-                elif test["mode"] == "value":
+                if test.mode == "calls":
+                    run_calls(request, peer, main, give)
+                elif test.mode == "value":
                     give(
                         json.dumps(
-                            wire(peer.ask("evaluate", request["before"], request["call"]), opaque)
+                            wire(peer.ask("evaluate", request.before, request.call), opaque)
                         ).encode()
                     )
                 else:
-                    run_test(request["text"], peer, main)
+                    run_test(request.text, peer, main)
     except MemoryError:
         verdict = "memory"
     except BaseException as error:  # the test does not pass
         verdict = "fail"
-        with contextlib.suppress(BaseException):
+        with suppress(BaseException):
             if not isinstance(error, AssertionError):
                 got = f"{type(error).__name__}: {error}"[:200]
             elif hasattr(main, "_got"):
                 got = reprlib.repr(main._got)[:200]
-    give(request["token"].encode() + json.dumps([verdict, got]).encode())
+    give(request.token.encode() + json.dumps([verdict, got]).encode())
 
 
 # ---- the template: two confined processes for each test ------------------------------------------
@@ -588,29 +557,27 @@ def receive(fd):
     def read(size):
         text = b""
         while len(text) < size:
-            new = os.read(fd, size - len(text))
-            if not new:
-                sys.exit(0 if size == 16 and not text else "whoever started this was killed")
-            text += new
+            ended = 0 if size == 16 and not text else "whoever started this was killed"
+            text += os.read(fd, size - len(text)) or sys.exit(ended)
         return text
 
-    return json.loads(read(int(read(16), 16)))
+    return types.SimpleNamespace(**json.loads(read(int(read(16), 16))))
 
 
-def empty(libc, job):
+def empty(job):
     """Make the folder of tests empty. A file system that no file was made in or removed from serves
     the next test.
     """
-    folder = job["folder"]
-    if not job["namespaces"]:  # it holds no folders
+    folder = job.folder
+    if not job.namespaces:  # it holds no folders
         for name in os.listdir(folder):
             os.unlink(f"{folder}/{name}")
-    elif os.listdir(folder) or os.stat(folder).st_mtime_ns != job["made"]:
-        if job["made"]:
+    elif os.listdir(folder) or os.stat(folder).st_mtime_ns != job.made:
+        if job.made:
             check(libc.umount2(folder.encode(), 2), "umount")
-        size = f"size={job['disk_mb']}m,nr_inodes=2k,mode=700".encode()
+        size = f"size={job.disk_mb}m,nr_inodes=2k,mode=700".encode()
         check(libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 6, size), "tmpfs")
-        job["made"] = os.stat(folder).st_mtime_ns
+        job.made = os.stat(folder).st_mtime_ns
 
 
 def overfull(folder, megabytes):
@@ -619,7 +586,7 @@ def overfull(folder, megabytes):
     """
     sizes = []
     for entry in os.scandir(folder):
-        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+        with suppress(FileNotFoundError):  # removed meanwhile
             sizes.append(entry.stat(follow_symlinks=False).st_blocks * 512)
     return len(sizes) > 2000 or sum(sizes) > megabytes << 20
 
@@ -628,7 +595,7 @@ def processor_s(pids):
     """Processor seconds of processes, of all their threads."""
     total = 0.0
     for pid in pids:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             total += time.clock_gettime(~pid << 3 | 2)  # clock_getcpuclockid(pid)
     return total
 
@@ -637,25 +604,25 @@ def follow_test(job, test, pids, out, ends):
     """Read what a test gives back until there is something at `ends`: ("done", "timeout" or "output
     limit", its size).
 
-    It is in job["buffer"], which no process of a later test has.
+    It is in job.buffer, which no process of a later test has.
     """
-    if len(job["buffer"]) < test["cap"] + 65536:
-        job["buffer"] = memory_of_ours(test["cap"] + 65536)
-    buffer = job["buffer"]
+    if len(job.buffer) < test.cap + 65536:
+        job.buffer = memory_of_ours(test.cap + 65536)
+    buffer = job.buffer
     size = 0
     counted = 0
     lines = 0
     watched = [out, ends]
     ended = False
     next_look = 0.0
-    deadline = time.monotonic() + min(3 * job["timeout_s"], test["left_s"])
+    call_begun = time.monotonic()
+    deadline = call_begun + min(3 * job.timeout_s, test.left_s)
     earlier_s = processor_s(pids)
     # processor seconds of every call; other tests are one call
-    limits = [*test["limits"], job["timeout_s"]]
+    limits = [*test.limits, job.timeout_s]
     # the call that runs now, and both clocks when it began
-    call = -1
+    call = 0
     call_cpu_s = 0.0
-    call_begun = 0.0
     # what is not read before "+" the next process would read
     while (now := time.monotonic()) < deadline or not size:
         if now > next_look:
@@ -666,21 +633,21 @@ def follow_test(job, test, pids, out, ends):
                 lines += 1
             if (number := min(lines, len(limits) - 1)) != call:
                 call = number
-                call_cpu_s = cpu_s if number else 0.0
+                call_cpu_s = cpu_s
                 call_begun = now
             if size and (
                 cpu_s > limits[-1] or max(cpu_s - call_cpu_s, (now - call_begun) / 3) > limits[call]
             ):
                 return "timeout", size
             # a file system of its own would be full
-            if not job["namespaces"] and overfull(job["folder"], job["disk_mb"]):
+            if not job.namespaces and overfull(job.folder, job.disk_mb):
                 return "output limit", 0
         ready = select.select(watched, [], [], 0 if ended else max(0.01, min(0.1, deadline - now)))[
             0
         ]
         chunk = os.readv(out, [memoryview(buffer)[size : size + 65536]]) if out in ready else 0
         size += chunk
-        if size > test["cap"]:
+        if size > test.cap:
             return "output limit", 0
         if out in ready and not chunk:  # at its end it would always be ready
             watched.remove(out)
@@ -724,7 +691,7 @@ class Judge:
     `count` tests.
     """
 
-    def __init__(self, libc, job, test, count):
+    def __init__(self, job, test, count):
         self.out, out = os.pipe()  # the only way out of a test
         self.ends, ends = os.pipe()
         orders, self.orders = os.pipe()
@@ -732,9 +699,9 @@ class Judge:
         pipes = [(*os.pipe(), *os.pipe()) for _ in range(count)]
         self.programs = [(asked, answer) for asked, _, _, answer in pipes]
         its = [(answers, ask) for _, ask, answers, _ in pipes]
-        files = [*job["kept"], orders, ends, *sum(its, ()), out]
-        self.pid = spawn(files, run_judge, libc, job, test, orders, ends, out, its)
-        for file in (out, ends, orders, *sum(its, ())):
+        files = [*job.kept, orders, ends, *sum(its, ()), out]
+        self.pid = spawn(files, run_judge, job, test, orders, ends, out, its)
+        for file in files[len(job.kept) :]:
             os.close(file)
 
     def begin(self):
@@ -753,29 +720,26 @@ class Judge:
 
 def clear(job, judge):
     """End the judge, and whatever else of a program still runs."""
-    if judge:
-        judge.close()
-    if job["namespaces"]:
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+    judge.close()
+    if job.namespaces:
+        with suppress(ProcessLookupError, ChildProcessError):
             os.kill(-1, signal.SIGKILL)  # all of this process namespace but ourselves
             while os.waitpid(-1, 0):
                 pass
 
 
-def run_confined(libc, job, test, judge):
+def run_confined(job, test, judge):
     """Run a test, and leave nothing of it but the judge for the next one: (its row, what it gave
     back, judge or None).
 
     A judge never runs a line of the program, so one serves up to JUDGED tests of it; the program
     has a process for each.
     """
-    empty(libc, job)
-    job["timeout_s"] = test["timeout_s"]
-    judge = judge or Judge(
-        libc, job, test, min(test["tests"], JUDGED) if test["mode"] == "test" else 1
-    )
+    empty(job)
+    job.timeout_s = test.timeout_s
+    judge = judge or Judge(job, test, min(test.tests, JUDGED) if test.mode == "test" else 1)
     pipes = judge.begin()
-    pids = [judge.pid, spawn([*job["kept"], *pipes], run_program, libc, job, test, *pipes)]
+    pids = [judge.pid, spawn([*job.kept, *pipes], run_program, job, test, *pipes)]
     for file in pipes:
         os.close(file)
     goes_on = False
@@ -790,7 +754,7 @@ def run_confined(libc, job, test, judge):
         if not goes_on:
             clear(job, judge)
             judge = None
-    buffer = job["buffer"]
+    buffer = job.buffer
     # it failed before the program ran: no verdict
     if outcome == "done" and (not size or buffer[:1] != b"+"):
         sys.exit(f"a test process could not be confined: {buffer[:size].decode(errors='replace')}")
@@ -808,7 +772,7 @@ def run_confined(libc, job, test, judge):
 
 def remove(base):
     if base:
-        importlib.import_module("shutil").rmtree(base, ignore_errors=True)
+        import_module("shutil").rmtree(base, ignore_errors=True)
 
 
 def orphaned(*_):
@@ -821,10 +785,9 @@ def launch():
     """Read the settings from standard input, confine this process, then run tests as they come and
     report each.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
     job = receive(0)
     # a test's text follows its settings, where only the judge reads it; then the program's
-    job["texts"] = os.dup(0)
+    job.texts = os.dup(0)
     # The report goes to a copy of standard output that no test inherits; what programs print goes
     # nowhere.
     report = os.dup(1)
@@ -832,74 +795,75 @@ def launch():
     os.dup2(null, 0)
     os.dup2(null, 1)
     signal.signal(signal.SIGTERM, orphaned)
-    base = job["folder"]  # for what tests write; "" with namespaces
+    base = job.folder  # for what tests write; "" with namespaces
     # PR_SET_PDEATHSIG; SIGTERM: clean up
     libc.prctl(1, signal.SIGTERM if base else signal.SIGKILL, 0, 0, 0)
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # when memory runs out, the kernel kills this process before the trainer
 
     # Ask the kernel what it offers. Namespaces were tried before, by layers(), in a launcher
     # without tests.
     landlock = libc.syscall(444, None, 0, 1)
     machine = os.uname().machine
-    job["landlock"] = landlock if landlock >= 3 else 0  # older versions let files be truncated
+    job.landlock = landlock if landlock >= 3 else 0  # older versions let files be truncated
     refused = libc.prctl(22, 2, None, 0, 0) == -1 and ctypes.get_errno()
     # EFAULT: known, only there was no filter
-    job["seccomp"] = machine in MACHINES and refused == 14
-    if job["seccomp"]:
-        code = call_filter(machine, job["threads"], job["namespaces"])
-        job["filter"] = ctypes.create_string_buffer(code, len(code))
+    job.seccomp = machine in MACHINES and refused == 14
+    if job.seccomp:
+        code = call_filter(machine, job.threads, job.namespaces)
+        job.filter = ctypes.create_string_buffer(code, len(code))
     # programs may read all of it
     exposed = sys.base_prefix in map(os.path.expanduser, ("~", "~/.local"))
-    job["readable"] = [
-        path for path in (sys.base_prefix, *job["packages"], *READABLE) if os.path.exists(path)
-    ]
-    if job["namespaces"]:
-        # mounts its root there, where nothing readable lies
-        enter_namespaces(libc, "/proc", job["readable"])
+    job.readable = [*filter(os.path.exists, (sys.base_prefix, *job.packages, *READABLE))]
+    if job.namespaces:
+        enter_namespaces(job.readable)
     # PR_SET_DUMPABLE: no core; no other process may trace this one or its forks
     libc.prctl(4, 0, 0, 0, 0)
-    found = {name: job[name] for name in ("namespaces", "landlock", "seccomp")}
-    write(report, json.dumps(found | {"size": 0}).encode() + b"\n")
-    if not job["allow_unsafe"] and (
-        exposed or not (job["seccomp"] and (job["namespaces"] or job["landlock"]))
-    ):
-        sys.exit(
-            "this Python lies in a home folder: use another"
-            if exposed
-            else "less than the safe minimum"
-        )
+    found = {
+        "namespaces": job.namespaces,
+        "landlock": job.landlock,
+        "seccomp": job.seccomp,
+        "size": 0,
+    }
+    write(report, json.dumps(found).encode() + b"\n")
+    if not job.allow_unsafe:
+        if exposed:
+            sys.exit("this Python lies in a home folder: use another")
+        if not (job.seccomp and (job.namespaces or job.landlock)):
+            sys.exit("less than the safe minimum")
 
     folder = f"{base or '/.sandbox'}/test"
-    job |= {"folder": folder, "made": 0, "buffer": memory_of_ours(1 << 20)}
-    os.environ.update(HOME=folder, TMPDIR=folder, PYTHONPATH=":".join(job["packages"]))
-    sys.path += job["packages"]
+    job.folder = folder
+    job.made = 0
+    job.buffer = memory_of_ours(1 << 20)
+    os.environ.update(HOME=folder, TMPDIR=folder, PYTHONPATH=":".join(job.packages))
+    sys.path += job.packages
     for name in USUAL.split():
-        importlib.import_module(name)
+        import_module(name)
     for name in ("exit", "quit"):  # as without -S
-        setattr(builtins, name, importlib.import_module("_sitebuiltins").Quitter(name, "Ctrl-D"))
+        setattr(builtins, name, import_module("_sitebuiltins").Quitter(name, "Ctrl-D"))
     gc.collect()
     gc.freeze()  # a fork shares what no collection writes to
     try:
         if base:
             os.mkdir(base, 0o700)
             os.mkdir(folder, 0o700)
-        job["kept"] = [job["texts"]]  # files that a test process begins with
+        job.kept = [job.texts]  # files that a test process begins with
         judge = None
         # a rule for what is above the folder's file system, where nothing can be written
-        if job["landlock"]:
-            job["ruleset"] = file_rules(libc, job, folder if base else "/.sandbox")
-            job["kept"].append(job["ruleset"])
+        if job.landlock:
+            job.ruleset = file_rules(job, folder if base else "/.sandbox")
+            job.kept.append(job.ruleset)
         while True:
-            test = receive(job["texts"])
-            if judge and (test["first"] or test["mode"] != "test"):
+            test = receive(job.texts)
+            if judge and (test.first or test.mode != "test"):
                 clear(job, judge)
                 judge = None
-            row, given, judge = run_confined(libc, job, test, judge)
+            row, given, judge = run_confined(job, test, judge)
             write(report, json.dumps(row).encode() + b"\n")
             write(report, given)
             row = given = given.release()
-            job["buffer"].madvise(mmap.MADV_DONTNEED)  # zeros again
+            job.buffer.madvise(mmap.MADV_DONTNEED)  # zeros again
     finally:  # SIGTERM may come in the midst of it, once: the pipe ends a moment before
         try:
             remove(base)

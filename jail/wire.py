@@ -10,14 +10,14 @@ between the two.
 """
 
 import builtins
-import contextlib
-import importlib
 import json
 import operator
 import os
 import re
 import sys
 import types
+from contextlib import suppress
+from importlib import import_module
 
 # ---- the wire format of values -------------------------------------------------------------------
 # Types that are built anew from arguments: name -> the arguments that make a value. VIEWS: how to
@@ -25,24 +25,21 @@ import types
 REDUCED = """
 builtins.range builtins.slice collections.Counter decimal.Decimal datetime.date datetime.time
 datetime.datetime datetime.timedelta
-"""
-ARGUMENTS = dict.fromkeys(REDUCED.split(), lambda value: value.__reduce__()[1])
+""".split()
+ARGUMENTS = dict.fromkeys(REDUCED, lambda value: value.__reduce__()[1])
 ARGUMENTS |= {
     "fractions.Fraction": lambda value: [value.numerator, value.denominator],
     "datetime.timezone": lambda value: [value.utcoffset(None)],
     "collections.deque": lambda value: [list(value), value.maxlen],
     "collections.OrderedDict": lambda value: [list(value.items())],
     "collections.defaultdict": lambda value: [value.default_factory, dict(value)],
-    **dict.fromkeys(
-        ("builtins.dict_keys", "builtins.dict_values", "builtins.dict_items"),
-        lambda value: [list(value)],
-    ),
 }
 VIEWS = {
     "builtins.dict_keys": lambda items: dict.fromkeys(items).keys(),
     "builtins.dict_values": lambda items: dict(enumerate(items)).values(),
     "builtins.dict_items": lambda items: dict(items).items(),
 }
+ARGUMENTS |= dict.fromkeys(VIEWS, lambda value: [list(value)])
 LARGE = 1 << 63  # larger integers travel as hexadecimal digits: Python limits decimal ones
 # the only type of their arguments
 EXACT = {"fractions.Fraction": int, "builtins.range": int, "decimal.Decimal": str}
@@ -50,8 +47,9 @@ BUILTIN = (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, f
 MUTABLE = """
 builtins.list builtins.bytearray builtins.set builtins.dict collections.deque numpy.ndarray
 collections.OrderedDict collections.defaultdict collections.Counter
-"""
-MUTABLE = {*MUTABLE.split()}
+""".split()
+TAGS = {"b": bytes, "y": bytearray, "t": tuple, "s": set, "f": frozenset}
+TAG_OF = {kind: tag for tag, kind in TAGS.items()}
 
 
 def wire(value, other, share=None):
@@ -97,8 +95,10 @@ def contents(value, other, share=None):
         return other(value, None)
     if base is int:
         form = {"i": int.__format__(value, "x")}  # decimal digits are limited to 4,300
-    elif base in (float, str):
-        form = {float: float.__pos__, str: str.__str__}[base](value)
+    elif base is float:
+        form = float.__pos__(value)
+    elif base is str:
+        form = str.__str__(value)
     elif base is complex:
         form = {"c": [complex.real.__get__(value), complex.imag.__get__(value)]}
     elif base is dict:
@@ -109,10 +109,10 @@ def contents(value, other, share=None):
             ]
         }
     elif base in (bytes, bytearray):
-        form = {"b" if base is bytes else "y": b"".join([value]).decode("latin-1")}
+        form = {TAG_OF[base]: b"".join([value]).decode("latin-1")}
     else:
         items = [wire(item, other, share) for item in base.__iter__(value)]
-        form = items if base is list else {{tuple: "t", set: "s", frozenset: "f"}[base]: items}
+        form = items if base is list else {TAG_OF[base]: items}
     return form if kind is base else other(value, form)
 
 
@@ -139,15 +139,15 @@ def unwire(form, other=lambda tag, content: Opaque()):
     if tag == "c":
         return complex(*content)
     if tag in ("b", "y"):
-        return {"b": bytes, "y": bytearray}[tag](content.encode("latin-1"))
+        return TAGS[tag](content.encode("latin-1"))
     if tag == "d":
         return {unwire(key, other): unwire(value, other) for key, value in content}
     if tag in ("t", "s", "f"):
-        return {"t": tuple, "s": set, "f": frozenset}[tag](unwire(item, other) for item in content)
+        return TAGS[tag](unwire(item, other) for item in content)
     if tag == "a":
         if not re.fullmatch(r"[<>|]?[biufcSU]\d+", content[0]):
             raise TypeError(f"no type of NumPy's: {content[0]!r}")
-        numpy = importlib.import_module("numpy")
+        numpy = import_module("numpy")
         return (
             numpy.frombuffer(content[2].encode("latin-1"), content[0])
             .reshape(content[1])
@@ -155,7 +155,7 @@ def unwire(form, other=lambda tag, content: Opaque()):
         )
     if tag == "r" and content[0] in ARGUMENTS:
         module, _, name = content[0].rpartition(".")
-        make = VIEWS.get(content[0]) or getattr(importlib.import_module(module), name)
+        make = VIEWS.get(content[0]) or getattr(import_module(module), name)
         arguments = [unwire(argument, other) for argument in content[1:]]
         # a short line that would make a large value: a range written out, a fraction such as
         # 1e999999999
@@ -189,32 +189,29 @@ len iter next reversed bool str repr int float complex index abs round neg pos i
 ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
 BINARY = "eq ne lt le gt ge divmod".split() + ARITHMETIC
 # these change nothing
-READING = {*"len bool str repr int float complex index abs round hash base".split()}
+READING = "len bool str repr int float complex index abs round hash base".split()
 OPERATIONS = {}
-for name in "getitem setitem delitem contains neg pos invert".split() + BINARY:
-    if name != "divmod":
-        OPERATIONS[name] = getattr(operator, f"__{name}__")
+WRITTEN = "getitem setitem delitem contains neg pos invert index eq ne lt le gt ge".split()
+for name in WRITTEN + ARITHMETIC:
+    OPERATIONS[name] = getattr(operator, f"__{name}__")
 OPERATIONS |= {f"i{name}": getattr(operator, f"__i{name}__") for name in ARITHMETIC}
-OPERATIONS |= {name: getattr(builtins, name) for name in UNARY if hasattr(builtins, name)} | {
-    "divmod": divmod,
-    "index": operator.index,
+OPERATIONS |= {name: getattr(builtins, name) for name in UNARY if hasattr(builtins, name)}
+OPERATIONS |= {each.__name__: each for each in (divmod, isinstance, issubclass)}
+OPERATIONS |= {
     "get": getattr,
     "set": setattr,
     "del": delattr,
-    "isinstance": isinstance,
-    "issubclass": issubclass,
     "call": lambda function, /, *args, **options: function(*args, **options),
     "enter": lambda manager: type(manager).__enter__(manager),
     "exit": lambda manager: type(manager).__exit__(manager, None, None, None),
     "base": lambda value: unwire(wire(value, plain)),
-    "run": lambda coroutine: importlib.import_module("asyncio").run(coroutine),
+    "run": lambda coroutine: import_module("asyncio").run(coroutine),
 }
 # What changes an object: methods of builtin types that are asked for at its own side.
 CHANGING = """
 append extend insert pop remove clear sort reverse update setdefault popitem add discard
 difference_update intersection_update symmetric_difference_update
-"""
-CHANGING = {*CHANGING.split()}
+""".split()
 
 
 class Own(types.SimpleNamespace):
@@ -248,15 +245,10 @@ class Remote:
         """
         # So an object cannot be one number where it is first looked at and another where it is
         # looked at again.
-        if (
-            operation not in self.__own__.answers
-            or self.__own__.answers[operation][0] != self.__own__.peer.changes
-        ):
-            self.__own__.answers[operation] = (
-                self.__own__.peer.changes,
-                self.__own__.peer.ask(operation, self),
-            )
-        return self.__own__.answers[operation][1]
+        own = self.__own__
+        if operation not in own.answers or own.answers[operation][0] != own.peer.changes:
+            own.answers[operation] = own.peer.changes, own.peer.ask(operation, self)
+        return own.answers[operation][1]
 
     @property
     def __value__(self):
@@ -316,13 +308,12 @@ def forwarded(name):
     """A method of Remote that asks for an operation, or does it with the builtin value."""
 
     def apply(self, *args):
-        if self.__own__.has_base and not self.__own__.made and name in LOCAL:
+        own = self.__own__
+        if own.has_base and not own.made and name in LOCAL:
             return OPERATIONS[name](self.__value__, *args)
-        return (
-            self.__read__(name)
-            if name in READING and not args
-            else self.__own__.peer.ask(name, self, *args)
-        )
+        if name in READING and not args:
+            return self.__read__(name)
+        return own.peer.ask(name, self, *args)
 
     return apply
 
@@ -347,8 +338,9 @@ def between(name):
 for name in [*UNARY, "getitem", "setitem", "delitem", "enter"]:
     setattr(Remote, f"__{name}__", forwarded(name))
 for name in BINARY:  # Python never calls those named __req__ and the like
-    for prefix, function in zip(("", "r"), between(name), strict=True):
-        setattr(Remote, f"__{prefix}{name}__", function)
+    plainly, exchanged = between(name)
+    setattr(Remote, f"__{name}__", plainly)
+    setattr(Remote, f"__r{name}__", exchanged)
 for name in ARITHMETIC:
     setattr(Remote, f"__i{name}__", between(f"i{name}")[0])
 
@@ -448,11 +440,9 @@ class Peer:
         if tag == "raised":
             return self.error_of(*content)
         if tag == "builtin":
-            return (
-                {each.__name__: each for each in BUILTIN}[content]
-                if self.permits
-                else getattr(builtins, content)
-            )
+            if self.permits:
+                return {each.__name__: each for each in BUILTIN}[content]
+            return getattr(builtins, content)
         if tag == "module":
             return types.ModuleType(content)
         number, has_base = content
@@ -465,14 +455,11 @@ class Peer:
 
     def form_of_error(self, error):
         """[family of its class, arguments, attributes, text]."""
-        parts = {
-            "args": list(error.args),
-            **{k: v for k, v in vars(error).items() if not k.startswith("_")},
-        }
         forms = {}
-        for name, value in parts.items():
-            with contextlib.suppress(Exception):
-                forms[name] = wire(value, self.refer)
+        for name, value in ({"args": [*error.args]} | vars(error)).items():
+            if not name.startswith("_"):
+                with suppress(Exception):
+                    forms[name] = wire(value, self.refer)
         return [self.family_of(type(error)), forms.pop("args", []), forms, str(error)]
 
     def family_of(self, kind):
@@ -511,7 +498,7 @@ class Peer:
         except Exception:  # a class of the program that wants other arguments
             error = kind.__new__(kind, *args)
             error.args = tuple(args)
-        with contextlib.suppress(AttributeError):
+        with suppress(AttributeError):
             vars(error).update(
                 {k: unwire(v, self.resolve) for k, v in attributes.items()}, _text=text
             )
@@ -533,7 +520,7 @@ class Peer:
                 entry[1] = state(entry[0])
             waiting += range(known + 1, self.count + 1)  # what is new in it
         forgotten = [
-            number for number in [*self.shared] if sys.getrefcount(self.shared[number][0]) <= 2
+            number for number in self.shared if sys.getrefcount(self.shared[number][0]) <= 2
         ]
         for number in forgotten:
             del self.ids[id(self.shared.pop(number)[0])]
@@ -563,7 +550,8 @@ class Peer:
                 getattr(kind, "extend" if kind.__name__ == "deque" else "update")(value, new)
             self.shared[-number][1] = None
         for entry in self.shared.values():
-            entry[1] = state(entry[0]) if entry[1] is None else entry[1]
+            if entry[1] is None:
+                entry[1] = state(entry[0])
         for number in forgotten:
             if entry := self.shared.pop(-number, None):
                 del self.ids[id(entry[0])]
@@ -576,7 +564,7 @@ class Peer:
             "ask",
             [
                 operation,
-                [self.form(arg) for arg in args],
+                [*map(self.form, args)],
                 {k: self.form(v) for k, v in options.items()},
             ],
         )
@@ -628,19 +616,15 @@ def family(kind):
     the library's].
     """
     name = f"{kind.__module__}.{kind.__qualname__}"
-    bases = (
-        []
-        if library_class(name) is kind
-        else [base for base in kind.__bases__ if issubclass(base, BaseException)]
-    )
-    return [name, [*map(family, bases)]]
+    if library_class(name) is kind:
+        return [name, []]
+    return [name, [family(base) for base in kind.__bases__ if issubclass(base, BaseException)]]
 
 
 STEERING = {"unittest", "asyncio", "doctest"}  # their exceptions skip a test or cancel it
 NUMPY = """
 numpy numpy.exceptions numpy.linalg numpy._core._exceptions numpy.core._exceptions
-"""
-NUMPY = {*NUMPY.split()}
+""".split()
 
 
 def library_class(name):
@@ -653,9 +637,10 @@ def library_class(name):
     if module in NUMPY or (
         module.partition(".")[0] in sys.stdlib_module_names - STEERING and "__main__" not in module
     ):
-        with contextlib.suppress(ImportError, AttributeError):
-            kind = getattr(importlib.import_module(module), name)
+        with suppress(ImportError, AttributeError):
+            kind = getattr(import_module(module), name)
             # as test.support has
             hidden = STEERING & {base.__module__.partition(".")[0] for base in kind.__mro__}
-            return kind if issubclass(kind, BaseException) and not hidden else None
+            if issubclass(kind, BaseException) and not hidden:
+                return kind
     return None
