@@ -35,7 +35,6 @@ from jail.wire import OPERATIONS, Peer, Remote, opaque, unwire, wire
 
 # What many programs import: done once, here.
 USUAL = "bisect collections copy datetime decimal enum fractions heapq math string typing"
-libc = ctypes.CDLL(None, use_errno=True)
 JUDGED = 4  # tests that one judge runs, with four descriptors for each
 
 
@@ -47,7 +46,7 @@ def check(returned, what):
 
 
 # ---- namespaces ----------------------------------------------------------------------------------
-def enter_namespaces(readable):
+def enter_namespaces(libc, readable):
     """Continue as process 1 of new user, mount, process, network, IPC and host-name namespaces, in
     a root of their own.
 
@@ -107,14 +106,14 @@ def enter_namespaces(readable):
 READABLE = "/usr /bin /lib /lib64 /etc/ld.so.cache /dev/null /dev/zero /dev/urandom".split()
 
 
-def file_rules(job, writable):
-    """A Landlock ruleset: read and execute below job.readable, all below `writable`; no TCP, no
+def file_rules(libc, job, writable):
+    """A Landlock ruleset: read and execute below job["readable"], all below `writable`; no TCP, no
     signals to others.
 
     Without namespaces no new folders, and no file is removed: what is written can be counted, see
     overfull().
     """
-    abi = job.landlock
+    abi = job["landlock"]
     # all that this kernel knows: what no rule allows is refused
     rights = 0xFFFF if abi >= 5 else 0x7FFF
     size = 8  # files
@@ -123,11 +122,11 @@ def file_rules(job, writable):
     if abi >= 6:
         size = 24  # abstract sockets and signals
     ruleset = check(libc.syscall(444, struct.pack("3Q", rights, 3, 3)[:size], size, 0), "landlock")
-    for path in [*job.readable, writable]:
+    for path in [*job["readable"], writable]:
         # write and read a file; execute, read a file, list a folder
         allowed = 6 if path.startswith("/dev/") else 13
         if path == writable:
-            allowed = rights if job.namespaces else rights & ~(128 + 32)  # MAKE_DIR, REMOVE_FILE
+            allowed = rights if job["namespaces"] else rights & ~(128 + 32)  # MAKE_DIR, REMOVE_FILE
         if not os.path.isdir(path):
             allowed &= 7  # the rights that a file can have
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -222,21 +221,21 @@ def call_filter(machine, threads, namespaces):
     return b"".join(struct.pack("HBBI", *row) for row in rows + search(sorted(number.values())))
 
 
-def confine(job, tests=1):
+def confine(libc, job, tests=1):
     """Give up all rights of this process for good: resource limits, Landlock, capabilities,
     seccomp.
     """
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     os.setsid()
-    os.chdir(job.folder)
+    os.chdir(job["folder"])
     limits = {
-        "CPU": tests * (int(job.timeout_s) + 2),
-        "AS": job.memory_mb << 20,
-        "FSIZE": job.disk_mb << 20,
+        "CPU": tests * (int(job["timeout_s"]) + 2),
+        "AS": job["memory_mb"] << 20,
+        "FSIZE": job["disk_mb"] << 20,
         "NOFILE": 64,
         "CORE": 0,
     }
-    if not job.threads:
+    if not job["threads"]:
         # no new threads and processes for an ordinary user; seccomp refuses them to root too
         limits["NPROC"] = 0
     for name, limit in limits.items():
@@ -247,17 +246,17 @@ def confine(job, tests=1):
         resource.setrlimit(kind, (limit, limit))
     # PR_SET_NO_NEW_PRIVS, without which an ordinary user may not install the two below
     libc.prctl(38, 1, 0, 0, 0)
-    if job.landlock:
-        check(libc.syscall(446, job.ruleset, 0), "landlock")
-        os.close(job.ruleset)
+    if job["landlock"]:
+        check(libc.syscall(446, job["ruleset"], 0), "landlock")
+        os.close(job["ruleset"])
     machine = os.uname().machine
     if machine in MACHINES:  # no capabilities, so that root is an ordinary user too
         check(
             libc.syscall(MACHINES[machine][2], struct.pack("Ii", 0x20080522, 0), bytes(24)),
             "capset",
         )
-    if job.seccomp:  # the filter judges every call from here on
-        code = job.filter
+    if job["seccomp"]:  # the filter judges every call from here on
+        code = job["filter"]
         check(
             libc.prctl(
                 22, 2, struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(code)), 0, 0
@@ -267,7 +266,7 @@ def confine(job, tests=1):
 
 
 # ---- the program's process -----------------------------------------------------------------------
-def run_program(job, test, read, pipe):
+def run_program(libc, job, test, read, pipe):
     """Read the program, confine this process, run it, and do what the judge asks for. Never
     returns.
 
@@ -278,21 +277,21 @@ def run_program(job, test, read, pipe):
     write = os.write
     leave = os._exit
     clock = time.process_time
-    request = receive(job.texts)
-    os.close(job.texts)
-    if test.mode == "stdin":
+    request = receive(job["texts"])
+    os.close(job["texts"])
+    if test["mode"] == "stdin":
         with open(os.memfd_create("input", 2), "w+b") as file:  # MFD_ALLOW_SEALING
-            file.write(request.input.encode("utf-8", "replace"))
+            file.write(request["input"].encode("utf-8", "replace"))
             file.seek(0)
             fcntl.fcntl(file, 1033, 15)  # F_ADD_SEALS: from here on it can only be read
             os.dup2(file.fileno(), 0)
-    confine(job)
+    confine(libc, job)
     write(pipe, b"+")
     # From here on nothing in this process can be trusted: what comes through the pipe is data.
-    name = "__main__" if job.main_block or test.mode == "stdin" else "program"
+    name = "__main__" if job["main_block"] or test["mode"] == "stdin" else "program"
     main = sys.modules[name] = types.ModuleType(name)
-    if test.mode == "stdin":
-        leave(run_on_input(request.program, main, pipe))
+    if test["mode"] == "stdin":
+        leave(run_on_input(request["program"], main, pipe))
 
     def evaluate(before, expression):
         exec(compile(before, "<test>", "exec"), main.__dict__)
@@ -304,7 +303,7 @@ def run_program(job, test, read, pipe):
 
     try:
         try:
-            exec(compile(request.program, "<program>", "exec"), main.__dict__)
+            exec(compile(request["program"], "<program>", "exec"), main.__dict__)
         except SystemExit as end:
             if end.code:  # 0 and None: the end of a main block
                 raise
@@ -461,18 +460,18 @@ def run_calls(request, peer, main, write):
     """Call a function with one input after another: a line for every value; with a check, up to the
     first wrong one.
     """
-    function = peer.ask("evaluate", "", request.call)
-    main.data = unwire(request.data)
-    for i, form in enumerate(request.inputs):
+    function = peer.ask("evaluate", "", request["call"])
+    main.data = unwire(request["data"])
+    for i, form in enumerate(request["inputs"]):
         value, seconds = peer.ask("timed", function, *unwire(form))
         line = wire(value, opaque)
         seconds = max(0.0, float.__float__(seconds))
-        if request.check and not main.right(i, unwire(form), unwire(line)):
+        if request["check"] and not main.right(i, unwire(form), unwire(line)):
             raise AssertionError
-        write(b"\n" if request.check else json.dumps([line, seconds]).encode() + b"\n")
+        write(b"\n" if request["check"] else json.dumps([line, seconds]).encode() + b"\n")
 
 
-def run_judge(job, test, orders, ends, out, pipes):
+def run_judge(libc, job, test, orders, ends, out, pipes):
     """Run the tests of a program, each with its pipes to a process of the program's, as they are
     ordered.
 
@@ -482,10 +481,10 @@ def run_judge(job, test, orders, ends, out, pipes):
     for number, (read, ask) in enumerate(pipes):
         if not os.read(orders, 1):
             break
-        request = receive(job.texts)  # only this process reads it
+        request = receive(job["texts"])  # only this process reads it
         if not number:
-            confine(job, len(pipes))
-        os.chdir(job.folder)  # which may be another one by now
+            confine(libc, job, len(pipes))
+        os.chdir(job["folder"])  # which may be another one by now
         os.write(ends, b"r")
         judge(request, test, read, ask, functools.partial(write, out))
         # 128 MB, which the next test may need
@@ -514,28 +513,28 @@ def judge(request, test, read, ask, give):
     try:
         if loaded == b"=":
             give(b"=")
-            exec(compile(getattr(request, "check", ""), "<check>", "exec"), main.__dict__)
-            if hasattr(test, "most"):  # it reads and prints
+            exec(compile(request.get("check", ""), "<check>", "exec"), main.__dict__)
+            if "most" in test:  # it reads and prints
                 with open(read, "rb") as file:
-                    printed = file.read(test.most + 1)
-                if len(printed) > test.most:
+                    printed = file.read(test["most"] + 1)
+                if len(printed) > test["most"]:
                     verdict = "output limit"
-                elif not request.check or main.right(printed.decode("utf-8", "replace")):
+                elif not request["check"] or main.right(printed.decode("utf-8", "replace")):
                     verdict = "pass"
-                give(b"" if request.check else printed)
+                give(b"" if request["check"] else printed)
             else:
                 peer = Peer(read, ask, permits)
                 verdict = "pass"
-                if test.mode == "calls":
+                if test["mode"] == "calls":
                     run_calls(request, peer, main, give)
-                elif test.mode == "value":
+                elif test["mode"] == "value":
                     give(
                         json.dumps(
-                            wire(peer.ask("evaluate", request.before, request.call), opaque)
+                            wire(peer.ask("evaluate", request["before"], request["call"]), opaque)
                         ).encode()
                     )
                 else:
-                    run_test(request.text, peer, main)
+                    run_test(request["text"], peer, main)
     except MemoryError:
         verdict = "memory"
     except BaseException as error:  # the test does not pass
@@ -545,7 +544,7 @@ def judge(request, test, read, ask, give):
                 got = f"{type(error).__name__}: {error}"[:200]
             elif hasattr(main, "_got"):
                 got = reprlib.repr(main._got)[:200]
-    give(request.token.encode() + json.dumps([verdict, got]).encode())
+    give(request["token"].encode() + json.dumps([verdict, got]).encode())
 
 
 # ---- the template: two confined processes for each test ------------------------------------------
@@ -561,23 +560,23 @@ def receive(fd):
             text += os.read(fd, size - len(text)) or sys.exit(ended)
         return text
 
-    return types.SimpleNamespace(**json.loads(read(int(read(16), 16))))
+    return json.loads(read(int(read(16), 16)))
 
 
-def empty(job):
+def empty(libc, job):
     """Make the folder of tests empty. A file system that no file was made in or removed from serves
     the next test.
     """
-    folder = job.folder
-    if not job.namespaces:  # it holds no folders
+    folder = job["folder"]
+    if not job["namespaces"]:  # it holds no folders
         for name in os.listdir(folder):
             os.unlink(f"{folder}/{name}")
-    elif os.listdir(folder) or os.stat(folder).st_mtime_ns != job.made:
-        if job.made:
+    elif os.listdir(folder) or os.stat(folder).st_mtime_ns != job["made"]:
+        if job["made"]:
             check(libc.umount2(folder.encode(), 2), "umount")
-        size = f"size={job.disk_mb}m,nr_inodes=2k,mode=700".encode()
+        size = f"size={job['disk_mb']}m,nr_inodes=2k,mode=700".encode()
         check(libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 6, size), "tmpfs")
-        job.made = os.stat(folder).st_mtime_ns
+        job["made"] = os.stat(folder).st_mtime_ns
 
 
 def overfull(folder, megabytes):
@@ -604,11 +603,11 @@ def follow_test(job, test, pids, out, ends):
     """Read what a test gives back until there is something at `ends`: ("done", "timeout" or "output
     limit", its size).
 
-    It is in job.buffer, which no process of a later test has.
+    It is in job["buffer"], which no process of a later test has.
     """
-    if len(job.buffer) < test.cap + 65536:
-        job.buffer = memory_of_ours(test.cap + 65536)
-    buffer = job.buffer
+    if len(job["buffer"]) < test["cap"] + 65536:
+        job["buffer"] = memory_of_ours(test["cap"] + 65536)
+    buffer = job["buffer"]
     size = 0
     counted = 0
     lines = 0
@@ -616,10 +615,10 @@ def follow_test(job, test, pids, out, ends):
     ended = False
     next_look = 0.0
     call_begun = time.monotonic()
-    deadline = call_begun + min(3 * job.timeout_s, test.left_s)
+    deadline = call_begun + min(3 * job["timeout_s"], test["left_s"])
     earlier_s = processor_s(pids)
     # processor seconds of every call; other tests are one call
-    limits = [*test.limits, job.timeout_s]
+    limits = [*test["limits"], job["timeout_s"]]
     # the call that runs now, and both clocks when it began
     call = 0
     call_cpu_s = 0.0
@@ -640,14 +639,14 @@ def follow_test(job, test, pids, out, ends):
             ):
                 return "timeout", size
             # a file system of its own would be full
-            if not job.namespaces and overfull(job.folder, job.disk_mb):
+            if not job["namespaces"] and overfull(job["folder"], job["disk_mb"]):
                 return "output limit", 0
         ready = select.select(watched, [], [], 0 if ended else max(0.01, min(0.1, deadline - now)))[
             0
         ]
         chunk = os.readv(out, [memoryview(buffer)[size : size + 65536]]) if out in ready else 0
         size += chunk
-        if size > test.cap:
+        if size > test["cap"]:
             return "output limit", 0
         if out in ready and not chunk:  # at its end it would always be ready
             watched.remove(out)
@@ -691,7 +690,7 @@ class Judge:
     `count` tests.
     """
 
-    def __init__(self, job, test, count):
+    def __init__(self, libc, job, test, count):
         self.out, out = os.pipe()  # the only way out of a test
         self.ends, ends = os.pipe()
         orders, self.orders = os.pipe()
@@ -699,9 +698,9 @@ class Judge:
         pipes = [(*os.pipe(), *os.pipe()) for _ in range(count)]
         self.programs = [(asked, answer) for asked, _, _, answer in pipes]
         its = [(answers, ask) for _, ask, answers, _ in pipes]
-        files = [*job.kept, orders, ends, *sum(its, ()), out]
-        self.pid = spawn(files, run_judge, job, test, orders, ends, out, its)
-        for file in files[len(job.kept) :]:
+        files = [*job["kept"], orders, ends, *sum(its, ()), out]
+        self.pid = spawn(files, run_judge, libc, job, test, orders, ends, out, its)
+        for file in files[len(job["kept"]) :]:
             os.close(file)
 
     def begin(self):
@@ -721,25 +720,27 @@ class Judge:
 def clear(job, judge):
     """End the judge, and whatever else of a program still runs."""
     judge.close()
-    if job.namespaces:
+    if job["namespaces"]:
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(-1, signal.SIGKILL)  # all of this process namespace but ourselves
             while os.waitpid(-1, 0):
                 pass
 
 
-def run_confined(job, test, judge):
+def run_confined(libc, job, test, judge):
     """Run a test, and leave nothing of it but the judge for the next one: (its row, what it gave
     back, judge or None).
 
     A judge never runs a line of the program, so one serves up to JUDGED tests of it; the program
     has a process for each.
     """
-    empty(job)
-    job.timeout_s = test.timeout_s
-    judge = judge or Judge(job, test, min(test.tests, JUDGED) if test.mode == "test" else 1)
+    empty(libc, job)
+    job["timeout_s"] = test["timeout_s"]
+    judge = judge or Judge(
+        libc, job, test, min(test["tests"], JUDGED) if test["mode"] == "test" else 1
+    )
     pipes = judge.begin()
-    pids = [judge.pid, spawn([*job.kept, *pipes], run_program, job, test, *pipes)]
+    pids = [judge.pid, spawn([*job["kept"], *pipes], run_program, libc, job, test, *pipes)]
     for file in pipes:
         os.close(file)
     goes_on = False
@@ -754,7 +755,7 @@ def run_confined(job, test, judge):
         if not goes_on:
             clear(job, judge)
             judge = None
-    buffer = job.buffer
+    buffer = job["buffer"]
     # it failed before the program ran: no verdict
     if outcome == "done" and (not size or buffer[:1] != b"+"):
         sys.exit(f"a test process could not be confined: {buffer[:size].decode(errors='replace')}")
@@ -785,9 +786,10 @@ def launch():
     """Read the settings from standard input, confine this process, then run tests as they come and
     report each.
     """
+    libc = ctypes.CDLL(None, use_errno=True)
     job = receive(0)
     # a test's text follows its settings, where only the judge reads it; then the program's
-    job.texts = os.dup(0)
+    job["texts"] = os.dup(0)
     # The report goes to a copy of standard output that no test inherits; what programs print goes
     # nowhere.
     report = os.dup(1)
@@ -795,7 +797,7 @@ def launch():
     os.dup2(null, 0)
     os.dup2(null, 1)
     signal.signal(signal.SIGTERM, orphaned)
-    base = job.folder  # for what tests write; "" with namespaces
+    base = job["folder"]  # for what tests write; "" with namespaces
     # PR_SET_PDEATHSIG; SIGTERM: clean up
     libc.prctl(1, signal.SIGTERM if base else signal.SIGKILL, 0, 0, 0)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -805,39 +807,32 @@ def launch():
     # without tests.
     landlock = libc.syscall(444, None, 0, 1)
     machine = os.uname().machine
-    job.landlock = landlock if landlock >= 3 else 0  # older versions let files be truncated
+    job["landlock"] = landlock if landlock >= 3 else 0  # older versions let files be truncated
     refused = libc.prctl(22, 2, None, 0, 0) == -1 and ctypes.get_errno()
     # EFAULT: known, only there was no filter
-    job.seccomp = machine in MACHINES and refused == 14
-    if job.seccomp:
-        code = call_filter(machine, job.threads, job.namespaces)
-        job.filter = ctypes.create_string_buffer(code, len(code))
+    job["seccomp"] = machine in MACHINES and refused == 14
+    if job["seccomp"]:
+        code = call_filter(machine, job["threads"], job["namespaces"])
+        job["filter"] = ctypes.create_string_buffer(code, len(code))
     # programs may read all of it
     exposed = sys.base_prefix in map(os.path.expanduser, ("~", "~/.local"))
-    job.readable = [*filter(os.path.exists, (sys.base_prefix, *job.packages, *READABLE))]
-    if job.namespaces:
-        enter_namespaces(job.readable)
+    job["readable"] = [*filter(os.path.exists, (sys.base_prefix, *job["packages"], *READABLE))]
+    if job["namespaces"]:
+        enter_namespaces(libc, job["readable"])
     # PR_SET_DUMPABLE: no core; no other process may trace this one or its forks
     libc.prctl(4, 0, 0, 0, 0)
-    found = {
-        "namespaces": job.namespaces,
-        "landlock": job.landlock,
-        "seccomp": job.seccomp,
-        "size": 0,
-    }
-    write(report, json.dumps(found).encode() + b"\n")
-    if not job.allow_unsafe:
+    found = {name: job[name] for name in "namespaces landlock seccomp".split()}
+    write(report, json.dumps(found | {"size": 0}).encode() + b"\n")
+    if not job["allow_unsafe"]:
         if exposed:
             sys.exit("this Python lies in a home folder: use another")
-        if not (job.seccomp and (job.namespaces or job.landlock)):
+        if not (job["seccomp"] and (job["namespaces"] or job["landlock"])):
             sys.exit("less than the safe minimum")
 
     folder = f"{base or '/.sandbox'}/test"
-    job.folder = folder
-    job.made = 0
-    job.buffer = memory_of_ours(1 << 20)
-    os.environ.update(HOME=folder, TMPDIR=folder, PYTHONPATH=":".join(job.packages))
-    sys.path += job.packages
+    job |= {"folder": folder, "made": 0, "buffer": memory_of_ours(1 << 20)}
+    os.environ.update(HOME=folder, TMPDIR=folder, PYTHONPATH=":".join(job["packages"]))
+    sys.path += job["packages"]
     for name in USUAL.split():
         import_module(name)
     for name in ("exit", "quit"):  # as without -S
@@ -848,22 +843,22 @@ def launch():
         if base:
             os.mkdir(base, 0o700)
             os.mkdir(folder, 0o700)
-        job.kept = [job.texts]  # files that a test process begins with
+        job["kept"] = [job["texts"]]  # files that a test process begins with
         judge = None
         # a rule for what is above the folder's file system, where nothing can be written
-        if job.landlock:
-            job.ruleset = file_rules(job, folder if base else "/.sandbox")
-            job.kept.append(job.ruleset)
+        if job["landlock"]:
+            job["ruleset"] = file_rules(libc, job, folder if base else "/.sandbox")
+            job["kept"].append(job["ruleset"])
         while True:
-            test = receive(job.texts)
-            if judge and (test.first or test.mode != "test"):
+            test = receive(job["texts"])
+            if judge and (test["first"] or test["mode"] != "test"):
                 clear(job, judge)
                 judge = None
-            row, given, judge = run_confined(job, test, judge)
+            row, given, judge = run_confined(libc, job, test, judge)
             write(report, json.dumps(row).encode() + b"\n")
             write(report, given)
             row = given = given.release()
-            job.buffer.madvise(mmap.MADV_DONTNEED)  # zeros again
+            job["buffer"].madvise(mmap.MADV_DONTNEED)  # zeros again
     finally:  # SIGTERM may come in the midst of it, once: the pipe ends a moment before
         try:
             remove(base)
