@@ -79,7 +79,6 @@ def prepare(cfg, out):
     runs.script(
         "extra/tinypython.py",
         "--splits=composed",
-        "--formats=pairs",
         f"--tasks={cfg.tasks}",
         f"--out={world}",
     )

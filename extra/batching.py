@@ -91,17 +91,15 @@ def filters_of(rows):
     """What diffusion.filter_logits takes for rows: temperature or 1, top_p, and whether it draws,
     [B, 1, 1] each.
     """
-    asks = [row.ask if row else {"temperature": 0, "top_p": 1} for row in rows]
-    temperature_B, top_p_B = (
-        np.array([ask[name] for ask in asks], np.float32) for name in ("temperature", "top_p")
-    )
-    draws_B, keeps_all_B = temperature_B > 0, top_p_B >= 1
-    arrays = (
-        np.where(draws_B, temperature_B, 1),
-        np.where(keeps_all_B, 2, np.maximum(top_p_B, 1e-9)),
-        draws_B,
-    )
-    return tuple(x_B[:, None, None] for x_B in arrays)
+    temperature_B11, top_p_B11 = np.ones((2, len(rows), 1, 1), np.float32)
+    draws_B11 = np.zeros((len(rows), 1, 1), bool)
+    for i, row in enumerate(rows):
+        if row:
+            draws_B11[i] = row.ask["temperature"] > 0
+            temperature_B11[i] = row.ask["temperature"] or 1
+            top_p_B11[i] = max(row.ask["top_p"], 1e-9)
+    top_p_B11[top_p_B11 >= 1] = 2  # keeps all
+    return temperature_B11, top_p_B11, draws_B11
 
 
 def key_of(row):
@@ -118,14 +116,14 @@ def key_data(seed, number):
 def tokens_at(state, i, slots, first=0):
     """What Row.write takes of slots of row i; its text begins at slot `first`."""
     record = state.record
+    ids_BLN, likely_BLN = record.likely
     tokens = {}
     for slot in slots.tolist():
-        ids_N, likely_N = (x_BLN[i, slot] for x_BLN in record.likely)
         tokens[slot - first] = (
             state.token_BL[i, slot].item(),
             record.logp_BL[i, slot].item(),
-            ids_N.tolist(),
-            np.maximum(likely_N, -9999).tolist(),  # JSON has no infinity
+            ids_BLN[i, slot].tolist(),
+            np.maximum(likely_BLN[i, slot], -9999).tolist(),  # JSON has no infinity
         )
     return tokens
 
@@ -164,37 +162,47 @@ class Family:
         """The narrowest batch with a free place and a text that needs its full width; else that of
         the row's width.
         """
-        own = (
-            self.width_of(row),
-            next((order for order in self.ORDERS[1:] if row.ask.get(order)), self.ORDERS[0]),
-        )
-        free = [
-            batch
-            for (_, order), batch in self.batches.items()
-            if order == own[1] and None in batch.rows
-        ]
-        wide = (
-            x.width
-            for x in free
-            if own[0] <= x.width and x.width in map(self.width_of, filter(None, x.rows))
-        )
-        return self.batch(min(wide, default=own[0]), own[1])
+        own = self.width_of(row)
+        order = next((order for order in self.ORDERS if row.ask.get(order)), "steps")
+        wide = []
+        for batch in self.batches.values():
+            free = batch.order == order and None in batch.rows and batch.width >= own
+            if free and batch.width in map(self.width_of, filter(None, batch.rows)):
+                wide.append(batch.width)
+        return self.batch(min(wide, default=own), order)
+
+
+def rule_of(batch, kind, **settings):
+    """The Sampling of a batch of a Dream: one program for each order, whatever its bound is."""
+    if batch.order != "steps":
+        settings[batch.order] = 1.0
+    family = batch.family
+    return kind(vocab=family.vocab, eos_ids=family.ends, likeliest=LIKELIEST, **settings)
 
 
 # ---- Dream: canvases of one width, a denoising step at a time ------------------------------------
 
 
-class Canvases:
+class Batch:
+    """Rows of a model that are generated together, on canvases or caches of one width."""
+
+    def __init__(self, family, width, order):
+        self.family = family
+        self.width = width
+        self.order = order
+        self.rows = [None] * family.rows
+
+
+class Canvases(Batch):
     """Rows that are filled together. Each has a schedule, block, bound and filters of its own, so a
     step may be the first of one row and the last of another: fill_block() runs for a single step,
     with arrays that are set up here.
     """
 
     def __init__(self, family, width, order):
-        self.family, self.width, self.order, self.rows = family, width, order, [None] * family.rows
-        cfg, bound = family.model.cfg, {} if order == "steps" else {order: 1.0}
-        watched = {"history": True, "likeliest": LIKELIEST}
-        rule = sample_dream.Sampling(vocab=family.vocab, eos_ids=family.ends, **watched, **bound)
+        super().__init__(family, width, order)
+        cfg = family.model.cfg
+        rule = rule_of(self, sample_dream.Sampling, history=True)
         empty_BL = np.full((family.rows, width), cfg.pad_id, np.int32)
         self.state, given, _ = sample_dream.prepare(
             cfg, rule, empty_BL, np.ones(empty_BL.shape, bool)
@@ -265,33 +273,27 @@ class Canvases:
                 row.write(tokens, int(new.forwards - old.forwards))
 
 
-class Blocks:
+class Blocks(Batch):
     """Rows of a Dream of blocks: a step fills a block of each, with an exact cache. Rows join
     between two blocks.
     """
 
-    def __init__(self, family, width, order):
-        self.family = family
-        self.width = width
-        self.order = order
-        self.rows = [None] * family.rows
-        self.state = None
+    state = None
 
     def begin(self):
         """Make room for the cache; not before a row joins, as the device may have none left."""
-        family, width, order = self.family, self.width, self.order
-        cfg, bound = family.model.cfg, {} if order == "steps" else {order: 1.0}
-        block = {"block_length": cfg.block_length, "likeliest": LIKELIEST}
-        rule = sample_block.Sampling(vocab=family.vocab, eos_ids=family.ends, **block, **bound)
-        nothing = [[cfg.pad_id]] * family.rows
+        model = self.family.model
+        cfg = model.cfg
+        rule = rule_of(self, sample_block.Sampling, block_length=cfg.block_length)
+        nothing = [[cfg.pad_id]] * len(self.rows)
         state, given, _ = sample_block.prepare(
-            cfg, rule, nothing, width=width, dtype=family.model.compute.dtype
+            cfg, rule, nothing, width=self.width, dtype=model.compute.dtype
         )
         self.state = self.on_host(state)
         self.given = given._replace(
             **{name: np.array(x) for name, x in given._asdict().items() if name != "filters"}
         )
-        self.graph, self.params = nnx.split(family.model)
+        self.graph, self.params = nnx.split(model)
         self.sampler = sample_block.sampler_of(self.graph, rule)
 
     def on_host(self, state):
@@ -400,14 +402,11 @@ class Dream(Family):
 # ---- PythonCoder: a cache, and a token of each row at a time -------------------------------------
 
 
-class Caches:
+class Caches(Batch):
     """Rows that are continued together, without drafts: the same texts as with them."""
 
     def __init__(self, family, width, order):
-        self.family = family
-        self.width = width
-        self.order = order
-        self.rows = [None] * family.rows
+        super().__init__(family, width, order)
         self.cache = None
         self.token_BM = np.zeros((family.rows, width), np.int32)
         self.length_B = np.ones(family.rows, np.int32)

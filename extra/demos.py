@@ -34,7 +34,6 @@ import diffusion
 import model_dream
 import prompts
 import runs
-import sample_block
 import sample_dream
 from runs import Natural, NonNegative, Share, TopP
 
@@ -47,11 +46,6 @@ LIKE = {
     "dreamon": {"max_new": 64, "temperature": 0.2, "top_p": 0.9, "top_k": 50, "hole": 4,
                 "budget": 128},
     "dream_coder": {"max_new": 768, "temperature": 0.1, "top_p": 0.95, "eos_penalty": 3.0},
-    # These are the house's own samplers, with the settings of the demo.
-    "dream": {"max_new": 512, "steps": 512, "temperature": 0.2, "top_p": 0.95, "top_k": 50},
-    "sdar": {"max_new": 2048, "temperature": 1.0, "threshold": 0.85},
-    "nemotron": {"max_new": 512, "threshold": 0.9},
-    "stable_diffcoder": {"max_new": 512},
 }  # fmt: skip
 
 
@@ -103,28 +97,19 @@ def settle(cfg):
 
 def main(cfg):
     cfg = settle(cfg)
-    folder = runs.as_path(cfg.ckpt)
-    model, _, _ = checkpoints.load_for_inference(
-        model_dream,
-        folder,
-        devices=1,
-        bits=checkpoints.bits_of(cfg),
-        compile_cache=cfg.compile_cache,
-    )
+    model, tokenizer, ends = load(cfg)
     family = "dreamon" if model.cfg.expand_id >= 0 else model.cfg.family
-    likes = {family, {"dream": "dream_coder"}.get(family, family)}
-    if family in ("dream", "llada"):
-        likes.add("fast_dllm")
+    likes = {"dream": ["dream_coder", "fast_dllm"], "llada": ["fast_dllm", "llada"]}
+    likes = likes.get(family, [family])
     if cfg.like not in likes:
-        raise ValueError(f"{folder} is a {family}; say --like={' or '.join(sorted(likes))}")
-    tokenizer = sample_dream.load_tokenizer(folder, model.cfg)
-    ends = [tokenizer.token_to_id(name) for name in ("<|endoftext|>", *prompts.TURN_ENDS)]
-    ends = [model.cfg.eos_id, *(i for i in ends if i is not None and i != model.cfg.eos_id)]
+        said = f"say --like={' or '.join(likes)}"
+        if likes[0] not in LIKE:
+            said = "python generate_dream.py samples as its demo does"
+        raise ValueError(f"{cfg.ckpt} is a {family}; {said}")
 
-    row = row_of(cfg, model.cfg, tokenizer, folder)
+    row = row_of(cfg, model.cfg, tokenizer)
     read = Reader(model, tokenizer.get_vocab_size(), ends)
-    demo = DEMOS.get(cfg.like, house)
-    filled = demo(read, row, cfg, np.random.default_rng(cfg.seed))
+    filled = DEMOS[cfg.like](read, row, cfg, np.random.default_rng(cfg.seed))
     # The text ends at its first end token; a hole's behind it stays.
     first = len(row) - cfg.max_new
     if cfg.like != "dreamon":
@@ -135,17 +120,35 @@ def main(cfg):
     print(f"{read.passes} forward passes", file=sys.stderr)
 
 
-def row_of(cfg, model, tokenizer, folder):
+def load(cfg):
+    """(model, tokenizer, ids that end a text) of --ckpt, as draft.py loads them too."""
+    folder = runs.as_path(cfg.ckpt)
+    bits = checkpoints.bits_of(cfg)
+    model, _, _ = checkpoints.load_for_inference(
+        model_dream, folder, devices=1, bits=bits, compile_cache=cfg.compile_cache
+    )
+    tokenizer = sample_dream.load_tokenizer(folder, model.cfg)
+    ends = [tokenizer.token_to_id(name) for name in ("<|endoftext|>", *prompts.TURN_ENDS)]
+    ends = [model.cfg.eos_id, *(i for i in ends if i is not None and i != model.cfg.eos_id)]
+    return model, tokenizer, ends
+
+
+def asked(cfg, tokenizer):
+    """The ids of the prompt."""
+    if cfg.chat:
+        template = prompts.chat_template(runs.as_path(cfg.ckpt))
+        return prompts.encode_chat(tokenizer, template, cfg.prompt)
+    return prompts.encode(tokenizer, cfg.prompt, "")
+
+
+def row_of(cfg, model, tokenizer):
     """The ids of the prompt and its masks: at its end, or dreamon's where [MASK] stands."""
     if cfg.like == "dreamon":
         before, _, behind = cfg.prompt.partition("[MASK]")
         first, last = (tokenizer.encode(x, add_special_tokens=False).ids for x in (before, behind))
         masks = [model.mask_id] * cfg.hole
         return np.array([model.bos_id, *first, *masks, *last, model.eos_id])
-    ids = prompts.encode(tokenizer, cfg.prompt, "")
-    if cfg.chat:
-        ids = prompts.encode_chat(tokenizer, prompts.chat_template(folder), cfg.prompt)
-    return np.array([*ids, *[model.mask_id] * cfg.max_new])
+    return np.array([*asked(cfg, tokenizer), *[model.mask_id] * cfg.max_new])
 
 
 # ---- what the loops share ----------------------------------------------------------------------
@@ -448,20 +451,6 @@ def dreamon(read, row, cfg, rng, shown=None):
         if shown is not None:
             shown.append(row)
     return np.array(row)
-
-
-def house(read, row, cfg, rng):
-    """The house's own sampler with the settings of the demo."""
-    shared = {name: getattr(cfg, name) for name in ("temperature", "top_p", "top_k", "threshold")}
-    shared |= {"vocab": read.vocab, "eos_ids": tuple(read.ends), "steps": cfg.steps}
-    shared |= {"block_length": cfg.block_length}
-    sampler, rule = sample_dream, sample_dream.Sampling(**shared)
-    if read.cfg.block_length:
-        sampler, rule = sample_block, sample_block.Sampling(**shared)
-    key = jax.random.key(cfg.seed)
-    (filled,), stats = sampler.generate(read.model, [row.tolist()], 0, rule, key)
-    read.passes += stats["forwards"]
-    return np.array(filled)
 
 
 DEMOS = {

@@ -34,10 +34,9 @@ import numpy as np
 from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import checkpoints
+import demos
+
 import diffusion
-import model_dream
-import prompts
 import runs
 import sample_dream
 from runs import Count, Natural, NonNegative, TopP
@@ -78,21 +77,8 @@ class Sampling:
 
 
 def main(cfg):
-    folder = runs.as_path(cfg.ckpt)
-    model, _, _ = checkpoints.load_for_inference(
-        model_dream,
-        folder,
-        devices=1,
-        bits=checkpoints.bits_of(cfg),
-        compile_cache=cfg.compile_cache,
-    )
-    tokenizer = sample_dream.load_tokenizer(folder, model.cfg)
-    ids = prompts.encode(tokenizer, cfg.prompt, "")
-    if cfg.chat:
-        ids = prompts.encode_chat(tokenizer, prompts.chat_template(folder), cfg.prompt)
-    ends = [model.cfg.eos_id]
-    if prompts.turn_end(tokenizer) is not None:
-        ends.append(prompts.turn_end(tokenizer))
+    model, tokenizer, ends = demos.load(cfg)
+    ids = demos.asked(cfg, tokenizer)
     rule = Sampling(
         cfg.draft,
         cfg.draft_steps,
@@ -114,7 +100,6 @@ class State(typing.NamedTuple):
     token_BL: jax.Array
     last_B: jax.Array  # the slot of the last token, whose keys are not written yet
     when_BL: jax.Array  # the step that wrote a token, from 1 on; 0 in the prompt
-    prob_BL: jax.Array  # its probability then, in the model's own distribution
     draft_BN: jax.Array  # what the next pass verifies, if no pass of its own makes it
     step: jax.Array  # steps so far; the first one reads the prompts
     cache: list  # (keys, values) [B, J, L, K] of each layer
@@ -148,7 +133,7 @@ class Sampler:
         return model.hidden(token_BW, place_BW, None, cache, place_BW[:, 0], queries, keys)
 
     def draw(self, model, hidden_BWD, slot_BW, given):
-        """(token, probability) [B, W] for the slots, each from one hidden state."""
+        """A token [B, W] for each slot, from one hidden state."""
         rule = self.rule
         logits_BWV = jnp.where(given.banned_V, -jnp.inf, model.logits(hidden_BWD))
         if rule.temperature:
@@ -170,9 +155,7 @@ class Sampler:
             token_BW = diffusion.sample_tokens(filtered_BWV, u_BWV, 1.0)
         else:
             token_BW = diffusion.sample_tokens(logits_BWV, None, 0)
-        token_BW = token_BW.astype(jnp.int32)
-        prob_BWV = diffusion.softmax(logits_BWV)
-        return token_BW, jnp.take_along_axis(prob_BWV, token_BW[..., None], -1)[..., 0]
+        return token_BW.astype(jnp.int32)
 
     def drafted(self, model, token_B1, slot_BW, given, cache):
         """(drafts [B, N] after the last tokens, cache), by one pass over MASKs that see each other.
@@ -185,7 +168,7 @@ class Sampler:
         reach_BW = jnp.where((jnp.arange(N + 1) == 0) & shift, slot_BW, slot_BW[:, -1:])
         hidden_BWD, cache = self.read(model, token_BW, slot_BW, reach_BW, cache)
         hidden_BND = hidden_BWD[:, :-1] if shift else hidden_BWD[:, 1:]
-        return self.draw(model, hidden_BND, slot_BW[:, 1:], given)[0], cache
+        return self.draw(model, hidden_BND, slot_BW[:, 1:], given), cache
 
     def step(self, model, state, given):
         """Draft, verify, and write the accepted drafts and the model's next token."""
@@ -225,16 +208,16 @@ class Sampler:
         hidden_BWD, cache = self.read(model, read_BW, place_BW, reach_BW, cache, seen_BWL)
 
         # The drafts that the verification repeats are accepted, and one token more.
-        token_BN, prob_BN = self.draw(model, hidden_BWD[:, : N + 1], slot_BN + 1, given)
+        token_BN = self.draw(model, hidden_BWD[:, : N + 1], slot_BN + 1, given)
         count_B = 1 + jnp.cumprod(draft_BN == token_BN[:, :-1], 1).sum(1)
         if single:  # the next drafts: the set of this outcome
             index_BN = N + 1 + ((count_B - 1) * size + (not shift))[:, None] + jnp.arange(N)
             hidden_BND = jnp.take_along_axis(hidden_BWD, index_BN[..., None], 1)
-            draft_BN, _ = self.draw(model, hidden_BND, slot_BN[:, 1:] + count_B[:, None], given)
+            draft_BN = self.draw(model, hidden_BND, slot_BN[:, 1:] + count_B[:, None], given)
         state = state._replace(cache=cache, draft_BN=draft_BN)
-        return self.write(state, given, token_BN, prob_BN, count_B)
+        return self.write(state, given, token_BN, count_B)
 
-    def write(self, state, given, token_BW, prob_BW, count_B):
+    def write(self, state, given, token_BW, count_B):
         """The state with the first count_B of the tokens after the last one, up to an end token or
         a row's end.
         """
@@ -248,7 +231,6 @@ class Sampler:
         return state._replace(
             token_BL=state.token_BL.at[at].set(token_BW, mode="drop"),
             when_BL=state.when_BL.at[at].set(state.step + 1, mode="drop"),
-            prob_BL=state.prob_BL.at[at].set(prob_BW, mode="drop"),
             last_B=state.last_B + written_BW.sum(1),
             step=state.step + 1,
         )
@@ -273,9 +255,9 @@ def begin(params, state, given, *, sampler, width):
     prompt_BP = state.token_BL[:, :width]
     hidden_BPD, cache = sampler.read(model, prompt_BP, slot_BP, slot_BP, state.cache)
     hidden_B1D = jnp.take_along_axis(hidden_BPD, state.last_B[:, None, None], 1)
-    token_B1, prob_B1 = sampler.draw(model, hidden_B1D, state.last_B[:, None] + 1, given)
+    token_B1 = sampler.draw(model, hidden_B1D, state.last_B[:, None] + 1, given)
     state = state._replace(cache=sample_dream.split(cache))
-    return sampler.write(state, given, token_B1, prob_B1, jnp.ones(B, jnp.int32))
+    return sampler.write(state, given, token_B1, jnp.ones(B, jnp.int32))
 
 
 @functools.partial(jax.jit, static_argnames=("sampler",), donate_argnames=("state",))
@@ -295,7 +277,7 @@ def advance(params, state, given, *, sampler):
     return sample_dream.split((state, sampler.ended(state, given)))
 
 
-def prepare(cfg, rule, prompts, rows=0, widths=(), key=None, dtype=jnp.float32):
+def prepare(cfg, rule, prompts, key, dtype):
     """(State, Given, slots that the first pass feeds) of prompts that end in MASKs."""
     if not cfg.causal and not (cfg.shift and cfg.block_length == 1):
         raise ValueError("drafts need a model whose finished tokens attend causally")
@@ -309,17 +291,13 @@ def prepare(cfg, rule, prompts, rows=0, widths=(), key=None, dtype=jnp.float32):
             f"{max(end_B)} tokens do not fit: the model reaches {cfg.positions} positions; "
             "lower max_new"
         )
-    without_text = (0, max(rows - len(prompts), 0))  # such rows have one token, and are full
-    begin_B = np.pad(begin_B, without_text, constant_values=1)
-    end_B = np.pad(end_B, without_text, constant_values=1)
     B = len(begin_B)
-    longest = next((width for width in widths if width >= max(end_B)), max(end_B))
     slots = rule.draft + 1  # of a pass
     if not rule.draft_steps:
         slots *= rule.draft + 2
-    L = sample_dream.canvas_width(int(longest) + slots, 1 << 30)
+    L = sample_dream.canvas_width(int(max(end_B)) + slots, 1 << 30)
     token_BL = np.full((B, L), cfg.pad_id, np.int32)
-    for row, ids in zip(token_BL, prompts, strict=False):
+    for row, ids in zip(token_BL, prompts, strict=True):
         row[: len(ids)] = ids
     id_V = np.arange(cfg.vocab)
     banned_V = np.isin(id_V, (cfg.mask_id, cfg.expand_id)) | (id_V >= (rule.vocab or cfg.vocab))
@@ -329,29 +307,25 @@ def prepare(cfg, rule, prompts, rows=0, widths=(), key=None, dtype=jnp.float32):
         token_BL=token_BL,
         last_B=begin_B - 1,
         when_BL=np.zeros((B, L), np.int32),
-        prob_BL=np.zeros((B, L), np.float32),
         draft_BN=np.full((B, rule.draft), cfg.mask_id, np.int32),
         step=np.int32(0),
         cache=[(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(cfg.layers)],
     )
-    prefix = L if widths else min(sample_dream.canvas_width(int(max(begin_B)), 1 << 30), L)
+    prefix = min(sample_dream.canvas_width(int(max(begin_B)), 1 << 30), L)
     return state, Given(begin_B, end_B, banned_V, key_B), prefix
 
 
-def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0):
+def generate(model, prompts, max_new, rule=None, key=None):
     """Continue prompts (lists of ids, any lengths above 0) with max_new tokens each: (rows of ids,
     stats).
 
-    A prompt may end in MASKs already. The batch has the first of the widths that holds its longest
-    text: with the same widths and rows other prompts need no other program.
-    stats: "forwards", "steps", "passes" of each row; and NumPy arrays [B, L]: "when", the step that
-    wrote a token, from 1 on, and "probability", its probability then. Raises ValueError for what
-    does not fit.
+    A prompt may end in MASKs already. stats: "forwards", "steps", and "when", an array [B, L] of
+    the step that wrote a token, from 1 on. Raises ValueError for what does not fit.
     """
     rule = rule or Sampling()
     prompts = [[*ids, *[model.cfg.mask_id] * max_new] for ids in prompts]
     dtype = model.compute.dtype
-    state, given, width = prepare(model.cfg, rule, prompts, rows, widths, key, dtype)
+    state, given, width = prepare(model.cfg, rule, prompts, key, dtype)
     graph, params = nnx.split(model)
     sampler = Sampler(graph, dataclasses.replace(rule, vocab=0))
     state = sample_dream.beside(params, jax.tree.map(jnp.asarray, state))
@@ -364,20 +338,14 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0):
     texts = []
     token_BL = np.asarray(state.token_BL)
     last_B = np.asarray(state.last_B)
-    for row, ids, last in zip(token_BL, prompts, last_B, strict=False):
+    for row, ids, last in zip(token_BL, prompts, last_B, strict=True):
         fill = list(rule.eos_ids[:1]) * int(len(ids) - last - 1)
         texts.append(row[: last + 1].tolist() + fill)
     steps = int(state.step)
     passes = 1 + (rule.draft_steps if rule.draft else 0)
     forwards = 1 + (steps - 1) * passes
-    stats = {
-        "forwards": forwards,
-        "steps": steps,
-        "passes": [forwards] * len(prompts),
-        "when": np.asarray(state.when_BL),
-        "probability": np.asarray(state.prob_BL),
-    }
-    return texts, stats
+    when_BL = np.asarray(state.when_BL)
+    return texts, {"forwards": forwards, "steps": steps, "when": when_BL}
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import re
 import sys
 import tarfile
 import tempfile
-import typing
 import zlib
 from email.parser import BytesHeaderParser
 from pathlib import Path
@@ -55,7 +54,6 @@ class Config:
     # top:N, names or NAME==VERSION with commas, or a requirements file (.txt)
     packages: tyro.conf.Positional[str] = ""
     out: str = "data/pypi_src"  # folder to write
-    licences: typing.Literal["permissive", "any"] = "permissive"  # which packages stay
     index: str = "https://pypi.org/simple"  # package index with the simple API
 
 
@@ -64,20 +62,15 @@ def main(cfg):
         raise ValueError(
             "fetch_pypi.py needs the library pypi-simple; install it: pip install pypi-simple"
         )
-    wanted, manifest = requirements(cfg.packages), Path(cfg.out) / "manifest.json"
+    wanted = requirements(cfg.packages)
+    manifest = Path(cfg.out) / "manifest.json"
     manifest.parent.mkdir(parents=True, exist_ok=True)
     with runs.lock(manifest.with_name(".lock")), pypi_simple.PyPISimple(cfg.index) as client:
         client.s.mount("https://", HTTPAdapter(max_retries=Retry(3, backoff_factor=1)))
         entries = runs.read_json(manifest) if manifest.exists() else {}
-        if cfg.licences == "permissive" and any(
-            e.get("licences") == "any" and "files" in e for e in entries.values()
-        ):
-            raise ValueError(f"{cfg.out} holds packages of any licence; choose another --out")
         for requirement in tqdm(wanted, "fetching", unit=" packages", disable=None):
             if "files" not in entries.get(str(requirement), {}):  # what was left out is tried again
-                entries[str(requirement)] = fetch(client, requirement, cfg) | {
-                    "licences": cfg.licences
-                }
+                entries[str(requirement)] = fetch(client, requirement, Path(cfg.out))
                 runs.write(manifest, entries)
     files = [entry["files"] for entry in entries.values() if "files" in entry]
     print(
@@ -106,14 +99,10 @@ def requirements(packages):
         raise ValueError(
             f"{packages!r} names no package; write top:1 to top:2000, numpy,requests or requirements.txt"
         )
-    return [
-        requirement
-        for requirement in wanted
-        if not requirement.marker or requirement.marker.evaluate()
-    ]
+    return [each for each in wanted if not each.marker or each.marker.evaluate()]
 
 
-def fetch(client, requirement, cfg):
+def fetch(client, requirement, out):
     """What the manifest says of a package: version, licence and files, or why it is left out."""
     name, found = canonicalize_name(requirement.name), {}
     try:
@@ -138,7 +127,7 @@ def fetch(client, requirement, cfg):
         with tempfile.TemporaryDirectory() as temporary:
             archive = Path(temporary) / "archive"
             client.download_package(package, archive, timeout=60)  # and checks its hash
-            return entry | copy(archive, Path(cfg.out) / f"{name}-{version}", cfg.licences)
+            return entry | copy(archive, out / f"{name}-{version}")
     except pypi_simple.NoSuchProjectError:
         return {"left_out": "unknown to the index"}
     except (OSError, ValueError) as error:  # of the network, a hash, the disk
@@ -146,7 +135,7 @@ def fetch(client, requirement, cfg):
         raise OSError(f"{name} cannot be fetched ({runs.first_line(error)}); {advice}") from None
 
 
-def copy(archive, folder, licences):
+def copy(archive, folder):
     """Copy the code and licence texts of an archive to a folder: {"licence", "files"}, or why it is
     left out.
     """
@@ -161,15 +150,10 @@ def copy(archive, folder, licences):
                     )
                 if member.isreg() and "/" in member.name and member.size <= FILE_BYTES:
                     members[member.name] = member
-            notes = [
-                file.extractfile(members[name]).read()
-                for name in members
-                if re.fullmatch("[^/]+/PKG-INFO", name)
-            ]
-            licence, permissive = package_licence(
-                BytesHeaderParser().parsebytes(b"".join(notes[:1]))
-            )
-            if licences == "permissive" and not permissive:
+            info = next((name for name in members if re.fullmatch("[^/]+/PKG-INFO", name)), None)
+            text = file.extractfile(members[info]).read() if info else b""
+            licence, permissive = package_licence(BytesHeaderParser().parsebytes(text))
+            if not permissive:
                 return {"licence": licence, "left_out": "no permissive licence"}
             code = {
                 name for name in members if name.endswith(".py") and not re.search(SKIPPED, name)

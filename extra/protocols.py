@@ -164,6 +164,7 @@ def prepend(template):
 prepend_prompt = prepend("{prompt}")
 prepend_prompt_line = prepend("{prompt}\n")
 prepend_stripped_prompt = prepend("{stripped}\n")
+prepend_bare_prompt = prepend("{stripped}")
 
 
 def tabs_to_spaces(text, q):
@@ -454,86 +455,61 @@ PROTOCOLS = {  # "harness/task"; the comments say who quotes its scores
         stops=("```",),
         frame=("", "\n\n"),
     ),
-    "dreamcoder_instruct/humaneval": Protocol(
-        ask_evalplus,
+}
+# EvalPlus, and d3LLM's table of Qwen2.5-Coder-Instruct; those that use it change a few fields
+BASE = Protocol(
+    ask_evalplus_base,
+    max_new=768,
+    ends=(),
+    drops=True,
+    stops=EVALPLUS_HUMANEVAL,
+    rules=EVALPLUS_BASE_RULES,
+    limit_s=4,
+    factor=4,
+)
+INSTRUCT = BASE._replace(
+    ask=ask_evalplus,
+    system=QWEN,
+    prefix=BELOW,
+    stops=(*EVALPLUS, "\n```\n"),
+    rules=(first_10000, tabs_to_spaces, without_colours, evalplus_sanitize),
+)
+# Qwen2.5-Coder; DiffuCoder has its harness. It runs the prompt twice; here once, so that a future
+# import can follow
+QWEN_BASE = BASE._replace(
+    ends=IM_END,
+    stops=(*EVALPLUS_HUMANEVAL, "\n```\n", "```"),
+    rules=(tabs_to_spaces, prepend_stripped_prompt),
+    limit_s=1,
+)
+QWEN_INSTRUCT = QWEN_BASE._replace(
+    ask=ask_qwen,
+    system=QWEN_CODER,
+    prefix="```python\n",
+    max_new=2048,
+    stops=(*EVALPLUS, "\n#", "\n```"),
+    rules=(tabs_to_spaces, cut_at_fence),
+)
+PROTOCOLS |= {
+    "dreamcoder_instruct/humaneval": INSTRUCT._replace(
         system=ASSISTANT,
-        prefix=BELOW,
-        max_new=768,
         temperature=0.1,
         top_p=0.9,
         top_k=50,
-        ends=(),
-        drops=True,
-        stops=(*EVALPLUS, "\n```\n"),
         rules=(first_10000, tabs_to_spaces, evalplus_sanitize),
         limit_s=1,
-        factor=4,
     ),
-    # EvalPlus, and d3LLM's table of Qwen2.5-Coder-Instruct
-    "evalplus_base/humaneval": Protocol(
-        ask_evalplus_base,
-        max_new=768,
-        ends=(),
-        drops=True,
-        stops=EVALPLUS_HUMANEVAL,
-        rules=EVALPLUS_BASE_RULES,
-        limit_s=4,
-        factor=4,
-    ),
-    "evalplus_base/mbpp": Protocol(
-        ask_evalplus_base,
-        PLUS,
-        max_new=768,
-        ends=(),
-        drops=True,
-        stops=EVALPLUS_MBPP,
-        rules=EVALPLUS_BASE_RULES,
-        limit_s=4,
-        factor=4,
-    ),
-    "evalplus_instruct/humaneval": Protocol(
-        ask_evalplus,
-        system=QWEN,
-        prefix=BELOW,
-        max_new=768,
-        ends=(),
-        drops=True,
-        stops=(*EVALPLUS, "\n```\n"),
-        rules=(first_10000, tabs_to_spaces, without_colours, evalplus_sanitize),
-        limit_s=4,
-        factor=4,
-    ),
-    # Qwen2.5-Coder; DiffuCoder has its harness. It runs the prompt twice; here once, so that a
-    # future import can follow
-    "qwen_base/humaneval": Protocol(
-        ask_evalplus_base,
-        max_new=768,
-        ends=IM_END,
-        drops=True,
-        stops=(*EVALPLUS_HUMANEVAL, "\n```\n", "```"),
-        rules=(tabs_to_spaces, prepend_stripped_prompt),
-        limit_s=1,
-        factor=4,
-    ),
-    "qwen_instruct/humaneval": Protocol(
-        ask_qwen,
-        system=QWEN_CODER,
-        prefix="```python\n",
-        max_new=2048,
-        ends=IM_END,
-        drops=True,
-        stops=(*EVALPLUS, "\n#", "\n```"),
-        rules=(tabs_to_spaces, cut_at_fence),
-        limit_s=1,
-        factor=4,
+    "evalplus_base/humaneval": BASE,
+    "evalplus_base/mbpp": BASE._replace(data=PLUS, stops=EVALPLUS_MBPP),
+    "evalplus_instruct/humaneval": INSTRUCT,
+    "qwen_base/humaneval": QWEN_BASE,
+    "qwen_base/mbpp": QWEN_BASE._replace(data=PLUS, stops=(*EVALPLUS_MBPP, "\n```\n", "```")),
+    "qwen_instruct/humaneval": QWEN_INSTRUCT,
+    # the answers of instruct models as they are, and sanitised
+    "qwen_instruct/humaneval_sanitized": QWEN_INSTRUCT._replace(
+        rules=(tabs_to_spaces, cut_at_fence, evalplus_sanitize)
     ),
 }
-base, qwen = PROTOCOLS["qwen_base/humaneval"], PROTOCOLS["qwen_instruct/humaneval"]
-PROTOCOLS["qwen_base/mbpp"] = base._replace(data=PLUS, stops=(*EVALPLUS_MBPP, "\n```\n", "```"))
-# Qwen2.5-Coder scores the answers of instruct models as they are, and sanitised.
-PROTOCOLS["qwen_instruct/humaneval_sanitized"] = qwen._replace(
-    rules=(*qwen.rules, evalplus_sanitize)
-)
 # EvalPlus asks for MBPP as for HumanEval, and so do those that use it.
 for name in (
     "dreamcoder_instruct/{}",
@@ -545,10 +521,6 @@ for name in (
 
 
 # ---- more harnesses, and older versions
-
-
-def prepend_bare_prompt(text, q):
-    return q.prompt.strip() + text
 
 
 def simple_evals_fence(text, q):
@@ -606,10 +578,10 @@ BEGIN\s*(.*)\s*DONE
 
 def opencompass_answer(text, q):
     """The match of the first pattern that fits, without fences, [DONE] and quotes."""
-    match = next(
-        (m for m in (re.search(pattern, text, re.DOTALL) for pattern in PATTERNS) if m), None
-    )
-    text = match[1] if match else text
+    for pattern in PATTERNS:
+        if match := re.search(pattern, text, re.DOTALL):
+            text = match[1]
+            break
     text = re.split(r"'?\s*\[?DONE\]?", text.split("```")[0])[0].replace("\\_", "_").strip()
     return text.removeprefix("'").removesuffix("'")
 
@@ -683,17 +655,26 @@ LM_EVAL_BLOCK = Protocol(
     drops=True,
     rules=(lm_eval_fence,),
 )
+# DARE's OpenCompass: it quotes 78.05 % on HumanEval and 56.40 % on MBPP for Dream-Instruct.
+OPENCOMPASS = Protocol(
+    asks("Complete the following python code:\n{prompt}"),
+    system=ASSISTANT,
+    temperature=0.2,
+    top_p=0.95,
+    ends=(),
+    drops=True,
+    rules=(opencompass_fence, strip_left),
+    prompt_first=True,
+)
 PROTOCOLS |= {
     "bigcode/humaneval": BIGCODE,
     "bigcode/humaneval-unstripped": BIGCODE._replace(ask=ask_prompt, rules=(prepend_prompt,)),
-    "bigcode/mbpp": Protocol(
-        ask_docstring,
-        ("mbpp",),
-        temperature=0.2,
-        top_p=0.95,
-        ends=(),
+    "bigcode/mbpp": BIGCODE._replace(
+        ask=ask_docstring,
+        data=("mbpp",),
         stops=BIGCODE_MBPP_STOPS,
         rules=(prepend_prompt,),
+        frame=("", ""),
     ),
     "simple_evals/humaneval": Protocol(
         asks(READ + " Your response should only contain the code for this function.\n{prompt}"),
@@ -710,27 +691,13 @@ PROTOCOLS |= {
     "lm_eval_0.4.9.2/mbpp_instruct": LM_EVAL_BLOCK._replace(
         ask=asks(EXPERT_BLOCK, answer="\n```python\n {code}\n```\n\n")
     ),
-    # DARE's OpenCompass: it quotes 78.05 % on HumanEval and 56.40 % on MBPP for Dream-Instruct.
-    "opencompass_dare/humaneval": Protocol(
-        asks("Complete the following python code:\n{prompt}"),
-        system=ASSISTANT,
-        temperature=0.2,
-        top_p=0.95,
-        ends=(),
-        drops=True,
-        rules=(opencompass_fence, strip_left),
-        prompt_first=True,
-    ),
-    "opencompass_dare/mbpp": Protocol(
-        ask_opencompass,
-        ("mbpp",),
-        system=ASSISTANT,
+    "opencompass_dare/humaneval": OPENCOMPASS,
+    "opencompass_dare/mbpp": OPENCOMPASS._replace(
+        ask=ask_opencompass,
+        data=("mbpp",),
         shots=3,
-        temperature=0.2,
-        top_p=0.95,
-        ends=(),
-        drops=True,
         rules=(opencompass_answer,),
+        prompt_first=False,
         limit_s=9,
     ),
     "evalplus_0.3.1_base/humaneval": evalplus_031("evalplus_base/humaneval"),
@@ -752,20 +719,15 @@ def named(name, task):
     raise ValueError(f"{name!r} is no protocol of {task}; there are ours, ours_chat, {known}")
 
 
-def steps(protocol):
-    """The functions (text, problem) -> text that make a candidate of a text, in order."""
-    found = [functools.partial(cut_at, protocol.ends)]
-    if protocol.drops:
-        found.append(without_special)
-    if protocol.cuts:
-        found.append(functools.partial(cut_at, protocol.stops))
-    return [*found, *protocol.rules]
-
-
 def candidate(protocol, text, q):
     """The code in a model's text. SyntaxError, ValueError where the harness raises."""
-    for step in steps(protocol):
-        text = step(text, q)
+    text = cut_at(protocol.ends, text, q)
+    if protocol.drops:
+        text = without_special(text, q)
+    if protocol.cuts:
+        text = cut_at(protocol.stops, text, q)
+    for rule in protocol.rules:
+        text = rule(text, q)
     return text
 
 

@@ -33,8 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import runs
 
 Split = typing.Literal["constants", "composed", "phrased", "level4"]
-Format = typing.Literal["rows", "pairs", "holes"]
-SPLITS, FORMATS = typing.get_args(Split), typing.get_args(Format)
+SPLITS = typing.get_args(Split)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +41,7 @@ class Config:
     out: str = "data/tinypython"  # folder to write
     n: typing.Annotated[int, (1, 2**31 - 1)] = 100_000  # functions to train on
     tasks: typing.Annotated[int, (1, 2**31 - 1)] = 1000  # tasks of each split
-    levels: tuple[typing.Literal[1, 2, 3, 4], ...] = (1, 2, 3, 4)  # levels to train on
     splits: tuple[Split, ...] = SPLITS  # splits to write
-    # train is written as rows for PythonCoder, pairs and holes for Dream
-    formats: tuple[Format, ...] = FORMATS
     seed: typing.Annotated[int, (0, 2**31 - 1)] = 0  # random seed of all that is drawn
 
 
@@ -457,20 +453,22 @@ class World:
         constants = any(held(f.combination, *pair) for pair in enumerate(f.constants))
         return f, "constants" if constants else "phrased" if f.is_new else ""
 
-    def train(self, n, levels):
+    def train(self, n):
         """n functions as (prompt, solution)."""
         while n:
-            f, split = self.draw(self.rng, levels)
+            f, split = self.draw(self.rng, (1, 2, 3, 4))
             if not split:
                 self.sentences[f.template] = f.what
                 self.combinations.add(f.combination)
                 yield f.prompt(example(f, self.rng) if self.rng.random() < 0.5 else ""), f.solution
                 n -= 1
 
-    def tasks(self, split, count, levels):
+    def tasks(self, split, count):
         """Up to `count` tasks of a split, as rows of its file; call train() first."""
         rng, found = random.Random(f"{self.seed} {split}"), 0
-        wanted = ("constants", "composed") if split == "level4" else (split,)
+        levels, wanted = (1, 2, 3), (split,)
+        if split == "level4":
+            levels, wanted = (4,), ("constants", "composed")
         for _ in range(count * 300):
             f, its = self.draw(rng, levels, split == "phrased")
             known = its == "composed" or f.combination in self.combinations
@@ -488,22 +486,18 @@ class World:
                 calls = re.sub(
                     rf"\b{f.name}\(", "candidate(", textwrap.indent("\n".join(cases), "    ")
                 )
-                row = {
+                yield {
                     "task_id": f"{split}/{found}",
                     "split": split,
                     "entry_point": f.name,
                     "level": f.level,
-                }
-                row |= {
                     "prompt": f.prompt(example(f, rng) if rng.random() < 0.5 else ""),
                     "operations": f.operations,
-                }
-                row |= {
                     "canonical_solution": f.solution,
                     "test_cases": cases,
                     "hole": hole(f.solution, rng),
+                    "test": f"def check(candidate):\n{calls}\n",
                 }
-                yield row | {"test": f"def check(candidate):\n{calls}\n"}
                 found += 1
             if found == count:
                 break
@@ -523,70 +517,46 @@ def hole(text, rng):
 
 def main(cfg):
     out = Path(cfg.out)
-    if not cfg.levels:
-        raise ValueError("--levels needs one of 1 to 4, or several")
-    # with lists, as they are read back
-    settings = json.loads(json.dumps(dataclasses.asdict(cfg) | {"out": ""}))
-    if any(out.glob("*.jsonl")) and not any(
-        (out / name).exists() for name in (".lock", "meta.json")
-    ):
+    meta = out / "meta.json"
+    ours = meta.exists() or (out / ".lock").exists()
+    if any(out.glob("*.jsonl")) and not ours:
         raise ValueError(f"{out} holds other files than a TinyPython; choose another --out")
+    settings = {"n": cfg.n, "tasks": cfg.tasks, "splits": [*cfg.splits], "seed": cfg.seed}
     out.mkdir(parents=True, exist_ok=True)
     with runs.lock(out / ".lock"):
-        if (out / "meta.json").exists():
-            saved = runs.read_json(out / "meta.json", "settings")["settings"]
-            if other := [
-                f"{name}={saved.get(name)}"
-                for name in settings
-                if saved.get(name) != settings[name]
-            ]:
+        if meta.exists():
+            saved = runs.read_json(meta, "settings")["settings"]
+            other = [f"{name}={saved.get(name)}" for name in settings]
+            if other != [f"{name}={value}" for name, value in settings.items()]:
                 raise ValueError(
-                    f"{out} holds another world ({', '.join(other)}); choose another --out or delete it"
+                    f"{out} holds another world ({', '.join(other)}); "
+                    "choose another --out or delete it"
                 )
-            if all(
-                (out / f"{name.replace('rows', 'train')}.jsonl").exists()
-                for name in (*cfg.formats, *cfg.splits)
-            ):
-                print(f"{out} is complete, nothing to do")
-                return
+            print(f"{out} is complete, nothing to do")
+            return
         # of a run with other settings that was killed
         for name in ("train", "pairs", "holes", *SPLITS):
             (out / f"{name}.jsonl").unlink(missing_ok=True)
-        world, rng = World(cfg.seed), random.Random(f"{cfg.seed} holes")
-        columns = [
-            *zip(
-                *((p, body, *hole(body, rng)) for p, body in world.train(cfg.n, cfg.levels)),
-                strict=True,
+        world = World(cfg.seed)
+        rng = random.Random(f"{cfg.seed} holes")
+        files = {"train": [], "pairs": [], "holes": []}
+        for prompt, body in world.train(cfg.n):
+            start, end = hole(body, rng)
+            before = prompt + body[:start]
+            files["train"].append({"content": prompt + body})
+            files["pairs"].append({"prompt": prompt, "response": body})
+            files["holes"].append(
+                {"prompt": before, "response": body[start:end], "suffix": body[end:]}
             )
-        ]
-        row_of = {
-            "rows": lambda p, b, *_: {"content": p + b},
-            "pairs": lambda p, b, *_: {"prompt": p, "response": b},
-        }
-        row_of["holes"] = lambda p, b, i, j: {
-            "prompt": p + b[:i],
-            "response": b[i:j],
-            "suffix": b[j:],
-        }
-        files = {form: map(row_of[form], *columns) for form in cfg.formats}
         for split in cfg.splits:
-            levels = (
-                (4,)
-                if split == "level4"
-                else [level for level in cfg.levels if level < 4] or (1, 2, 3)
-            )
-            files[split] = list(world.tasks(split, cfg.tasks, levels))
+            files[split] = list(world.tasks(split, cfg.tasks))
         for name, rows in files.items():
             data = "".join(json.dumps(row) + "\n" for row in rows).encode()
-            runs.write(out / f"{name.replace('rows', 'train')}.jsonl", data)
-        runs.write(
-            out / "meta.json",
-            {"settings": settings, "tasks": {name: len(files[name]) for name in cfg.splits}},
-        )
-    print(
-        f"wrote {out}: {cfg.n:,} functions, tasks: "
-        + ", ".join(f"{key} {len(files[key]):,}" for key in cfg.splits)
-    )
+            runs.write(out / f"{name}.jsonl", data)
+        counts = {split: len(files[split]) for split in cfg.splits}
+        runs.write(meta, {"settings": settings, "tasks": counts})
+    said = ", ".join(f"{split} {count:,}" for split, count in counts.items())
+    print(f"wrote {out}: {cfg.n:,} functions, tasks: {said}")
 
 
 if __name__ == "__main__":

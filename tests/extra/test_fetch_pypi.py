@@ -144,10 +144,6 @@ def test_packages_are_kept_by_licence_and_a_manifest_says_what_became_of_each(
     assert "5 files of 3 packages; 10 left out" in capsys.readouterr().out
     assert not list(tmp_path.rglob("*.tmp"))
     assert not [*tmp_path.rglob("out.py"), *index[1].rglob("out.py")]
-    fetch_pypi.main(config(tmp_path, index, "viral", licences="any"))
-    assert texts(cfg.out) == index[2] | {"viral-1/v.py": module(30)}
-    with pytest.raises(ValueError, match="src holds packages of any licence; choose another --out"):
-        fetch_pypi.main(cfg)
     # data_prep.py takes the folder, and keeps the problems of benchmarks out of it.
     monkeypatch.setattr("corpus.BENCHMARKS", ())
     rows = tmp_path / "rows"
