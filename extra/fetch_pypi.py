@@ -1,8 +1,10 @@
 """Fetch the Python source of packages from a package index, with their licences: a folder for
 data_prep.py --roots.
 
-    python extra/fetch_pypi.py top:300    # the most downloaded packages, 560 MB of archives; needs: pip install pypi-simple
-    python extra/fetch_pypi.py requirements.txt --index=$(pip config get global.index-url)    # a mirror, as pip is set up
+    # the most downloaded packages, 560 MB of archives; needs: pip install pypi-simple
+    python extra/fetch_pypi.py top:300
+    # a mirror, as pip is set up
+    python extra/fetch_pypi.py requirements.txt --index=$(pip config get global.index-url)
 
 Copies .py files and licence texts of the newest source distribution with a permissive licence,
 without vendored packages and test data. Writes --out: a folder NAME-VERSION for each package, which
@@ -73,9 +75,8 @@ def main(cfg):
                 entries[str(requirement)] = fetch(client, requirement, Path(cfg.out))
                 runs.write(manifest, entries)
     files = [entry["files"] for entry in entries.values() if "files" in entry]
-    print(
-        f"{cfg.out}: {sum(files):,} files of {len(files):,} packages; {len(entries) - len(files)} left out"
-    )
+    left_out = len(entries) - len(files)
+    print(f"{cfg.out}: {sum(files):,} files of {len(files):,} packages; {left_out} left out")
 
 
 def requirements(packages):
@@ -97,7 +98,8 @@ def requirements(packages):
         ) from None
     if not wanted:
         raise ValueError(
-            f"{packages!r} names no package; write top:1 to top:2000, numpy,requests or requirements.txt"
+            f"{packages!r} names no package; "
+            "write top:1 to top:2000, numpy,requests or requirements.txt"
         )
     return [each for each in wanted if not each.marker or each.marker.evaluate()]
 
@@ -146,7 +148,8 @@ def copy(archive, folder):
                 total += member.size
                 if total > UNPACKED_BYTES or OUTSIDE.match(member.name):
                     raise ValueError(
-                        f"it unpacks to {total:,} bytes or more, one of its files is {member.name!r:.99}"
+                        f"it unpacks to {total:,} bytes or more, "
+                        f"one of its files is {member.name!r:.99}"
                     )
                 if member.isreg() and "/" in member.name and member.size <= FILE_BYTES:
                     members[member.name] = member

@@ -22,9 +22,9 @@ simple-evals ee3b031; DARE's OpenCompass 83ae8a3.
 import ast
 import contextlib
 import dataclasses
-import functools
 import re
 import sys
+import tomllib
 import typing
 import warnings
 from pathlib import Path
@@ -48,7 +48,9 @@ class Config(benchmarks.Config):
 
 
 class Protocol(typing.NamedTuple):
-    ask: typing.Callable  # (question, solved problems) -> the user's text
+    # the user's text: a template, see filled(), or "opencompass"
+    ask: str = "{prompt}"
+    answer: str = ""  # template of what follows it in a solved problem, with {code}
     data: tuple = ("humaneval",)  # keys of DATA: the problems of the harness
     system: str | None = None  # system text of the chat; None is no chat
     # beginning of the answer, which the model continues; {prompt} is the question's
@@ -67,7 +69,9 @@ class Protocol(typing.NamedTuple):
     drops: bool = False  # other special tokens are removed; the text after them stays
     stops: tuple = ()  # stop strings
     cuts: bool = True  # the text is cut at the first stop string
-    rules: tuple = ()  # functions (text, question) -> text, applied in order
+    # names of functions (text, question) -> text, applied in order; or templates of what is put in
+    # front of the text
+    rules: tuple = ()
     prompt_first: bool = False  # the prompt runs in front of the candidate
     frame: tuple = ("", "")  # text in front of the tests, and after them
     limit_s: float = 3.0  # processor seconds for all tests of a candidate
@@ -91,33 +95,14 @@ EXPERT = "You are an expert Python programmer, and here is your task:"
 
 
 def filled(template, q):
+    """A template with what is the question's: {tests} are its first three asserts."""
     return template.format(
-        prompt=q.prompt, stripped=q.prompt.strip(), text=q.text, tests="\n".join(q.tests[:3])
+        prompt=q.prompt,
+        stripped=q.prompt.strip(),
+        text=q.text,
+        test="".join(q.tests[:1]),
+        tests="\n".join(q.tests[:3]),
     )
-
-
-def asks(question, answer=""):
-    """A function (question, solved problems) -> prompt of two templates: one for a question, one
-    for its solution.
-
-    {prompt}, {stripped}, {text} and {tests}, the first three asserts, are the question's; {code} is
-    the solution.
-    """
-
-    def ask(q, solved=()):
-        shown = "".join(
-            filled(question, shot) + answer.format(code=shot.reference) for shot in solved
-        )
-        return shown + filled(question, q)
-
-    return ask
-
-
-# Ref: Austin et al., arXiv:2108.07732
-ask_austin = asks(
-    EXPERT + " {text} Your code should pass these tests:\n\n{tests}\n[BEGIN]\n",
-    "{code}\n[DONE]\n\n",
-)
 
 
 def prompt(protocol, q, trim_prefix=True):
@@ -127,7 +112,14 @@ def prompt(protocol, q, trim_prefix=True):
     trim_prefix: transformers 4.46, which Dream's harness pins, strips whitespace at the end of the
     answer's prefix; 4.49, which Fast-dLLM's pins, keeps it.
     """
-    asked = protocol.ask(q, q.shots[: protocol.shots])
+    solved = q.shots[: protocol.shots]
+    if protocol.ask == "opencompass":
+        asked = ask_opencompass(q, solved)
+    else:
+        asked = ""
+        for shot in solved:
+            asked += filled(protocol.ask, shot) + protocol.answer.format(code=shot.reference)
+        asked += filled(protocol.ask, q)
     prefix = protocol.prefix.replace("{prompt}", q.prompt)
     if protocol.system is None:
         return asked + prefix
@@ -149,22 +141,12 @@ def cut_at(stops, text, q):
     return text[: first_of(text, stops)]
 
 
-cut_at_fence = functools.partial(cut_at, ("```",))
+def cut_at_fence(text, q):
+    return cut_at(("```",), text, q)
 
 
 def without_special(text, q):
     return SPECIAL.sub("", text)
-
-
-def prepend(template):
-    """A rule that puts the prompt in front of a text."""
-    return lambda text, q: filled(template, q) + text
-
-
-prepend_prompt = prepend("{prompt}")
-prepend_prompt_line = prepend("{prompt}\n")
-prepend_stripped_prompt = prepend("{stripped}\n")
-prepend_bare_prompt = prepend("{stripped}")
 
 
 def tabs_to_spaces(text, q):
@@ -302,10 +284,8 @@ def evalplus_source(data, node):
     belong to it.
     """
     starts = [0, *(match.end() for match in re.finditer(rb"\r\n|\r|\n", data))]  # of the lines
-    first, end = (
-        starts[node.lineno - 1] + node.col_offset,
-        starts[node.end_lineno - 1] + node.end_col_offset,
-    )
+    first = starts[node.lineno - 1] + node.col_offset
+    end = starts[node.end_lineno - 1] + node.end_col_offset
     if hasattr(node, "body"):
         end += len(re.compile(rb"([ \t]*;)?([ \t]*#[^\n]*)?").match(data, end)[0])
         comment = re.compile(rb"(?:[ \t\r\f]*\n)+([ \t]*)#[^\n]*")
@@ -320,10 +300,9 @@ def evalplus_name(node):
     """The name that a statement defines according to EvalPlus, or None, as for decorated
     definitions.
     """
-    if isinstance(node, ast.ClassDef):
-        return None if node.decorator_list else node.name
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return node.name if has_return(node) and not node.decorator_list else None
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        kept = isinstance(node, ast.ClassDef) or has_return(node)
+        return node.name if kept and not node.decorator_list else None
     # the first plain name of both sides: `a.b = c` defines c
     if isinstance(node, ast.Assign | ast.AnnAssign):
         left, *more = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -336,191 +315,12 @@ def evalplus_names(node):
     """All identifiers in a definition: names, both parts of a.b, arguments, keywords, imports."""
     names = set()
     for child in ast.walk(node):
-        for field in ("id", "attr", "arg", "name", "asname", "rest", "module"):
+        for field in "id attr arg name asname rest module".split():
             value = getattr(child, field, None)
             names.update(value.split(".") if isinstance(value, str) else ())
         for field in ("names", "kwd_attrs"):  # of global and nonlocal, of patterns
             names.update(name for name in getattr(child, field, ()) if isinstance(name, str))
     return names
-
-
-# ---- the table -----------------------------------------------------------------------------------
-
-IM_END = ("<|im_end|>", "<|endoftext|>")
-# Chen et al., arXiv:2107.03374, as in lm_eval
-CHEN = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
-EVALPLUS = ("<|endoftext|>", "<|endofmask|>", "</s>", "\nif __name__", "\ndef main(", "\nprint(")
-EVALPLUS_HUMANEVAL = (*EVALPLUS, "\ndef ", "\nclass ", "\nimport ", "\nfrom ", "\nassert ")
-EVALPLUS_MBPP = (*EVALPLUS, '\n"""', "\nassert")
-ASSISTANT = "You are a helpful assistant."
-QWEN = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-QWEN_CODER = "You are an intelligent programming assistant to produce Python algorithmic solutions"
-WRITE = "Write a solution to the following problem and make sure that it passes the tests:\n"
-COMPLETED = "Here is the completed function:\n```python\n"
-BELOW = (
-    "Below is a Python script with a self-contained function that solves the problem and passes "
-    "corresponding tests:\n"
-    "```python\n"
-)
-ask_prompt = asks("{prompt}")
-ask_evalplus = asks(
-    "Please provide a self-contained Python script that solves the following problem in a markdown "
-    "code block:\n"
-    "```\n{stripped}\n```\n"
-)
-ask_evalplus_base = asks("{stripped}\n")
-ask_qwen = asks("Can you complete the following Python function?\n```python\n{stripped}\n```\n")
-DREAM_RULES = (dream_fence, prepend_prompt_line, dream_sanitize)
-EVALPLUS_BASE_RULES = (
-    first_10000,
-    tabs_to_spaces,
-    prepend_stripped_prompt,
-    without_colours,
-    evalplus_sanitize,
-)
-PLUS = ("mbppplus", "sanitized")
-
-
-PROTOCOLS = {  # "harness/task"; the comments say who quotes its scores
-    # the paper of HumanEval
-    "openai/humaneval": Protocol(ask_prompt, temperature=0.2, top_p=0.95, prompt_first=True),
-    # LLaDA, and most papers on base models; equal in 0.4.8, which has no instruct tasks, and
-    # 0.4.9.2
-    "lm_eval/humaneval": Protocol(
-        ask_prompt, max_new=1024, drops=True, stops=CHEN, rules=(prepend_prompt,)
-    ),
-    "lm_eval/mbpp": Protocol(
-        ask_austin, ("mbpp",), shots=3, max_new=256, drops=True, stops=("[DONE]",)
-    ),
-    "lm_eval/humaneval_instruct": Protocol(
-        asks(WRITE + "```python\n{prompt}\n```\n"),
-        system=ASSISTANT,
-        prefix=COMPLETED + "{prompt}\n",
-        trims=True,
-        max_new=1024,
-        drops=True,
-        stops=CHEN,
-        rules=(cut_at_fence, prepend_prompt),
-    ),
-    # Dream; its postprocess_code.py scores HumanEval from the log of lm_eval
-    "dream_base/humaneval": Protocol(
-        ask_prompt, bos=True, temperature=0.2, top_p=0.95, rules=DREAM_RULES
-    ),
-    "dream_base/mbpp": Protocol(
-        ask_austin, ("mbpp",), shots=3, bos=True, temperature=0.2, top_p=0.95, stops=("[DONE]",)
-    ),
-    "dream_instruct/humaneval_instruct": Protocol(
-        asks(WRITE + "```{prompt}"),
-        system=ASSISTANT,
-        prefix=COMPLETED + "{prompt}\n",
-        trims=True,
-        prompt_tokens=1024,
-        max_new=768,
-        temperature=0.1,
-        top_p=0.9,
-        stops=CHEN,
-        rules=DREAM_RULES,
-    ),
-    "dream_instruct/mbpp_instruct": Protocol(
-        asks(EXPERT + " {text} Your code should pass these tests:\n\n{tests}"),
-        ("mbpp",),
-        system=ASSISTANT,
-        prefix=COMPLETED,
-        trims=True,
-        prompt_tokens=1024,
-        max_new=1024,
-        temperature=0.1,
-        top_p=0.9,
-        stops=("```",),
-    ),
-    # Fast-dLLM
-    "fast_dllm/humaneval": Protocol(ask_prompt, bos=True, max_new=256, rules=DREAM_RULES),
-    # Dream-Coder; its MBPP is mbppplus of the Hub, 378 of the sanitized problems. d3LLM scores
-    # instruct models alike
-    "dreamcoder_base/humaneval": Protocol(
-        ask_prompt,
-        bos=True,
-        temperature=0.2,
-        top_p=0.9,
-        stops=("```python\n", "```"),
-        rules=(prepend_prompt_line, dream_sanitize),
-    ),
-    "dreamcoder_base/mbpp": Protocol(
-        asks("{text}\nThe code should pass these tests:\n\n{tests}\n\n"),
-        ("sanitized",),
-        prefix=COMPLETED,
-        bos=True,
-        temperature=0.1,
-        top_p=0.9,
-        stops=("```",),
-        frame=("", "\n\n"),
-    ),
-}
-# EvalPlus, and d3LLM's table of Qwen2.5-Coder-Instruct; those that use it change a few fields
-BASE = Protocol(
-    ask_evalplus_base,
-    max_new=768,
-    ends=(),
-    drops=True,
-    stops=EVALPLUS_HUMANEVAL,
-    rules=EVALPLUS_BASE_RULES,
-    limit_s=4,
-    factor=4,
-)
-INSTRUCT = BASE._replace(
-    ask=ask_evalplus,
-    system=QWEN,
-    prefix=BELOW,
-    stops=(*EVALPLUS, "\n```\n"),
-    rules=(first_10000, tabs_to_spaces, without_colours, evalplus_sanitize),
-)
-# Qwen2.5-Coder; DiffuCoder has its harness. It runs the prompt twice; here once, so that a future
-# import can follow
-QWEN_BASE = BASE._replace(
-    ends=IM_END,
-    stops=(*EVALPLUS_HUMANEVAL, "\n```\n", "```"),
-    rules=(tabs_to_spaces, prepend_stripped_prompt),
-    limit_s=1,
-)
-QWEN_INSTRUCT = QWEN_BASE._replace(
-    ask=ask_qwen,
-    system=QWEN_CODER,
-    prefix="```python\n",
-    max_new=2048,
-    stops=(*EVALPLUS, "\n#", "\n```"),
-    rules=(tabs_to_spaces, cut_at_fence),
-)
-PROTOCOLS |= {
-    "dreamcoder_instruct/humaneval": INSTRUCT._replace(
-        system=ASSISTANT,
-        temperature=0.1,
-        top_p=0.9,
-        top_k=50,
-        rules=(first_10000, tabs_to_spaces, evalplus_sanitize),
-        limit_s=1,
-    ),
-    "evalplus_base/humaneval": BASE,
-    "evalplus_base/mbpp": BASE._replace(data=PLUS, stops=EVALPLUS_MBPP),
-    "evalplus_instruct/humaneval": INSTRUCT,
-    "qwen_base/humaneval": QWEN_BASE,
-    "qwen_base/mbpp": QWEN_BASE._replace(data=PLUS, stops=(*EVALPLUS_MBPP, "\n```\n", "```")),
-    "qwen_instruct/humaneval": QWEN_INSTRUCT,
-    # the answers of instruct models as they are, and sanitised
-    "qwen_instruct/humaneval_sanitized": QWEN_INSTRUCT._replace(
-        rules=(tabs_to_spaces, cut_at_fence, evalplus_sanitize)
-    ),
-}
-# EvalPlus asks for MBPP as for HumanEval, and so do those that use it.
-for name in (
-    "dreamcoder_instruct/{}",
-    "evalplus_instruct/{}",
-    "qwen_instruct/{}",
-    "qwen_instruct/{}_sanitized",
-):
-    PROTOCOLS[name.format("mbpp")] = PROTOCOLS[name.format("humaneval")]._replace(data=PLUS)
-
-
-# ---- more harnesses, and older versions
 
 
 def simple_evals_fence(text, q):
@@ -530,10 +330,6 @@ def simple_evals_fence(text, q):
 
 def without_signature(text, q):
     return text[text.find(":\n    ") + 2 :]  # where there is none, all but the first character
-
-
-def ask_docstring(q, solved):
-    return f'"""\n{q.text}\n{q.tests[0]}\n"""\n'
 
 
 def lm_eval_fence(text, q):
@@ -599,112 +395,21 @@ def ask_opencompass(q, solved):
     return f"{chat}{EXPERT} {q.text} Your code should pass these tests:\n\n {asserts}  \n"
 
 
-EXPERT_BLOCK = EXPERT + "\n{text}\nYour code should pass these tests:\n{tests}"
-READ = (
-    "Read the following function signature and docstring, and fully implement the function "
-    "described."
-)
-BIGCODE_STOPS = (
-    "\nclass",
-    "\ndef",
-    "\n#",
-    "\n@",
-    "\nprint",
-    "\nif",
-    "\n```",
-    "<file_sep>",
-    "<|endoftext|>",
-)
-BIGCODE_MBPP_STOPS = (
-    "\nclass",
-    "\nassert",
-    '\n"""',
-    "\nprint",
-    "\nif",
-    "\n<|/",
-    "\n```",
-    "<|endoftext|>",
-)
+# ---- the table: protocols.toml -------------------------------------------------------------------
 
 
-def evalplus_031(name):
-    """Version 0.3.1: colours stay, the least limit is 1 s. It never passes HumanEval/32."""
-    record = PROTOCOLS[name]
-    rules = tuple(rule for rule in record.rules if rule is not without_colours)
-    return record._replace(rules=rules, limit_s=1)
+def read_records():
+    """{"harness/task": Protocol} of the file beside this one."""
+    found = {}
+    for name, row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items():
+        fields = {key: tuple(x) if isinstance(x, list) else x for key, x in row.items()}
+        base = found.get(fields.pop("like", ""), Protocol())
+        found[name] = base._replace(**fields)
+    return found
 
 
-# Of prompt and answer together BigCode allows 512 tokens.
-BIGCODE = Protocol(
-    asks("{stripped}"),
-    temperature=0.2,
-    top_p=0.95,
-    ends=(),
-    stops=BIGCODE_STOPS,
-    rules=(prepend_bare_prompt,),
-    frame=("\n", ""),
-)
-LM_EVAL_BLOCK = Protocol(
-    asks(EXPERT_BLOCK, answer="\n```python\n{code}\n```\n\n"),
-    ("mbpp",),
-    system=ASSISTANT,
-    prefix="\n```python\n",
-    trims=True,
-    shots=3,
-    max_new=256,
-    drops=True,
-    rules=(lm_eval_fence,),
-)
-# DARE's OpenCompass: it quotes 78.05 % on HumanEval and 56.40 % on MBPP for Dream-Instruct.
-OPENCOMPASS = Protocol(
-    asks("Complete the following python code:\n{prompt}"),
-    system=ASSISTANT,
-    temperature=0.2,
-    top_p=0.95,
-    ends=(),
-    drops=True,
-    rules=(opencompass_fence, strip_left),
-    prompt_first=True,
-)
-PROTOCOLS |= {
-    "bigcode/humaneval": BIGCODE,
-    "bigcode/humaneval-unstripped": BIGCODE._replace(ask=ask_prompt, rules=(prepend_prompt,)),
-    "bigcode/mbpp": BIGCODE._replace(
-        ask=ask_docstring,
-        data=("mbpp",),
-        stops=BIGCODE_MBPP_STOPS,
-        rules=(prepend_prompt,),
-        frame=("", ""),
-    ),
-    "simple_evals/humaneval": Protocol(
-        asks(READ + " Your response should only contain the code for this function.\n{prompt}"),
-        ends=(),
-        drops=True,
-        rules=(simple_evals_fence, without_signature),
-        prompt_first=True,
-    ),
-    # the score that lm_eval itself prints of Dream's base model, which Dream does not use
-    "dream_base_lm_eval/humaneval": PROTOCOLS["dream_base/humaneval"]._replace(
-        stops=CHEN, cuts=False, rules=(prepend_prompt,)
-    ),
-    "lm_eval_head/mbpp_instruct": LM_EVAL_BLOCK,
-    "lm_eval_0.4.9.2/mbpp_instruct": LM_EVAL_BLOCK._replace(
-        ask=asks(EXPERT_BLOCK, answer="\n```python\n {code}\n```\n\n")
-    ),
-    "opencompass_dare/humaneval": OPENCOMPASS,
-    "opencompass_dare/mbpp": OPENCOMPASS._replace(
-        ask=ask_opencompass,
-        data=("mbpp",),
-        shots=3,
-        rules=(opencompass_answer,),
-        prompt_first=False,
-        limit_s=9,
-    ),
-    "evalplus_0.3.1_base/humaneval": evalplus_031("evalplus_base/humaneval"),
-    "evalplus_0.3.1_base/mbpp": evalplus_031("evalplus_base/mbpp"),
-    "evalplus_0.3.1_instruct/humaneval": evalplus_031("evalplus_instruct/humaneval"),
-    "evalplus_0.3.1_instruct/mbpp": evalplus_031("evalplus_instruct/mbpp"),
-}
+PROTOCOLS = read_records()
+IM_END = ("<|im_end|>", "<|endoftext|>")
 
 # ---- from a text to a program --------------------------------------------------------------------
 
@@ -727,7 +432,7 @@ def candidate(protocol, text, q):
     if protocol.cuts:
         text = cut_at(protocol.stops, text, q)
     for rule in protocol.rules:
-        text = rule(text, q)
+        text = filled(rule, q) + text if "{" in rule else globals()[rule](text, q)
     return text
 
 
@@ -748,7 +453,9 @@ class Harness:
     skips = False
 
     def __init__(self, cfg, name, record):
-        self.cfg, self.name, self.record = cfg, name, record
+        self.cfg = cfg
+        self.name = name
+        self.record = record
         self.settings = {"shots": record.shots, "trim_prefix": cfg.trim_prefix}
         self.files = [tasks.tasks_path(cfg)]
         self.ends, self.top_k, self.factor = record.ends, record.top_k, record.factor

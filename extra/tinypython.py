@@ -1,10 +1,12 @@
 """Write TinyPython: small Python functions with docstrings, examples and hidden tests, drawn from
 tinypython.txt.
 
-    python extra/tinypython.py                                      # 100,000 functions and four splits: two minutes
-    python data_prep.py python --roots data/tinypython/train.jsonl --vocab_size=1024 --seq_len=512 --out=data/tiny
-    python data_prep.py pairs data/tinypython/holes.jsonl --vocab_size=1024 --seq_len=256    # or pairs.jsonl
-    python benchmarks.py --task=humaneval --tasks_file=data/tinypython/composed.jsonl --max_new=128
+    # 100,000 functions and four splits: two minutes; then of the folder data/tinypython
+    python extra/tinypython.py
+    python data_prep.py python --roots TINY/train.jsonl --vocab_size=1024 --seq_len=512 --out=OUT
+    # or pairs.jsonl
+    python data_prep.py pairs TINY/holes.jsonl --vocab_size=1024 --seq_len=256
+    python benchmarks.py --task=humaneval --tasks_file=TINY/composed.jsonl --max_new=128
 
 What TinyStories is to English, this is to code: small enough for a CPU, and right or wrong when
 run. Level 1 is one operation, 2 two or three, 3 control flow with state, 4 functions that call one

@@ -95,8 +95,6 @@ def test_token_by_token_is_what_a_pass_over_the_whole_text_says():
     logits_BLV = np.array(model.logits(model.hidden(token_BL, place=place)[0]))
     logits_BLV[..., model.cfg.mask_id] = -np.inf
     assert logits_BLV[0, n - 1 : -1].argmax(-1).tolist() == row[n:]
-    prob_L = np.asarray(jax.nn.softmax(logits_BLV[0]))[np.arange(n - 1, len(row) - 1), row[n:]]
-    np.testing.assert_allclose(stats["probability"][0, n : len(row)], prob_L, rtol=1e-4)
     assert stats["when"][0, n] == 1
     assert (np.diff(stats["when"][0, n : len(row)]) >= 0).all()
 
@@ -146,9 +144,7 @@ def test_nemotron_s_autoregressive_and_self_speculated_texts_and_their_passes(go
             continue
         eos_ids = () if settings["eos_id"] is None else (settings["eos_id"],)
         rule = drafts.Sampling(draft=settings.get("block_length", 1) - 1, eos_ids=eos_ids)
-        rows, stats = drafts.generate(
-            model, case["prompts"], settings["max_new"], rule, widths=(64, 128, 256)
-        )
+        rows, stats = drafts.generate(model, case["prompts"], settings["max_new"], rule)
         for row, prompt, text in zip(rows, case["prompts"], case["text"], strict=True):
             new = row[len(prompt) :][: len(text)]
             assert new == text[: len(new)], case["name"]

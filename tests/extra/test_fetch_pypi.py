@@ -149,7 +149,7 @@ def test_packages_are_kept_by_licence_and_a_manifest_says_what_became_of_each(
     rows = tmp_path / "rows"
     data_prep.main(data_prep.Python(roots=(cfg.out,), out=str(rows), vocab_size=300, workers=1))
     meta = json.loads((rows / "meta.json").read_text())
-    assert meta["splits"]["train"]["documents"] == 5
+    assert meta["splits"]["train"]["documents"] == 4
 
 
 def test_a_killed_run_goes_on_and_what_is_there_is_not_fetched_again(tmp_path, index):

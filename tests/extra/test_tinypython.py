@@ -91,13 +91,13 @@ def test_no_sentence_describes_two_functions_and_splits_hold_out_what_they_say()
         return f, split
 
     made.draw = noted
-    list(made.train(3000, (1, 2, 3, 4)))
+    list(made.train(3000))
     made.draw = draw
     assert sum(map(len, described.values())) == 3000 > len(described)  # some sentences come twice
     assert all(what == first for first, *others in described.values() for what in others)
     for split in ("constants", "composed", "phrased"):
         trained = set(made.sentences)
-        for row in made.tasks(split, 20, (1, 2, 3)):
+        for row in made.tasks(split, 20):
             combination = tuple(
                 sorted(row["operations"][row["level"] == 2 and len(row["operations"]) > 2 :])
             )
@@ -149,19 +149,9 @@ def test_files_of_somebody_else_are_not_touched(tmp_path):
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--splits", "nowhere"], ["--splits", "nowhere", "composed"]),
-        (["--levels", "5"], ["--levels", "'5'", "('1', '2', '3'"]),
-        (["--formats", "xml"], ["--formats", "xml", "holes"]),
-        (["--levels"], ["--levels needs one of 1 to 4"]),
-        (["--n=0"], ["--n=0", "1 .. "]),
-    ],
-)
-def test_what_makes_no_world_is_refused(tmp_path, flags, words):
-    result = run("extra/tinypython.py", *flags, f"--out={tmp_path / 'out'}")
+def test_a_split_that_is_none_is_refused(tmp_path):
+    result = run("extra/tinypython.py", "--splits", "nowhere", f"--out={tmp_path / 'out'}")
     assert result.returncode
-    assert all(word in result.stderr for word in words), result.stderr
+    assert all(word in result.stderr for word in ("--splits", "nowhere", "composed"))
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "out").exists()
