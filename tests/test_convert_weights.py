@@ -2,22 +2,21 @@
 one line.
 """
 
-import base64
 import dataclasses
-import hashlib
-import http.server
+import inspect
 import json
 import os
+import re
 import resource
 import shutil
 import signal
 import struct
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
+import huggingface_hub
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -682,144 +681,64 @@ def test_a_config_of_ours_names_the_classes_that_the_hub_names(golden_dir, area,
 # ---- the Hub -----------------------------------------------------------------------------------
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """The few calls of the Hub that an upload and a download make; files above 2,000 bytes are
-    large.
-    """
-
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_):
-        pass
-
-    def answer(self, data, status=200, headers=()):
-        data = data if isinstance(data, bytes) else json.dumps(data).encode()
-        self.send_response(status)
-        for name, value in {"Content-Length": len(data), **dict(headers)}.items():
-            self.send_header(name, str(value))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    def handle_any(self):
-        hub, path = self.server, self.path.split("?")[0]
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        hub.tokens.add(self.headers.get("Authorization"))
-        if path == "/api/repos/create":
-            hub.began.append((len(hub.sent), len(hub.files)))
-            return self.answer({"url": f"{hub.url}/me/model"})
-        if path == "/api/validate-yaml":  # of the model card
-            return self.answer({"errors": [], "warnings": []})
-        if path.endswith("/preupload/main"):
-            asked = json.loads(body)["files"]
-            for file in asked:
-                mode = "lfs" if file["size"] > 2000 else "regular"
-                file |= {"uploadMode": mode, "shouldIgnore": False}
-            return self.answer({"files": asked})
-        if path.endswith("/info/lfs/objects/batch"):
-            objects = json.loads(body)["objects"]
-            for item in objects:
-                if item["oid"] not in hub.objects:
-                    item["actions"] = {"upload": {"href": f"{hub.url}/lfs/{item['oid']}"}}
-            return self.answer({"objects": objects, "transfer": "basic"})
-        if path.startswith("/lfs/"):
-            with hub.lock:
-                if len(hub.objects) >= 3 and len(hub.began) == 1:  # the first upload breaks off
-                    return self.answer({"error": "no more room"}, 403)
-                assert hashlib.sha256(body).hexdigest() == path[5:]
-                hub.objects[path[5:]] = body
-                hub.sent.append(path[5:])
-            return self.answer({})
-        if "/commit/main" in path:
-            for line in map(json.loads, body.splitlines()):
-                value = line["value"]
-                if line["key"] == "file":
-                    hub.files[value["path"]] = base64.b64decode(value["content"])
-                if line["key"] == "lfsFile":
-                    hub.files[value["path"]] = hub.objects[value["oid"]]
-            url = f"{hub.url}/me/model/commit/{hub.sha}"
-            return self.answer({"commitUrl": url, "commitOid": hub.sha})
-        if path.startswith("/api/models/me/model/tree/"):
-            tree = []
-            for name, data in hub.files.items():
-                tree.append({"type": "file", "path": name, "size": len(data), "oid": name[:40]})
-            return self.answer(tree)
-        if path.startswith("/api/models/me/model"):
-            siblings = [{"rfilename": name} for name in hub.files]
-            return self.answer({"id": "me/model", "sha": hub.sha, "siblings": siblings})
-        name = path.removeprefix(f"/me/model/resolve/{hub.sha}/")
-        if name in hub.files:
-            data = hub.files[name]
-            tag = f'"{hashlib.sha256(data).hexdigest()}"'
-            tags = {"ETag": tag, "X-Repo-Commit": hub.sha, "Accept-Ranges": "bytes"}
-            return self.answer(data, 200, tags.items())
-        self.answer({"error": "not found"}, 404, [("X-Error-Code", "RepoNotFound")])
-
-    do_GET = do_POST = do_PUT = do_HEAD = handle_any
-
-
 @pytest.fixture
-def hub(tmp_path):
-    """A server on this machine; hub.env makes huggingface_hub talk to it."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.url, server.sha = f"http://127.0.0.1:{server.server_port}", "a" * 40
-    server.files, server.objects, server.sent, server.tokens, server.began = {}, {}, [], set(), []
-    server.env = os.environ | {
-        "HF_ENDPOINT": server.url,
-        "HF_HOME": str(tmp_path / "hf"),
-        "HF_TOKEN": "hf_secret",
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }
-    server.lock = threading.Lock()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
+def hub(tmp_path, monkeypatch):
+    """A folder with a folder for each repository, behind the calls of huggingface_hub; the first
+    upload breaks off.
+    """
+    top = tmp_path / "hub_of_all"
+
+    def create_repo(repo_id, *, exist_ok):
+        (top / repo_id).mkdir(parents=True, exist_ok=exist_ok)
+
+    def upload_folder(*, repo_id, folder_path, commit_message):
+        for path in [*folder_path.rglob("*.json"), *folder_path.rglob("*")]:
+            if path.is_file():
+                copy = top / repo_id / path.relative_to(folder_path)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, copy)
+            if path.name == "meta.json" and not (top / "broke_off").exists():
+                (top / "broke_off").touch()
+                raise RuntimeError("403\nno more room") from OSError("at\n/lfs/")
+
+    def snapshot_download(repo_id, *, revision, allow_patterns, ignore_patterns):
+        if not (top / repo_id).exists():
+            raise OSError(f"404\n{repo_id}")
+        paths = [path for path in (top / repo_id).rglob("*") if path.is_file()]
+        names = [str(path.relative_to(top / repo_id)) for path in paths]
+        patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+        for name in huggingface_hub.utils.filter_repo_objects(names, **patterns):
+            copy = tmp_path / "cache" / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(top / repo_id / name, copy)
+        return str(tmp_path / "cache")
+
+    for function in (create_repo, upload_folder, snapshot_download):
+        real = inspect.signature(getattr(huggingface_hub, function.__name__))
+        assert inspect.signature(function).parameters.keys() <= real.parameters.keys()
+        monkeypatch.setattr(huggingface_hub, function.__name__, function)
+    return top
 
 
-# huggingface_hub reads where the Hub is when it is imported: one process converts all of these, and
-# begins with a download that fails, where nothing has loaded the parts of huggingface_hub
-CONVERT_ALL = """
-import json, sys
-import convert_weights
-for settings in json.loads(sys.argv[1]):
-    try:
-        convert_weights.main(convert_weights.Config(**settings))
-    except OSError as error:
-        print("refused:", error)
-"""
-
-
-@pytest.mark.slow
-def test_an_upload_resumes_and_what_it_left_downloads_byte_for_byte(tmp_path, hub):
-    source, orbax, down = (tmp_path / name for name in ("hub", "orbax", "down"))
-    tensors = write_hub_folder(source)
-    other = {"source": "me/other", "out": str(tmp_path / "out")}
-    upload = {"source": str(source), "out": str(orbax), "push": "me/model"}
-    download = {"source": "me/model", "out": str(down), "verify": True}
-    configs = json.dumps([other, upload, upload, download])
-    line = [sys.executable, "-c", CONVERT_ALL, configs]
-    env = hub.env | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=env, timeout=300)
-    missing, broken = [line for line in done.stdout.splitlines() if line.startswith("refused:")]
-    for part in ("was not uploaded", "/lfs/", "run again"):
-        assert part in broken, done.stderr
-    assert "me/other is no folder and cannot be downloaded" in missing
-    assert "/me/other/" in missing  # the address, which the Hub's error names in a later line
-    assert not list(tmp_path.glob("out*"))
-    # three files had arrived, and none is in the repository before all are
-    assert hub.began == [(0, 0), (3, 0)]
-    assert len(hub.sent) == len(set(hub.sent)) > 3  # nothing went twice
-    here = {str(path.relative_to(orbax)): path for path in orbax.rglob("*") if path.is_file()}
-    assert hub.files == {name: path.read_bytes() for name, path in here.items()}
-    card = hub.files["README.md"].decode()
+def test_an_upload_goes_on_and_what_it_left_downloads_byte_for_byte(forms, hub, tmp_path, capsys):
+    source, orbax = forms
+    down = tmp_path / "down"
+    refuses("me/other is no folder and cannot be downloaded: 404 me/other$", "me/other", down)
+    said = f"{orbax} was not uploaded to me/model: 403 no more room at /lfs/; run again to go on"
+    with pytest.raises(OSError, match=f"^{re.escape(said)}$"):
+        do(source, orbax, push="me/model")
+    do(source, orbax, push="me/model")
+    here = {path.relative_to(orbax): path for path in orbax.rglob("*") if path.is_file()}
+    for name, path in here.items():
+        assert (hub / "me" / "model" / name).read_bytes() == path.read_bytes()
+    card = (hub / "me" / "model" / "README.md").read_text()
     assert card.startswith("---\ntags: [unmask]\n---\n\n# orbax\n")
-    assert f"{sum(x.size for x in tensors.values()):,} parameters in bfloat16, converted by" in card
-    assert done.stdout.count("every byte equal") == 3
-    assert f"into {tmp_path}/hf/hub (HF_HOME moves it), a second copy beside {down}" in done.stdout
+    want = arrays_of(orbax)
+    assert f"{sum(x.size for x in want.values()):,} parameters in bfloat16, converted by" in card
+    do("me/model", down, verify=True)
+    out = capsys.readouterr().out
+    assert out.count("every byte equal") == 3
+    assert f"(HF_HOME moves it), a second copy beside {down}" in out
     # what the first conversion noted
     assert read_config(down)["source"] == "hub"
-    found = arrays_of(down)
-    all_same(found, {name: tensors[convert.hf_name(name)] for name in found})
+    all_same(arrays_of(down), want)
