@@ -25,7 +25,6 @@ import importlib.util
 import io
 import logging
 import math
-import platform
 import unittest.mock
 import warnings
 from pathlib import Path
@@ -120,8 +119,7 @@ def compare(name, run, inputs, want, tolerance=0.02):
     for (token_BL, noise_B, see_BL), want_BLV in zip(inputs, want, strict=True):
         got_BLV = run(token_BL, noise_B, see_BL).float().cpu()
         if got_BLV.shape != want_BLV.shape:
-            shapes = f"logits {[*got_BLV.shape]}, the model has {[*want_BLV.shape]}"
-            raise ValueError(f"{name}: {shapes}; not exported")
+            raise ValueError(f"{name}: its logits are {[*got_BLV.shape]}; not exported")
         see_BL = see_BL.cpu()
         # The largest error, PAD excluded; NaN counts as infinite.
         error_NV = (got_BLV - want_BLV)[see_BL].abs().nan_to_num(math.inf)
@@ -131,8 +129,7 @@ def compare(name, run, inputs, want, tolerance=0.02):
         same += (got_BLV.argmax(-1) == want_BLV.argmax(-1))[masked_BL].sum().item()
         masks += masked_BL.sum().item()
     share = same / max(masks, 1)  # a canvas of one token has no mask
-    agreement = f"the same argmax at {share:.1%} of the masks"
-    print(f"{name:18} error {worst:.2g} of {largest:.3g}, {agreement}", flush=True)
+    print(f"{name:18} error {worst:.2g} of {largest:.3g}, {share:.1%} the same argmax", flush=True)
     if not worst <= tolerance * largest:
         raise ValueError(f"{name}: an error of {worst:.3g} is no rounding; not exported")
     return {"max_error": worst, "largest_logit": largest, "same_likeliest": share}
@@ -190,7 +187,7 @@ def write_onnx(exported, example, path):
         with unittest.mock.patch.object(F, "scaled_dot_product_attention", attention):
             torch.onnx.export(exported, example, str(path), **options)
     if lacks("onnxruntime"):
-        print("model.onnx: written, not verified, for want of: pip install onnxruntime", flush=True)
+        print("model.onnx: written, not verified, for want of: pip install onnxruntime")
         return None
     return inference_jetson.run_onnx(path.read_bytes())
 
@@ -203,8 +200,8 @@ def attempt(name, write, half, folder, inputs, want, tolerance):
             return {name: compare(name, run, inputs, want, tolerance)}
     except Exception as error:  # the exporters raise all kinds
         (folder / name).unlink(missing_ok=True)
-        problem = f"not written by torch {torch.__version__}: {runs.first_line(error)}"
-        print(f"{name}: {problem}", flush=True)
+        reason = runs.first_line(error)
+        print(f"{name}: not written by torch {torch.__version__}: {reason}")
     return {}
 
 
@@ -266,15 +263,12 @@ def export(cfg):
     want = [model(*given) for given in inputs]
     int8_tensors = quantise(model.state_dict()) if cfg.int8 else {}
     model = model.half()
-    too_large = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
-    if too_large:
-        problem = f"weights beyond FP16's 65,504 or not finite: {', '.join(too_large)}"
-        raise ValueError(f"{problem}; train with a lower --lr")
 
     # The folder replaces an earlier bundle once all is written and verified.
     with runs.new_folder(out) as folder:
         mdlm.save(model, folder, (ckpt / "tokenizer.json").read_bytes(), int8_tensors)
-        # The weights as the device reads them, which graphs get too.
+        # The weights as the device reads them, which graphs get too. ValueError names those beyond
+        # FP16's 65,504.
         read = inference_jetson.read_model(folder, inference_jetson.read_bundle(folder))
         half = Exported(read.half()).eval()
         compared = inputs, want, 0.05 if cfg.int8 else 0.02
@@ -283,8 +277,8 @@ def export(cfg):
             errors |= attempt("model_jetson.pt", write_torchscript, half, folder, *compared)
         needed = lacks("onnx", "onnxscript") if by_torch_export() else lacks("onnx")
         if cfg.onnx and needed:
-            advice = f"pip install {' '.join(needed)}"
-            print(f"model.onnx: not written, for want of: {advice}", flush=True)
+            packages = " ".join(needed)
+            print(f"model.onnx: not written, for want of: pip install {packages}")
         elif cfg.onnx:
             errors |= attempt("model.onnx", write_onnx, half, folder, *compared)
         files = {}
@@ -293,14 +287,12 @@ def export(cfg):
         about = {
             "format": inference_jetson.FORMAT,
             "checkpoint": ckpt.name,
-            "python": platform.python_version(),
             "torch": torch.__version__,
-            "tensorrt": None,
             "files": files,
         }
         runs.write(folder / "bundle.json", about)
     sizes = [f"{name} {file['bytes'] / 1e6:.1f} MB" for name, file in files.items()]
-    print(f"wrote {out}: {', '.join(sizes)}")
+    print(f"wrote {', '.join(sizes)}; now: python inference_jetson.py --bundle={out}")
 
 
 @torch.no_grad()
@@ -315,11 +307,12 @@ def add_engine(folder, length):
     if lacks("tensorrt"):
         missing = "Python module tensorrt (JetPack's: apt install python3-libnvinfer)"
     if missing:
-        problem = f"there is no {missing} here, and an engine is built on the GPU that runs it"
-        shapes = f"token:1x{length},noise:1,see:1x{length}"
-        trtexec = "/usr/src/tensorrt/bin/trtexec --onnx=model.onnx --stronglyTyped"
-        advice = f"copy {folder} to the device and run the same command there, or {trtexec}"
-        raise ValueError(f"{problem}: {advice} --shapes={shapes} --saveEngine=model.trt")
+        raise ValueError(
+            f"there is no {missing} here, and an engine is built on the GPU that runs it: "
+            f"copy {folder} to the device and run the same command there, or "
+            "/usr/src/tensorrt/bin/trtexec --onnx=model.onnx --stronglyTyped "
+            f"--shapes=token:1x{length},noise:1,see:1x{length} --saveEngine=model.trt"
+        )
     plan, engine = build_engine(onnx, length)
     run = inference_jetson.run_tensorrt(plan, engine)
     on_gpu = [tuple(array.cuda() for array in given) for given in inputs]
@@ -327,17 +320,14 @@ def add_engine(folder, length):
     runs.write(folder / "model.trt", plan)
     about["files"]["model.trt"] = about_file(plan, errors)
     runs.write(folder / "bundle.json", about | {"tensorrt": engine})
-    command = f"python inference_jetson.py --backend=tensorrt --bundle={folder}"
-    print(f"added model.trt to {folder}; now: {command}")
+    print(f"added: python inference_jetson.py --backend=tensorrt --bundle={folder}")
 
 
 def main(cfg):
     if cfg.bundle and not cfg.tensorrt:
-        purpose = "--bundle is the bundle that --tensorrt adds an engine to"
-        raise ValueError(f"{purpose}; pass both, or --ckpt to export")
+        raise ValueError("--bundle is what --tensorrt adds an engine to; pass both, or --ckpt")
     if not cfg.bundle:
         export(cfg)
-        print(f"generate text with: python inference_jetson.py --bundle={cfg.out}")
     if cfg.tensorrt:  # if this fails the bundle is whole all the same
         add_engine(Path(cfg.bundle or cfg.out), cfg.length)
 
