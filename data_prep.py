@@ -35,7 +35,6 @@ import json
 import os
 import shutil
 import sys
-import time
 import typing
 from pathlib import Path
 
@@ -229,7 +228,6 @@ def prepare(cfg, out):
     A run may be killed at any moment: a file gets its name when it is whole, and meta.json is the
     last one.
     """
-    started = time.time()
     found = find(cfg)
     inputs = sha256(json.dumps([(item.name, item.sha256) for item in found]).encode())
     if isinstance(cfg, Python):  # what its flags leave open
@@ -293,7 +291,7 @@ def prepare(cfg, out):
     runs.write(out / "progress.json", meta | noted)
     (out / "progress.json").rename(out / "meta.json")
     shutil.rmtree(out / ".rows", ignore_errors=True)
-    print(f"wrote {out} in {time.time() - started:.0f} s; {vocabulary.size:,} ids")
+    print(f"wrote {out}; its tokenizer has {vocabulary.size:,} ids")
 
 
 def settings_of(cfg, vocabulary):
@@ -373,7 +371,6 @@ def write_split(out, split, groups, cfg, vocabulary, fingerprint):
         raise ValueError("no document to train on; lower --heldout or raise --seq_len")
     if split == "heldout" and cfg.heldout and not total["rows"]:
         print(f"nothing is held out: few documents for {cfg.heldout=}", file=sys.stderr)
-    print(" | ".join([split, *(f"{key} {count:,}" for key, count in total.items())]))
     return total | {"shards": shards}
 
 
@@ -452,11 +449,9 @@ def find(cfg):
     code = [item for item in found if not item.path.endswith(corpus.ROWS)]
     if not code:  # rows where there are no .py files
         return found
-    if any(root.endswith(corpus.ROWS) for root in cfg.roots):
-        raise ValueError("--roots name files of rows and .py files: prepare each by itself")
     if len(code) < len(found):
-        rows = len(found) - len(code)
-        print(f"left out: {rows:,} files of rows; --column=NAME reads them", file=sys.stderr)
+        rows = f"{len(found) - len(code):,} files of rows"
+        print(f"left out: {rows}; --column=NAME reads them", file=sys.stderr)
     return code
 
 
@@ -485,7 +480,7 @@ def new_vocabulary(cfg, groups):
     """Train a byte-level BPE, lossless on any text, on the first TRAIN_BYTES of the documents."""
     items = next(batched(itertools.chain(*groups), TRAIN_BYTES))
     megabytes = sum(item.size for item in items) / 1e6
-    print(f"training a tokenizer on {megabytes:,.1f} MB, 3 MB a second", flush=True)
+    print(f"training a tokenizer on {megabytes:,.1f} MB, 3 MB a second")
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -131,8 +131,6 @@ def test_the_column_of_text_is_found_and_rows_of_other_licences_are_dropped(tmp_
     of_lists = dataclasses.replace(cfg, roots=(str(lists),), out=str(tmp_path / "out2"))
     dp.main(of_lists)
     assert dropped_for_licence(of_lists) == 2
-    both = str(rows / "b.jsonl"), str(Path(__file__).parent)
-    stops("--roots name files of rows and .py files", cfg, roots=both, out=str(tmp_path / "out4"))
     pq.write_table(pa.table({"number": [1]}), rows / "c.parquet")
     said = r"c.parquet has no text in a column content or text or code .it has number"
     stops(said, cfg, out=str(tmp_path / "new"))

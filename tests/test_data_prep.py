@@ -213,6 +213,7 @@ def test_packing_equals_the_reference_values(golden_dir):
 
 
 def test_packing_equals_a_loop_over_tokens():
+    assert [array_RL.shape for array_RL in pack([], 8, 1, 0)] == [(0, 8)] * 3
     rng = np.random.default_rng(0)
     for seq_len in (2, 3, 7, 16):
         documents = [rng.integers(2, 50, n) for n in rng.integers(0, 3 * seq_len, 40)]
@@ -228,10 +229,6 @@ def test_packing_equals_a_loop_over_tokens():
         if row:
             want.append(row + [(0, 0, 0)] * (seq_len - len(row)))
         np.testing.assert_array_equal(np.stack(pack(documents, seq_len, 1, 0), axis=-1), want)
-
-
-def test_packing_nothing_gives_no_rows():
-    assert [array_RL.shape for array_RL in pack([], 8, 1, 0)] == [(0, 8)] * 3
 
 
 def test_packing_in_blocks_equals_packing_at_once(monkeypatch):
@@ -360,17 +357,13 @@ def test_rows_of_a_column_pass_the_filters_of_files_and_decode(tmp_path, workers
 
 
 def test_a_column_that_is_not_there_is_one_line(tmp_path):
-    rows, cfg = (
-        tmp_path / "rows",
-        config(tmp_path, roots=(str(tmp_path / "rows"),), column="content"),
-    )
+    rows = tmp_path / "rows"
     rows.mkdir()
+    cfg = config(tmp_path, roots=(str(rows),), column="content")
     for each in (cfg, dataclasses.replace(cfg, roots=())):
         assert "no .parquet, .jsonl files below" in refused(each)
-    of_text, of_number = (
-        f" has no text in a column content (it has {found}; name"
-        for found in ("text 'x = 1'", "content 1")
-    )
+    form = " has no text in a column content (it has {}; name"
+    of_text, of_number = form.format("text 'x = 1'"), form.format("content 1")
     for columns, said in (({"text": ["x = 1"]}, of_text), ({"content": [1]}, of_number)):
         pq.write_table(pa.table(columns), rows / "a.parquet")
         assert f"a.parquet{said}" in refused(cfg)
@@ -526,10 +519,13 @@ def test_qwen_tokenizer_gives_its_ids_and_padded_vocabulary(tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_the_next_run_ends_with_the_same_bytes(tmp_path):
+@pytest.mark.parametrize("kind", [dp.Python, dp.Text])
+def test_killed_at_any_moment_the_next_run_ends_with_the_same_bytes(tmp_path, kind):
     corpus(tmp_path / "src", 150)
-    dp.main(config(tmp_path, shard_bytes=15_000, out=str(tmp_path / "whole")))
-    cfg = config(tmp_path, shard_bytes=15_000)
+    write_stories(tmp_path / "stories.txt", stories(800))
+    make_config = config if kind is dp.Python else text_config
+    cfg = make_config(tmp_path, shard_bytes=15_000)
+    dp.main(dataclasses.replace(cfg, out=str(tmp_path / "whole")))
     moments = ("progress.json", "train/00000.parquet", "heldout")
     printed = [killed(cfg, moment) for moment in moments]
     dp.main(cfg)
@@ -638,6 +634,8 @@ def test_folder_of_other_settings_or_files_or_owners_is_refused_untouched(tmp_pa
     before = tree(tmp_path / "out")
     message = refused(config(tmp_path, seq_len=128, seed=3))
     assert "other settings (seq_len 64, now 128; seed 0, now 3)" in message
+    message = refused(config(tmp_path, rows="padded"))
+    assert "other settings (rows unset, now padded)" in message
     corpus(tmp_path / "src" / "more", 3, seed=9)
     assert "other files" in refused(config(tmp_path))
     assert tree(tmp_path / "out") == before
@@ -972,23 +970,6 @@ def test_ranges_end_with_documents_and_long_documents_are_split_at_line_ends(tmp
         assert b"".join(parts) == data
         assert sum(part.count(b"<|endoftext|>") for part in parts) == 1
         assert not any(part.endswith(b"one\n") for part in parts)
-
-
-@pytest.mark.slow  # test_killed_at_any_moment is the quick one
-def test_text_run_killed_at_any_moment_ends_with_the_same_bytes(tmp_path, capsys):
-    write_stories(tmp_path / "stories.txt", stories(800))
-    dp.main(text_config(tmp_path, shard_bytes=10_000, out=str(tmp_path / "whole")))
-    cfg = text_config(tmp_path, shard_bytes=10_000)
-    killed(cfg, "train/00009.parquet")
-    dp.main(cfg)
-    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
-    capsys.readouterr()
-    dp.main(cfg)
-    assert capsys.readouterr().out.endswith(f"{tmp_path}/out is complete, nothing to do\n")
-    packed = text_config(tmp_path, shard_bytes=10_000, rows="packed")
-    assert "other settings (rows padded, now unset)" in refused(packed)
-    write_stories(tmp_path / "stories.txt", stories(800, seed=2))
-    assert "holds data of other files" in refused(cfg)
 
 
 def test_bad_text_input_is_one_line_that_says_what_to_do(python_run, tmp_path):
