@@ -1,11 +1,11 @@
 """Differential attention: (softmax(Q1 K1^T) - lambda softmax(Q2 K2^T)) V, floored or not. Pure.
 
-`attention` is einsums, for every device and use: training, packed documents, KV caches, left pads,
-and plain attention. In training `training_kernel` takes another where one fits: `attention_tpu`, a
-fused Pallas kernel with exact softmax rows in VMEM; `plain_tpu`, plain attention (I = 1) by JAX's
-own kernel, for fair comparisons; `attention_gpu`, calls of cuDNN. It has no kernel for caches.
-One attention mask everywhere: the query at key slot `index` attends to the slots from `start` to
-`index`.
+`rotate` gives queries and keys their positions. `attention` is einsums, for every device and use:
+training, packed documents, KV caches, left pads, and plain attention. In training `training_kernel`
+takes another where one fits: `attention_tpu`, a fused Pallas kernel with exact softmax rows in
+VMEM; `plain_tpu`, plain attention (I = 1) by JAX's own kernel, for fair comparisons;
+`attention_gpu`, calls of cuDNN. It has no kernel for caches. One attention mask everywhere: the
+query at key slot `index` attends to the slots from `start` to `index`.
 
 Letters: B batch, I softmax maps (2 differential, 1 plain), P heads (differential ones, or plain
 query heads if I = 1), J key/value groups, G = P / J, L queries, M keys, N = G L, K head size, E
@@ -17,11 +17,57 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as PS
 
 # score of a masked key; finite, so that a query whose keys are all masked gives no NaN
 MASKED = -1e30
+
+
+def rope_frequencies(head_size, theta, factor=1.0, original=2048):
+    """Rotary frequencies theta^(-2i/K) [K/2] in float64, and the factor of cos and sin.
+
+    With factor > 1 YaRN's: those with more than 32 turns within `original` positions stay, those
+    with less than one are divided by `factor`. Ref: arXiv:2309.00071, eq. 17-22.
+    """
+    inv_freq = theta ** (-np.arange(0, head_size, 2) / head_size)
+    if factor <= 1:
+        return inv_freq, 1.0
+
+    def index(turns):
+        return head_size * math.log(original / (2 * math.pi * turns)) / (2 * math.log(theta))
+
+    low = max(math.floor(index(32)), 0)
+    high = min(math.ceil(index(1)), head_size - 1)
+    ramp = np.clip((np.arange(head_size // 2) - low) / max(high - low, 1e-3), 0, 1)
+    inv_freq = inv_freq * (1 - ramp) + inv_freq / factor * ramp
+    attention_factor = 0.1 * math.log(factor) + 1
+    return inv_freq, attention_factor
+
+
+def rope_table(position_BL, inv_freq, attention_factor=1.0):
+    """cos and sin [B, L, K] in float32 of position * inv_freq, repeated in both halves of K."""
+    angle_BLK = position_BL[..., None] * jnp.asarray(inv_freq, jnp.float32)
+    cos_BLK = jnp.concatenate([jnp.cos(angle_BLK) * attention_factor] * 2, -1)
+    sin_BLK = jnp.concatenate([jnp.sin(angle_BLK) * attention_factor] * 2, -1)
+    return cos_BLK, sin_BLK
+
+
+def rotate(x_BLK, cos_BLK, sin_BLK, by_matmul=False):
+    """Rotary embedding of both halves: x cos + [-x_2; x_1] sin; cos and sin broadcast."""
+    half = x_BLK.shape[-1] // 2
+    if by_matmul:  # with a signed permutation, faster on a TPU than slicing 128 lanes
+        eye = np.eye(half)
+        zero = np.zeros((half, half))
+        swap_KK = np.block([[zero, eye], [-eye, zero]])
+        swapped_BLK = x_BLK @ jnp.asarray(swap_KK, x_BLK.dtype)
+    else:
+        swapped_BLK = jnp.concatenate([-x_BLK[..., half:], x_BLK[..., :half]], -1)
+    x32 = x_BLK.astype(jnp.float32) * cos_BLK
+    swapped32 = swapped_BLK.astype(jnp.float32) * sin_BLK
+    return (x32 + swapped32).astype(x_BLK.dtype)
 
 
 def lambda_init(layer):
@@ -108,7 +154,8 @@ def _attention_backward(floor, cap, block, inputs, do_BPLE):
             da_BJNM = jnp.where(a_BJNM > 0, da_BJNM, 0)
         # through both softmaxes: ds_i = w_i A_i (da - sum_M A_i da); the sum as a product with ones
         mean_BIJN1 = (a_BIJNM * da_BJNM[:, None]) @ jnp.ones((keys.stop, 1), jnp.float32)
-        ds_BIJNM = a_BIJNM * (da_BJNM[:, None] - mean_BIJN1) * slope_BIJNM
+        da_BIJNM = da_BJNM[:, None] - mean_BIJN1
+        ds_BIJNM = a_BIJNM * da_BIJNM * slope_BIJNM
         if I == 2:
             ds_BIJNM *= jnp.stack([jnp.float32(1), -lam])[:, None, None, None]
             dlam -= jnp.sum(mean_BIJN1[:, 1])
@@ -116,7 +163,8 @@ def _attention_backward(floor, cap, block, inputs, do_BPLE):
         # queries, and over the heads of a group, which N runs over
         ds_BIJNM = ds_BIJNM.astype(q_BIPLK.dtype)
         dq_BIJNK = einsum("BIJNM,BIJMK->BIJNK", ds_BIJNM, k_BIJMK[:, :, :, keys])
-        dqs_BIPLK.append(dq_BIJNK.reshape(B, I, P, -1, K).astype(q_BIPLK.dtype))
+        dq_BIPLK = dq_BIJNK.reshape(B, I, P, -1, K)
+        dqs_BIPLK.append(dq_BIPLK.astype(q_BIPLK.dtype))
         dk_BIJKM = dk_BIJKM.at[..., keys].add(einsum("BIJNK,BIJNM->BIJKM", q_BIJNK, ds_BIJNM))
         dv_BJEM = dv_BJEM.at[..., keys].add(
             einsum("BJNE,BJNM->BJEM", do_BJNE, a_BJNM.astype(do_BPLE.dtype))
@@ -131,6 +179,17 @@ def _attention_forward(*args):
 
 
 attention.defvjp(_attention_forward, _attention_backward)
+
+
+def write(cache, k_BIJLK, v_BJLE, index_BL):
+    """The cache with new keys and values at slots index_BL."""
+    k_BIJMK, v_BJME = cache
+    row_B1 = jnp.arange(len(index_BL))[:, None]
+    new_BLIJK = k_BIJLK.transpose(0, 3, 1, 2, 4).astype(k_BIJMK.dtype)
+    new_BLJE = v_BJLE.swapaxes(1, 2).astype(v_BJME.dtype)
+    k_BIJMK = k_BIJMK.at[row_B1, :, :, index_BL].set(new_BLIJK)
+    v_BJME = v_BJME.at[row_B1, :, index_BL].set(new_BLJE)
+    return k_BIJMK, v_BJME
 
 
 def _blocks(q_BIPLK, k_BIJMK, index_BL, start_BL, block):
@@ -171,7 +230,8 @@ def _maps(q_BIPLK, k_BIJMK, seen_BLM, cap):
     e_BIJGLM = jnp.exp(s_BIJGLM - jnp.max(s_BIJGLM, -1, keepdims=True))
     # L reciprocals, not L M divisions: 1.3x on a CPU
     r_BIJGL1 = 1 / jnp.sum(e_BIJGLM, -1, keepdims=True)
-    return (e_BIJGLM * r_BIJGL1).reshape(s_BIJNM.shape), slope
+    a_BIJGLM = e_BIJGLM * r_BIJGL1
+    return a_BIJGLM.reshape(s_BIJNM.shape), slope
 
 
 def _combine(a_BIJNM, lam, floor):
@@ -484,6 +544,20 @@ def training_kernel(device, maps, head_size, floor):
     return None
 
 
+def on_each_device(kernel, rows):
+    """A kernel, which is one device's program, over its own rows and heads on a mesh.
+
+    `rows` are the axes of the mesh that split the batch, or None.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return kernel
+    specs = (PS(rows, None, "tensor"), PS(rows, None, "tensor"), PS(rows, "tensor"), PS(), PS(rows))
+    axes = {"tensor", *(rows or ())}
+    return jax.shard_map(
+        kernel, in_specs=specs, out_specs=PS(rows, "tensor"), axis_names=axes, check_vma=False
+    )
+
+
 def plain_tpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=True, interpret=False):
     """`attention` for training on a TPU with I = 1, index None and cap 0, by JAX's splash
     attention; lam is unused.
@@ -510,7 +584,8 @@ def plain_tpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=True, interpret=
         block_sizes=sizes,
         residual_checkpoint_name="lse",  # remat keeps the result and the sums
     )
-    q_BJGLK = (q_BIPLK[:, 0] * jnp.asarray(K**-0.5, q_BIPLK.dtype)).reshape(B, J, P // J, L, K)
+    q_BPLK = q_BIPLK[:, 0] * jnp.asarray(K**-0.5, q_BIPLK.dtype)
+    q_BJGLK = q_BPLK.reshape(B, J, P // J, L, K)
     of_a_row = jax.vmap(kernel, (0, 0, 0, None))  # the query heads of each group share its keys
     segments = splash.SegmentIds(start_BL, start_BL)
     o_BJGLE = jax.vmap(of_a_row)(q_BJGLK, k_BIJLK[:, 0], v_BJLE, segments)

@@ -1,9 +1,8 @@
 """Dream and its kin (LLaDA, SDAR, Nemotron, ..): the architecture and the losses. Reads the disk.
 
-Masked-diffusion language models in Flax NNX. It reads config.json, and neither loads weights
-(checkpoints.py, convert_weights.py) nor trains (train_dream.py) nor samples (sample_dream.py).
-Parameters keep the names and the [out, in] layout of the Hugging Face checkpoint, one array per
-tensor, so a conversion copies bytes.
+In Flax NNX. It reads config.json, and neither loads weights (checkpoints.py, convert_weights.py)
+nor trains (train_dream.py) nor samples (sample_dream.py). Parameters keep the names and the
+[out, in] layout of the Hugging Face checkpoint, so a conversion copies bytes.
 
 Letters: B batch, L length, M length on the key side, T tokens, C positions of one chunk of logits,
 D width, H query heads, J key/value heads, G = H / J, K head size, F feed-forward width, R rank of
@@ -12,8 +11,7 @@ LoRA, V vocabulary.
 A layer, with n = RMSNorm(x):  h = x + W_o attn(W_q n + b_q, W_k n + b_k, W_v n + b_v);  x' = h +
 W_down( silu(W_gate m) * W_up m), m = RMSNorm(h). Attention is bidirectional. The logits at position
 p - 1 predict the token at p, as in the autoregressive model that Dream was made from; position 0
-uses its own. DreamConfig has what differs. Refs: Dream, arXiv:2508.15487; DiffuCoder,
-arXiv:2506.20639; LLaDA, arXiv:2502.09992; SDAR, arXiv:2510.06303.
+uses its own. Refs: Dream, arXiv:2508.15487; LLaDA, arXiv:2502.09992; SDAR, arXiv:2510.06303.
 """
 
 import dataclasses
@@ -89,12 +87,9 @@ class Compute:
 
     dtype: typing.Any = jnp.float32  # of activations and of weights inside matmuls
     block: int = 256  # queries per block of the attention
-    # masked positions per row whose logits the sampler holds at a time; 0: 64, on a CPU 16
-    head_positions: int = 0
-    # what the backward pass recomputes, see REMAT
-    remat: typing.Literal["none", "qkvo", "full"] = "none"
+    head_positions: int = 0  # of a row, whose logits the sampler holds; 0: 64, on a CPU 16
+    remat: typing.Literal["none", "qkvo", "full"] = "none"  # what is recomputed, see REMAT
     loss_tokens: int = 2048  # tokens whose logits the loss holds at a time, on a device
-    # the compiler's target
     platform: str = dataclasses.field(default_factory=lambda: platform_of(jax.devices()[0]))
 
 
@@ -115,8 +110,8 @@ def rms_norm(x, weight, eps):
 
 
 def rope_frequencies(head_size, theta, rope=()):
-    """Rotary frequencies theta^(-2i/K), float32 [K/2], with PyTorch's rounding. YaRN's settings
-    `rope` divide the low ones by `factor`. Ref: arXiv:2309.00071, section 3.2.
+    """Rotary frequencies theta^(-2i/K) [K/2] with PyTorch's rounding. YaRN (arXiv:2309.00071, 3.2)
+    divides the low ones by `factor`.
     """
     # NumPy on the host: at position 2,000 the angle's error is 2,000 times the error here
     exponent = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
@@ -207,7 +202,7 @@ def attention(q_BLHK, k_BMJK, v_BMJK, see_BM=None, block=256, place=None, key_pl
         x_BL = jnp.pad(x_BL, ((0, 0), (0, n * block - L), *[(0, 0)] * (x_BL.ndim - 2)))
         return x_BL.reshape(len(x_BL), n, block, *x_BL.shape[2:]).swapaxes(0, 1)
 
-    # One block after the other; the backward pass recomputes the scores of a block.
+    # the backward pass recomputes the scores of a block
     o_nBLHK = jax.lax.map(jax.checkpoint(attend), jax.tree.map(split, (q_BLHK, place)))
     return o_nBLHK.swapaxes(0, 1).reshape(B, n * block, H, K)[:, :L]
 
@@ -243,8 +238,7 @@ class Block(nnx.Module):
             noise = jax.random.normal(rngs.params(), shape, jnp.float32)
             return nnx.Param(size * shape[-1] ** -0.5 * noise)
 
-        # The 2 x layers matrices that add to the residual stream are smaller, so that its variance
-        # does not depend on the depth. Ref: GPT-2.
+        # smaller, as the residual stream is the sum of 2 x layers such products
         residual = 1 / math.sqrt(2 * cfg.layers)
         self.input_layernorm = nnx.Param(jnp.ones(D))
         self.post_attention_layernorm = nnx.Param(jnp.ones(D))
@@ -263,19 +257,14 @@ class Block(nnx.Module):
             self.q_norm = nnx.Param(jnp.ones(cfg.head_size))
             self.k_norm = nnx.Param(jnp.ones(cfg.head_size))
 
-    def __call__(
-        self, x_BLD, rope, see_BM, compute, cache=None, start=0, place=None, key_place=None
-    ):
-        """(new x, (k, v) [B, J, M, K] with rotated keys); see `attention` for the masks.
-
-        A cache (k, v) gets the new keys and values from slot `start` on, and is then all keys.
-        """
+    def __call__(self, x_BLD, rope, see_BM, compute, cache=None, start=0, places=()):
+        """(new x, (k, v) [B, J, M, K] with rotated keys); see `attention` and Dream.hidden."""
         cfg = self.cfg
         B, L, _ = x_BLD.shape
         weights = {name: getattr(self, name).get_value() for name in MATRICES}
         if isinstance(weights["q_proj"], Lora):
-            # Backward this orders the gradients of a layer's adapters before the layer below: else
-            # XLA computes them last on a Hopper, and holds all layers' activations until then.
+            # Backward, a layer's adapters come before the layer below: else XLA computes them last
+            # on a Hopper, and holds all layers' activations until then.
             adapters = {name: weight[1:] for name, weight in weights.items()}
             x_BLD, adapters = jax.lax.optimization_barrier((x_BLD, adapters))
             weights = {name: Lora(weight.base, *adapters[name]) for name, weight in weights.items()}
@@ -287,8 +276,7 @@ class Block(nnx.Module):
             y_BLF = project(n_BLD, f"{name}_proj", "tensor", None)
             if cfg.bias:
                 y_BLF = y_BLF + getattr(self, f"{name}_bias")[...].astype(n_BLD.dtype)
-            # the names that REMAT knows
-            return checkpoint_name(y_BLF.reshape(B, L, -1, cfg.head_size), name)
+            return checkpoint_name(y_BLF.reshape(B, L, -1, cfg.head_size), name)  # for REMAT
 
         # Attention
         n_BLD = rms_norm(x_BLD, self.input_layernorm[...], cfg.eps)
@@ -305,7 +293,7 @@ class Block(nnx.Module):
         if cache is not None:
             new_cache = tuple(map(updated, cache, new_cache, (start, start)))
             k_BMJK, v_BMJK = (x_BJMK.swapaxes(1, 2) for x_BJMK in new_cache)
-        o_BLHK = attention(q_BLHK, k_BMJK, v_BMJK, see_BM, compute.block, place, key_place)
+        o_BLHK = attention(q_BLHK, k_BMJK, v_BMJK, see_BM, compute.block, *places)
         o_BLQ = checkpoint_name(o_BLHK, "attn").reshape(B, L, -1)
         x_BLD = x_BLD + project(o_BLQ, "o_proj", None, "tensor")
 
@@ -320,8 +308,8 @@ class Block(nnx.Module):
         return shard(x_BLD + project(hidden_BLF, "down_proj", None, "tensor"), BATCH), new_cache
 
 
-# Calls of a layer by Compute.remat, traced once for all layers. For the backward pass "full" keeps
-# nothing, "qkvo" the inputs and the output of attention.
+# Calls of a layer by Compute.remat. "full" keeps nothing for the backward pass, "qkvo" the inputs
+# and the output of attention.
 KEPT = jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attn")
 REMAT = {
     "none": jax.jit(Block.__call__, static_argnums=4),
@@ -339,8 +327,8 @@ class Dream(nnx.Module):
             noise = jax.random.normal(rngs.params(), (cfg.vocab, cfg.width), jnp.float32)
             return nnx.Param(size * noise)
 
-        # Embeddings of unit scale match the layers' outputs, so that a small model learns from the
-        # first steps on. A tied table is also the head, which needs rows of about unit length.
+        # Embeddings of unit scale match the layers' outputs. A tied table is also the head, which
+        # needs rows of about unit length.
         self.embed_tokens = table(cfg.width**-0.5 if cfg.tie else 1.0)
         self.layers = nnx.Dict({str(i): Block(cfg, rngs) for i in range(cfg.layers)})
         self.norm = nnx.Param(jnp.ones(cfg.width))
@@ -371,19 +359,19 @@ class Dream(nnx.Module):
         """Final-normed hidden states [B, L, D], and the cache: (k, v) [B, J, M, K] of each layer.
 
         A cache of M slots gets the tokens' keys and values from slot `start` on, a number or an
-        array [B]. see_BM is False at padding. place, a diffusion.Place, masks such as documents do;
-        with a cache key_place is that of all slots. position_BL defaults to the slots; a constant
-        offset in a row changes nothing, so left padding needs no positions of its own.
+        array [B]. see_BM is False at padding; place and key_place, the Places of the tokens and of
+        all slots, mask more. Left padding needs no positions of its own: offsets change nothing.
         """
         B, L = token_BL.shape
         if position_BL is None:
             position_BL = jnp.broadcast_to(jnp.reshape(start, (-1, 1)) + jnp.arange(L), (B, L))
         rope = rope_of(self.cfg, position_BL)  # once for all layers
+        places = (place, key_place or place)
         call_layer = REMAT[self.compute.remat]
         cache = list(cache or [None] * self.cfg.layers)
         x_BLD = self.lookup(token_BL)
         for i in range(self.cfg.layers):
-            inputs = (x_BLD, rope, see_BM, self.compute, cache[i], start, place, key_place or place)
+            inputs = (x_BLD, rope, see_BM, self.compute, cache[i], start, places)
             x_BLD, cache[i] = call_layer(self.layers[str(i)], *inputs)
         return rms_norm(x_BLD, self.norm[...], self.cfg.eps), cache
 
@@ -397,13 +385,8 @@ class Dream(nnx.Module):
         """Float32 logits [B, L, V] of a canvas."""
         return self.logits(self.hidden(token_BL, position_BL, see_BL)[0])
 
-    # Losses
-
     def nll(self, token_BL, mask_BL, segment_BL, position_BL, block=None, seen_1LL=None):
-        """NLL in nats [B, L] of the tokens with mask_BL, which are MASK in the input; 0 elsewhere.
-
-        Without blocks seen_1LL may mask keys.
-        """
+        """NLL in nats [B, L] of the tokens with mask_BL, which are MASK in the input; else 0."""
         noised_BL = jnp.where(mask_BL, self.cfg.mask_id, token_BL)
         if block is not None:
             hidden_BLD, _ = self.readings(noised_BL, token_BL, segment_BL, position_BL, block)
@@ -420,9 +403,8 @@ class Dream(nnx.Module):
         """The states [B, L, D] that predict each position in blocks, and the clean ones before it:
         in a causal model they predict it, too.
 
-        The noised and the clean row run side by side: a noised token attends to its own block
-        noised and to earlier blocks clean. With cfg.shift the clean row predicts the first token of
-        a block. The block's length may be traced. Ref: BD3-LM, arXiv:2503.09573, section 3.
+        The noised and the clean row run side by side, see diffusion.sees. With cfg.shift the clean
+        row predicts the first token of a block. The block's length may be traced.
         """
         row_BM = jnp.concatenate((noised_BL, token_BL), 1)
         position_BM = jnp.concatenate((position_BL, position_BL), 1)
@@ -458,7 +440,7 @@ class Dream(nnx.Module):
     def token_nll(self, hidden_BLD, token_BL, mask_BL):
         """diffusion.masked_nll of the tokens with mask_BL, from the states that predict them."""
         # Logits [B, L, V] would be the largest array by far: the head runs over C positions at a
-        # time, and again backwards; at most compute.loss_tokens tokens on a device.
+        # time, and again backwards.
         B, L = token_BL.shape
         mesh = jax.sharding.get_abstract_mesh()
         devices = math.prod(mesh.shape.get(axis, 1) for axis in BATCH)
@@ -473,40 +455,26 @@ class Dream(nnx.Module):
             logits_BCV = self.logits(hidden_BCD)
             return diffusion.masked_nll(logits_BCV, token_BC, mask_BC, self.cfg.mask_id)
 
-        # [B, L, ...] -> [L / C, B, C, ...]: along the row, so that rows stay split over devices
         def chunks(x_BL):
+            # along the row, so that rows stay split over devices
             return x_BL.reshape(B, L // C, C, *x_BL.shape[2:]).swapaxes(0, 1)
 
         nll_nBC = jax.lax.map(nll_of, jax.tree.map(chunks, (hidden_BLD, token_BL, mask_BL)))
         return nll_nBC.swapaxes(0, 1).reshape(B, L)
 
-    def nelbo(
-        self,
-        token_BL,
-        segment_BL,
-        position_BL,
-        t_BL,
-        u_BL,
-        fixed_BL=None,
-        schedule="linear",
-        seen_1LL=None,
-    ):
-        """A bound on -log p of packed rows: -w(t) log p(token | noised row), summed, in nats.
+    def nelbo(self, token_BL, segment_BL, position_BL, t_BL, u_BL, fixed_BL=None, seen_1LL=None):
+        """A bound on -log p of packed rows in nats: the sum of -log p(token | noised row) / t.
 
-        t_BL is the time of each token's document, or of its block with cfg.block_length. A token
-        becomes MASK where u_BL < rate(t), if it is `counted`. rate and w are those of the schedule
-        in diffusion.py. Ref: MDLM, arXiv:2406.07524, eq. 10.
+        t_BL is the time of each token's document, or of its block with cfg.block_length: a token
+        becomes MASK where u_BL < t, if it is `counted`. Ref: MDLM, arXiv:2406.07524, eq. 10.
         """
-        mask_BL = counted(segment_BL, fixed_BL) & (u_BL < diffusion.mask_rate(t_BL, schedule))
-        weight_BL = diffusion.nelbo_weight(t_BL, schedule)
+        mask_BL = counted(segment_BL, fixed_BL) & (u_BL < t_BL)
         block = self.cfg.block_length or None
         nll_BL = self.nll(token_BL, mask_BL, segment_BL, position_BL, block, seen_1LL)
-        return jnp.where(mask_BL, weight_BL * nll_BL, 0.0).sum()
+        return jnp.where(mask_BL, 1 / t_BL * nll_BL, 0.0).sum()
 
     def exact_nll(self, token_BL, segment_BL, position_BL, fixed_BL=None):
-        """The bound [B, L] of small blocks in nats, without sampling: a sum over all masks of a
-        block, in 2^block_length - 1 passes.
-        """
+        """The bound [B, L] in nats, without sampling: a sum over all 2^block_length masks."""
         counted_BL = counted(segment_BL, fixed_BL)
         block = self.cfg.block_length
         if block == 1 and (self.cfg.causal or self.cfg.shift):
@@ -541,9 +509,8 @@ def parts(segment_BL, position_BL, block=None):
 def noise(key, rows, row_B, part_BL, eps=1e-3):
     """(t_BL, u_BL) of the rows row_B of `rows`: each token's time and a uniform number.
 
-    They depend on the key and the row's number alone. t is uniform in [eps, 1] for each of `parts`:
-    that of row i's first part lies in the i-th of `rows` equal intervals, each further part adds
-    0.618 of the range, modulo the range.
+    t is uniform in [eps, 1] for each of `parts`: that of row i's first part lies in the i-th of
+    `rows` equal intervals, each further part adds 0.618 of the range, modulo the range.
     """
     key_R = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
     t_R = diffusion.antithetic_times(jax.vmap(jax.random.uniform)(key_R), eps)
@@ -577,25 +544,19 @@ def param_shapes(cfg):
 
 
 def count_params(cfg):
-    """{name: parameters} of the parts of the model, and their "total"."""
-    parts = param_shapes(cfg).items()
-    counts = {name: sum(x.size for x in jax.tree.leaves(part)) for name, part in parts}
-    return counts | {"total": sum(counts.values())}
+    return sum(x.size for x in jax.tree.leaves(param_shapes(cfg)))
 
 
 def flops_per_token(cfg, length):
-    """Training FLOPs of a token in a row of `length`: 6 per matmul parameter, and attention: 4K per
-    layer, head and pair of tokens, three times that with the backward pass.
-    """
+    """Training FLOPs of a token in a row of `length`: 6 per matmul parameter, and attention."""
     layers = sum(x.size for x in jax.tree.leaves(param_shapes(cfg)["layers"]) if x.ndim > 1)
     attention = 3 * cfg.layers * cfg.heads * 4 * cfg.head_size * length
     return 6 * (layers + cfg.vocab * cfg.width) + attention
 
 
 def join(model):
-    """The same model for inference, not to be saved: up_proj moves into gate_proj.
-
-    With few tokens a product is bound by reading its weights: one large product is faster.
+    """The same model for inference, not to be saved: up_proj moves into gate_proj. With few tokens
+    a product is bound by reading its weights: a large one is faster.
     """
     for layer in model.layers.values():
         gate = layer.gate_proj.get_value()
@@ -607,9 +568,8 @@ def join(model):
     return model
 
 
-# ---- LoRA ----------------------------------------------------------------------------------------
+# ---- matrices: LoRA, 8 and 4 bits, and products with them ----------------------------------------
 
-# the matrices of a layer
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -656,8 +616,6 @@ def merge_adapters(base, adapters):
     return base
 
 
-# ---- matrices in 8 and 4 bits --------------------------------------------------------------------
-
 GROUP = 64  # rows of a column that share a scale in an Int4, or gcd(F, GROUP)
 
 
@@ -671,8 +629,7 @@ class Int8(typing.NamedTuple):
 class Int4(typing.NamedTuple):
     """A frozen matrix in a seventh of float32's bytes: W = q * scale + low, q from 0 to 15.
 
-    A byte holds a column of the left half of the matrix and one of the right. A group lies in one
-    column, so that its scale may multiply x instead of W, see int4_product.
+    A group lies in one column, so that its scale may multiply x instead of W, see int4_product.
     """
 
     q_FE: jax.Array  # E = D / 2; the left half in the low bits
@@ -699,15 +656,11 @@ def to_int8(weight_FD):
 
 @jax.jit
 def to_int4(weight_FD):
-    """The nearest Int4: low = min of a group, scale = (max - low) / 15, both rounded to bfloat16.
-
-    Error: scale / 2 + max |group| / 256 at most, half a step and the rounding of low and scale.
-    """
+    """The nearest Int4: low = min of a group, scale = (max - low) / 15, both in bfloat16."""
     F, D = weight_FD.shape
     weight_GSD = weight_FD.astype(jnp.float32).reshape(-1, math.gcd(F, GROUP), D)
     low_G1D = weight_GSD.min(1, keepdims=True).astype(jnp.bfloat16)
     scale_G1D = ((weight_GSD.max(1, keepdims=True) - low_G1D) / 15).astype(jnp.bfloat16)
-    # all of a group may be equal
     divisor_G1D = jnp.where(scale_G1D > 0, scale_G1D, 1).astype(jnp.float32)
     q_GSD = jnp.clip(jnp.round((weight_GSD - low_G1D) / divisor_G1D), 0, 15)
     left_FE, right_FE = jnp.split(q_GSD.astype(jnp.uint8).reshape(F, D), 2, 1)
@@ -729,15 +682,12 @@ def unpacked(weight, dtype):
         yield half_GSE.reshape(weight.q_FE.shape).astype(dtype)
 
 
-# ---- products with the matrices ------------------------------------------------------------------
-
-
 def linear(x_BLD, weight, *spec, dtype=None, platform=""):
     """x W^T [B, L, F] in `dtype`, or x's, of a matrix, Int8, Int4 or Lora with layout spec."""
     dtype = dtype or x_BLD.dtype
     if isinstance(weight, Lora):
-        # W x + B (A x): B A, as large as W, is never made. The barriers keep a GPU's compiler from
-        # merging the two products with x, for which it would copy W beside A.
+        # B A, as large as W, is never made. The barriers keep a GPU's compiler from merging the two
+        # products with x, for which it would copy W beside A.
         barrier = jax.lax.optimization_barrier
         low_BLR = linear(barrier(x_BLD), weight.a_RD, platform=platform)
         change_BLF = linear(low_BLR, weight.b_FR, dtype=dtype, platform=platform)
@@ -746,8 +696,7 @@ def linear(x_BLD, weight, *spec, dtype=None, platform=""):
 
     x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
     T = len(x_TD)
-    if platform == "tpu" and T == 1:
-        # by XLA's own estimate a single row takes 3.4 times as long as eight
+    if platform == "tpu" and T == 1:  # by XLA's estimate a row takes 3.4 times as long as eight
         x_TD = jnp.pad(x_TD, ((0, 7), (0, 0)))
     if isinstance(weight, Int8 | Int4):
         if platform == "cpu":
@@ -756,7 +705,7 @@ def linear(x_BLD, weight, *spec, dtype=None, platform=""):
             weight = type(weight)(weight[0] + zero, *weight[1:])
         y_TF = frozen_product(x_TD, weight, spec, x_TD.dtype, platform)
     elif platform == "cpu":
-        # XLA has kernels for the CPU's bfloat16 units (AMX) only where the product is float32
+        # XLA uses the CPU's bfloat16 units only where the product is float32
         y_TF = product(x_TD, weight, spec)
     else:
         y_TF = product(x_TD, weight, spec, dtype)
@@ -812,10 +761,8 @@ def _frozen_backward(spec, dtype, platform, weight, dy_TF):
 frozen_product.defvjp(_frozen_forward, _frozen_backward)
 
 
-# ---- layouts on a mesh of devices ----------------------------------------------------------------
-
-# Of parameters on a mesh (data, fsdp, tensor): tensor splits heads, feed-forward, vocabulary; fsdp
-# the other side, which is gathered where the weight is used. All others are small and replicated.
+# On a mesh (data, fsdp, tensor) tensor splits heads, feed-forward, vocabulary; fsdp the other side,
+# which is gathered where the weight is used. All other parameters are small and replicated.
 INWARD = ("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 SHARDING = {
     **dict.fromkeys(INWARD, PS("tensor", "fsdp")),
@@ -933,17 +880,13 @@ def read_config(folder, meta=None):
     try:
         return DreamConfig(**meta["model"])
     except (TypeError, ValueError) as error:
-        names = ", ".join(FAMILIES)
-        raise ValueError(
-            f"{folder} holds none of {names} ({error}); is it a PythonCoder, or of another version?"
-        ) from None
+        known = ", ".join(FAMILIES)
+        advice = "is it a PythonCoder, or of another version?"
+        raise ValueError(f"{folder} holds none of {known} ({error}); {advice}") from None
 
 
 def config_from_hf(folder, changes=None):
-    """The architecture in the config.json of a Hugging Face folder, with `changes` of its keys.
-
-    Raises ValueError for keys that are missing or ask for another model.
-    """
+    """The architecture in the config.json of a Hugging Face folder, with `changes` of its keys."""
     path = runs.as_path(folder) / "config.json"
     keys = runs.read_json(path) | (changes or {})
     try:
@@ -999,8 +942,6 @@ def config_of(folder, keys):
             fields[field] = value
         if field not in fields.keys() | OPTIONAL:
             raise ValueError(f"{own} is missing")
-        if value == 0 and field in [*HF_KEYS][:7]:  # sizes
-            raise ValueError(f"{own} is 0")
     fields.setdefault("head_size", fields["width"] // fields["heads"])
     fields.setdefault("bos_id", fields["eos_id"])
     fields.setdefault("pad_id", fields["eos_id"])

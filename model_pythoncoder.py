@@ -1,9 +1,8 @@
 """PythonCoder: a code model with differential attention and a second head. Pure.
 
-Flax NNX: the architecture, its losses, and sampling with its own drafts. It neither reads
-checkpoints (checkpoints.py) nor trains (train_tpu.py) nor tokenises (generate.py). The parameters
-of all layers are stacked on a leading axis, and the forward pass scans over it: one layer is
-compiled, not 24.
+The architecture in Flax NNX, its losses, and sampling with its own drafts. It neither reads
+checkpoints (checkpoints.py) nor trains (train_tpu.py). The parameters of all layers are stacked,
+and the forward pass scans over them: one layer is compiled, not 24.
 
 Letters: B batch, L length, M cache slots, D width, I softmax maps of a head (2 differential, 1
 plain), P heads after pairing, J key/value groups, G = P / J, K head size, E value size (2K
@@ -12,8 +11,7 @@ differential, K plain), F feed-forward, N layers, V vocabulary, T tokens.
 A layer, with n = RMSNorm(x):  h = x + W_o diffattn(n W_q, n W_k, n W_v);  x' = h + W_down(silu(m
 W_gate) * m W_up), m = RMSNorm(h). Main head: logits = h_t embed^T (tied). MTP head, for the token
 after the next: logits2 = RMSNorm([RMSNorm(h_t); RMSNorm(embed(x_{t+1}))] W_proj) W_head^T.
-Refs: Differential Transformer, arXiv:2410.05258; multi-token prediction, arXiv:2404.19737; YaRN,
-arXiv:2309.00071.
+Refs: Differential Transformer, arXiv:2410.05258; multi-token prediction, arXiv:2404.19737.
 """
 
 import dataclasses
@@ -29,7 +27,18 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as PS
 
 import diffusion
-from diff_attention import attention, lambda_init, lambda_value, plain_tpu, training_kernel
+from diff_attention import (
+    attention,
+    lambda_init,
+    lambda_value,
+    on_each_device,
+    plain_tpu,
+    rope_frequencies,
+    rope_table,
+    rotate,
+    training_kernel,
+    write,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +55,9 @@ class Config:
     theta: float = 500_000.0  # base of the rotary angles
     positions: int = 2048  # longest sequence in training
     yarn_factor: float = 4.0  # inference reaches positions * yarn_factor
-    # floored | as published | DIFF V2 | plain attention
-    diff: typing.Literal["seed", "paper", "v2", "none"] = "seed"
+    diff: typing.Literal["seed", "paper", "v2", "none"] = "seed"  # floored | paper's | V2 | plain
     mtp: bool = True  # the head that predicts the token after the next
-    # standard deviation of new matrices: 0.02 | 1 / sqrt(fan-in)
-    init_std: typing.Literal["paper", "fan_in"] = "paper"
+    init_std: typing.Literal["paper", "fan_in"] = "paper"  # of new matrices, see std
     eps: float = 1e-6  # of the norms
     subln_eps: float = 1e-5  # of the norm on each differential head
 
@@ -58,7 +65,7 @@ class Config:
     def maps(self):
         return 2 if self.diff in ("seed", "paper") else 1
 
-    def std(self, fan_in):
+    def std(self, fan_in):  # standard deviation of a new matrix
         return fan_in**-0.5 if self.init_std == "fan_in" else 0.02
 
 
@@ -75,12 +82,10 @@ class Compute:
     """How to run the model, as opposed to what it is: nothing here changes a checkpoint."""
 
     dtype: typing.Any = jnp.float32  # of activations and of weights inside matmuls
-    # whose attention in training, see training_kernel; "" is einsums
-    kernel: typing.Literal["", "tpu", "gpu"] = ""
+    kernel: typing.Literal["", "tpu", "gpu"] = ""  # of attention in training; "": einsums
     tpu: bool = False  # layouts for a TPU
     remat: typing.Literal["none", "qkvo", "full"] = "none"  # what is recomputed backwards
-    # of attention output, feed-forward hidden and output, where a call gives a key
-    dropout: float = 0.0
+    dropout: float = 0.0  # of attention and feed-forward, where a call gives a key
     block: int = 128  # queries per block of the einsum attention
     loss_tokens: int = 0  # tokens per chunk of the cross-entropy; 0: TPU 8,192, elsewhere 2,048
     yarn: bool = False  # YaRN's rotary table, for texts longer than cfg.positions
@@ -103,60 +108,11 @@ def rms_norm(x, weight, eps):
     return (normed * weight).astype(x.dtype)
 
 
-def rope_frequencies(
-    head_size, theta, factor=1.0, original=2048, beta_fast=32, beta_slow=1, truncate=True
-):
-    """Rotary frequencies theta^(-2i/K) [K/2] in float64, and the factor of cos and sin.
-
-    With factor > 1 YaRN's: those with more than beta_fast turns within `original` positions stay,
-    those with less than beta_slow are divided by `factor`, with a ramp between. Ref:
-    arXiv:2309.00071, eq. 17-22.
-    """
-    inv_freq = theta ** (-np.arange(0, head_size, 2) / head_size)
-    if factor <= 1:
-        return inv_freq, 1.0
-
-    def index(turns):
-        return head_size * math.log(original / (2 * math.pi * turns)) / (2 * math.log(theta))
-
-    low = index(beta_fast)
-    high = index(beta_slow)
-    if truncate:
-        low = math.floor(low)
-        high = math.ceil(high)
-    low = max(low, 0)
-    high = min(high, head_size - 1)
-    ramp = np.clip((np.arange(head_size // 2) - low) / max(high - low, 1e-3), 0, 1)
-    return inv_freq * (1 - ramp) + inv_freq / factor * ramp, 0.1 * math.log(factor) + 1
-
-
-def rope_table(position_BL, inv_freq, attention_factor=1.0):
-    """cos and sin [B, L, K] in float32 of position * inv_freq, repeated in both halves of K."""
-    angle_BLK = position_BL[..., None] * jnp.asarray(inv_freq, jnp.float32)
-    cos_BLK = jnp.concatenate([jnp.cos(angle_BLK) * attention_factor] * 2, -1)
-    sin_BLK = jnp.concatenate([jnp.sin(angle_BLK) * attention_factor] * 2, -1)
-    return cos_BLK, sin_BLK
-
-
-def rotate(x_BLK, cos_BLK, sin_BLK, by_matmul=False):
-    """Rotary embedding of both halves: x cos + [-x_2; x_1] sin; cos and sin broadcast."""
-    half = x_BLK.shape[-1] // 2
-    if by_matmul:  # with a signed permutation, faster on a TPU than slicing 128 lanes
-        eye = np.eye(half)
-        zero = np.zeros((half, half))
-        swapped_BLK = x_BLK @ jnp.asarray(np.block([[zero, eye], [-eye, zero]]), x_BLK.dtype)
-    else:
-        swapped_BLK = jnp.concatenate([-x_BLK[..., half:], x_BLK[..., :half]], -1)
-    rotated = x_BLK.astype(jnp.float32) * cos_BLK + swapped_BLK.astype(jnp.float32) * sin_BLK
-    return rotated.astype(x_BLK.dtype)
-
-
 def dropout(x_BLD, row_B, seed_2, rate):
     """Zero each element with probability `rate`, scale the rest by 1 / (1 - rate); seed_2 None: x.
 
-    The mask is a hash (murmur3's finaliser) of two uint32 seeds, the row's number in the optimizer
-    step and the index in the row: it fuses into its consumer, and does not depend on how rows are
-    split over micro-batches and devices.
+    The mask is a hash (murmur3's finaliser) of two seeds, the row's number in the optimizer step
+    and the index in the row, so that it does not depend on how rows are split over devices.
     """
     if seed_2 is None:
         return x_BLD
@@ -164,7 +120,7 @@ def dropout(x_BLD, row_B, seed_2, rate):
     first_L1 = jnp.arange(L, dtype=jnp.uint32)[:, None] * jnp.uint32(D)
     index_LD = first_L1 + jnp.arange(D, dtype=jnp.uint32)
     row_B11 = row_B.astype(jnp.uint32)[:, None, None] * jnp.uint32(0x9E3779B9)
-    # the hash: multiplications spread each bit upwards, shifts downwards
+    # multiplications spread each bit upwards, shifts downwards
     bits = index_LD ^ (row_B11 + seed_2[0])
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
     bits = ((bits ^ (bits >> 13)) + seed_2[1]) * jnp.uint32(0xC2B2AE35)
@@ -188,8 +144,7 @@ class Block(nnx.Module):
     """All layers, each parameter [layers, ...]; it is called with the parameters of one.
 
     Query heads 2p and 2p + 1 make differential head p, which reads key heads 2j and 2j + 1 and the
-    value [v_2j; v_2j+1] of its group j = p // G. Ref: microsoft/unilm, Diff-Transformer,
-    multihead_flashdiff_1.
+    value [v_2j; v_2j+1] of its group j = p // G. Ref: microsoft/unilm, multihead_flashdiff_1.
     """
 
     def __init__(self, cfg, rngs, compute):
@@ -210,8 +165,7 @@ class Block(nnx.Module):
         self.wq = normal(D, Q)
         self.wk = normal(D, C)
         self.wv = normal(D, C)
-        # the 2N matrices that add to the residual stream are smaller, so that its variance does not
-        # depend on the depth
+        # wo and w_down are smaller, as the residual stream is the sum of their 2N products
         self.wo = normal(out, D, std=cfg.std(out) / math.sqrt(2 * N))
         self.w_gate = normal(D, cfg.ffn)
         self.w_up = normal(D, cfg.ffn)
@@ -232,8 +186,7 @@ class Block(nnx.Module):
         """One layer: (new x, new cache). A query attends to slots start_BL to index_BL; index None:
         its own slot.
 
-        seed_32 None: no dropout. New keys and values go to slots index_BL of cache (k [B, I, J, M,
-        K], v [B, J, M, E]).
+        seed_32 None: no dropout. New keys and values go to slots index_BL of the cache.
         """
         rate = self.compute.dropout
         seeds = (None, None, None) if seed_32 is None else seed_32
@@ -242,7 +195,7 @@ class Block(nnx.Module):
         attended_BLD, cache = self.attend(n_BLD, layer, rope, index_BL, start_BL, cache)
         x_BLD = x_BLD + dropout(attended_BLD, row_B, seeds[0], rate)
 
-        # Feed-forward, SwiGLU: x + W_down(silu(n W_gate) * n W_up)
+        # Feed-forward
         tpu = self.compute.tpu
         n_BLD = self.barrier(rms_norm(x_BLD, self.ffn_norm[...], self.cfg.eps))
         gate_BLF = linear(n_BLD, self.weight("w_gate", None, "tensor"), tpu)
@@ -258,7 +211,6 @@ class Block(nnx.Module):
         B, L, D = n_BLD.shape
         I = cfg.maps
         K = cfg.head_size
-        floor = cfg.diff == "seed"
 
         def heads(w_DIPK):
             if tpu:  # straight to head-major: no transpose of activations
@@ -266,17 +218,14 @@ class Block(nnx.Module):
             y_BLIPK = linear(n_BLD, w_DIPK.reshape(D, -1)).reshape(B, L, *w_DIPK.shape[1:])
             return y_BLIPK.transpose(0, 2, 3, 1, 4)
 
-        # Queries and keys: from heads 2p, 2p + 1 side by side to map 1 of all pairs, then map 2.
-        # The two values of a pair stay one of size 2K.
+        # From heads 2p, 2p + 1 side by side to map 1 of all pairs, then map 2. The two values of a
+        # pair stay one of size 2K.
         wq_DIPK = self.weight("wq", None, "tensor").reshape(D, -1, I, K).swapaxes(1, 2)
         wk_DIJK = self.weight("wk", None, "tensor").reshape(D, -1, I, K).swapaxes(1, 2)
         wv_D1JE = self.weight("wv", None, "tensor").reshape(D, 1, -1, I * K)
-        q_BIPLK = heads(wq_DIPK)
-        k_BIJLK = heads(wk_DIJK)
-        v_B1JLE = heads(wv_D1JE)
-        q_BIPLK = checkpoint_name(q_BIPLK, "q")
-        k_BIJLK = checkpoint_name(k_BIJLK, "k")
-        v_BJLE = checkpoint_name(v_B1JLE[:, 0], "v")
+        q_BIPLK = checkpoint_name(heads(wq_DIPK), "q")
+        k_BIJLK = checkpoint_name(heads(wk_DIJK), "k")
+        v_BJLE = checkpoint_name(heads(wv_D1JE)[:, 0], "v")
         cos, sin = (table_BLK[:, None, None] for table_BLK in rope)
         q_BIPLK = rotate(q_BIPLK, cos, sin, tpu)
         k_BIJLK = rotate(k_BIJLK, cos, sin, tpu)
@@ -284,30 +233,28 @@ class Block(nnx.Module):
             cache = write(cache, k_BIJLK, v_BJLE, index_BL)
             k_BIJLK, v_BJLE = cache
 
-        # The output of each head: in training by a fused kernel where one fits, else by einsums.
+        # The output of each head, in training by a fused kernel where one fits.
+        floor = cfg.diff == "seed"
         lam = jnp.float32(0)
         init = lambda_init(layer)
-        if cfg.maps == 2:
+        if I == 2:
             vectors = (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2)
             lam = lambda_value(*(vector_K[...] for vector_K in vectors), init, clamp=floor)
         kernel = None
-        if index_BL is None:
-            kernel = training_kernel(self.compute.kernel, cfg.maps, cfg.head_size, floor)
+        if index_BL is None:  # in training
+            kernel = training_kernel(self.compute.kernel, I, K, floor)
         inputs = (q_BIPLK, k_BIJLK, v_BJLE, lam)
         if kernel:
-            kernel_here = on_each_device(functools.partial(kernel, floor=floor))
+            kernel_here = on_each_device(functools.partial(kernel, floor=floor), batch_axes())
             o_BPLE = kernel_here(*inputs, start_BL)
         else:
-            block = self.compute.block
-            o_BPLE = attention(*inputs, index_BL, start_BL, floor, block=block)
-        # plain_tpu names its results itself; with two names remat keeps them twice
-        if kernel is not plain_tpu:
+            o_BPLE = attention(*inputs, index_BL, start_BL, floor, block=self.compute.block)
+        if kernel is not plain_tpu:  # it names its results; with two names remat keeps them twice
             o_BPLE = checkpoint_name(o_BPLE, "attn")
 
-        # Differential heads are normed; 1 - lambda_init keeps gradients near those of a plain
-        # transformer. In V2 a pair of heads is subtracted, with a lambda per token and pair from
-        # the layer's input.
-        if cfg.maps == 2:
+        # Differential heads are normed; 1 - lambda_init keeps gradients near a plain transformer's.
+        # V2 subtracts a pair of heads, with a lambda per token and pair from the layer's input.
+        if I == 2:
             o_BPLE = rms_norm(o_BPLE, self.subln[...], cfg.subln_eps)
             o_BPLE = o_BPLE * (1 - init).astype(o_BPLE.dtype)
         elif cfg.diff == "v2":
@@ -330,32 +277,6 @@ class Block(nnx.Module):
         return jax.lax.optimization_barrier(x) if self.compute.tpu else x
 
 
-def on_each_device(kernel):
-    """A Pallas kernel, which is one device's program, over its own rows and heads on a mesh."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return kernel
-    rows = batch_axes()
-    specs = (PS(rows, None, "tensor"), PS(rows, None, "tensor"), PS(rows, "tensor"), PS(), PS(rows))
-    return jax.shard_map(
-        kernel,
-        in_specs=specs,
-        out_specs=PS(rows, "tensor"),
-        axis_names={"tensor", *(rows or ())},
-        check_vma=False,
-    )
-
-
-def write(cache, k_BIJLK, v_BJLE, index_BL):
-    """The cache with new keys and values at slots index_BL."""
-    k_BIJMK, v_BJME = cache
-    row_B1 = jnp.arange(len(index_BL))[:, None]
-    new_BLIJK = k_BIJLK.transpose(0, 3, 1, 2, 4).astype(k_BIJMK.dtype)
-    new_BLJE = v_BJLE.swapaxes(1, 2).astype(v_BJME.dtype)
-    k_BIJMK = k_BIJMK.at[row_B1, :, :, index_BL].set(new_BLIJK)
-    v_BJME = v_BJME.at[row_B1, :, index_BL].set(new_BLJE)
-    return k_BIJMK, v_BJME
-
-
 class MTP(nnx.Module):
     """The second head: predicts x_{t+2} from the state at x_t and the embedding of x_{t+1}."""
 
@@ -370,8 +291,8 @@ class MTP(nnx.Module):
 
 
 # The backward scan adds the gradients of micro-batches to their sums in place: the sums pass
-# through the forward pass unchanged, their cotangent starts as their value, and each layer adds its
-# gradient. A plain scan would stack the gradients of all layers and then add that: 4 % of a step.
+# forward unchanged, their cotangent starts as their value, and each layer adds its gradient. A
+# plain scan would stack the gradients of all layers first: 4 % of a step.
 
 
 @jax.custom_vjp
@@ -443,19 +364,17 @@ class PythonCoder(nnx.Module):
     def hidden(self, embed_BLD, segment_BL=None, position_BL=None, key=None, row_B=None, sums=None):
         """Final-normed hidden states [B, L, D] of whole rows, from their embeddings.
 
-        segment_BL numbers the documents packed into a row; attention does not cross them.
-        position_BL restarts in each; None counts along the row. `key` turns dropout on; row_B
-        numbers the rows within the optimizer step. With `sums`, a tree like the layers', the
-        gradient of sums is sums + that of the layers, whose own is 0.
+        segment_BL numbers the documents packed into a row, position_BL restarts in each. `key`
+        turns dropout on; row_B numbers the rows within the optimizer step. With `sums`, a tree like
+        the layers', the gradient of sums is sums + that of the layers, whose own is 0.
         """
         B, L, _ = embed_BLD.shape
         slot_L = jnp.arange(L)
-        # the slot where the document of each position starts
         start_BL = jnp.zeros((B, L), jnp.int32)
         if segment_BL is not None:
             border_BL = segment_BL[:, 1:] != segment_BL[:, :-1]
             border_BL = jnp.where(border_BL, slot_L[1:], 0)
-            start_BL = start_BL.at[:, 1:].set(jax.lax.cummax(border_BL, axis=1))
+            start_BL = start_BL.at[:, 1:].set(jax.lax.cummax(border_BL, axis=1))  # of documents
         if position_BL is None:
             position_BL = jnp.broadcast_to(slot_L, (B, L))
         rope = self.rope(position_BL)
@@ -470,9 +389,9 @@ class PythonCoder(nnx.Module):
         def apply_layer(x_BLD, params, layer, seed_32):
             return nnx.merge(graph, params)(x_BLD, layer, rope, None, start_BL, row_B, seed_32)[0]
 
-        if self.compute.remat != "none":
-            policy = REMAT[self.compute.remat]
-            apply_layer = jax.checkpoint(apply_layer, policy=policy, prevent_cse=False)
+        remat = self.compute.remat
+        if remat != "none":
+            apply_layer = jax.checkpoint(apply_layer, policy=REMAT[remat], prevent_cse=False)
 
         def body(carry, inputs):
             x_BLD, sums = carry
@@ -506,8 +425,8 @@ class PythonCoder(nnx.Module):
         return jnp.einsum("BLD,VD->BLV", hidden_BLD, weight_VD, preferred_element_type=jnp.float32)
 
     def losses(self, token_BL, segment_BL, position_BL, key=None, row_B=None, mtp=True, sums=None):
-        """Summed losses (main, mtp) of both heads, in nats; divide each by the sum of its mask of
-        `target_masks`. mtp=False omits the second head. For the others see `hidden`.
+        """Summed losses (main, mtp) of both heads in nats, over `target_masks`. For key, row_B and
+        sums see `hidden`.
         """
         embed_BLD = self.lookup(token_BL)
         chunk = self.compute.loss_tokens or (8192 if self.compute.tpu else 2048)
@@ -545,24 +464,21 @@ class PythonCoder(nnx.Module):
         J = self.cfg.kv_heads // I
         K = self.cfg.head_size
         dtype = self.compute.dtype
-        cache = []
-        for _ in range(self.cfg.layers):
-            k_BIJMK = jnp.zeros((batch, I, J, slots, K), dtype)
-            cache.append((k_BIJMK, jnp.zeros((batch, J, slots, I * K), dtype)))
-        return cache
+        shapes = ((batch, I, J, slots, K), (batch, J, slots, I * K))
+        return [tuple(jnp.zeros(x, dtype) for x in shapes) for _ in range(self.cfg.layers)]
 
 
 # ---- losses -------------------------------------------------------------------------------------
 
 
 def target_masks(segment_BL):
-    """(main, mtp): float32 masks [B, L] of the positions whose target, 1 or 2 on, is of their
-    document (0: padding).
-    """
+    """Float32 masks [B, L] of the positions whose target, 1 or 2 on, is of their document."""
+
+    L = segment_BL.shape[1]
 
     def mask(ahead):
         later_BL = jnp.roll(segment_BL, -ahead, -1)  # the last `ahead` wrap around
-        inside_L = jnp.arange(segment_BL.shape[-1]) < segment_BL.shape[-1] - ahead
+        inside_L = jnp.arange(L) < L - ahead
         return ((segment_BL == later_BL) & (segment_BL > 0) & inside_L).astype(jnp.float32)
 
     return mask(1), mask(2)
@@ -573,10 +489,9 @@ def cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, chunk_tokens=2048):
     """sum over mask of [logsumexp(z) - z_label], z = hidden weight^T: float32, in nats.
 
     Never holds [B, L, V]: a scan over chunks makes their logits, and at once their gradients, dz =
-    mask (softmax(z) - onehot). That is three vocabulary matmuls; recomputing the logits in the
-    backward pass would take four. The weight's gradient is summed in float32.
+    mask (softmax(z) - onehot): three vocabulary matmuls, where recomputing would take four.
     """
-    # the forward pass makes the gradients too; where nobody wants them the compiler drops them
+    # where nobody wants the gradients the compiler drops them
     return _loss_and_gradients(hidden_BLD, weight_VD, label_BL, mask_BL, chunk_tokens)[0]
 
 
@@ -593,13 +508,10 @@ def _loss_and_gradients(hidden_BLD, weight_VD, label_BL, mask_BL, chunk_tokens):
         return loss, (dhidden_BLD, dweight_VD)
 
     rows = PS(BATCH)
-    return jax.shard_map(
-        of_device,
-        in_specs=(rows, PS(), rows, rows),
-        out_specs=(PS(), (rows, PS())),
-        axis_names=set(axes),
-        check_vma=False,
-    )(*inputs)
+    in_specs = (rows, PS(), rows, rows)
+    out_specs = (PS(), (rows, PS()))
+    how = {"axis_names": set(axes), "check_vma": False}
+    return jax.shard_map(of_device, in_specs=in_specs, out_specs=out_specs, **how)(*inputs)
 
 
 def _of_rows(hidden_BLD, weight_VD, label_BL, mask_BL, chunk_tokens):
@@ -629,16 +541,14 @@ def _of_chunk(weight_VD, carry, chunk):
     loss, dweight_VD = carry
     h_TD, label_T, mask_T = chunk
     # e^(logit - label's logit), whose sum is 1 / p(label). As no maximum comes first, a TPU sums
-    # while it multiplies. So that their sum over 10^5 ids is finite, no logit counts for more than
-    # the label's + 75.
+    # while it multiplies. The bound of 75 keeps the sum over 10^5 ids finite.
     row_TD = weight_VD[label_T]
     target_T = jnp.sum(h_TD.astype(jnp.float32) * row_TD.astype(jnp.float32), -1)
     logits_TV = jnp.einsum("TD,VD->TV", h_TD, weight_VD).astype(jnp.float32)
     e_TV = jnp.exp(jnp.minimum(logits_TV - target_T[:, None], 75)).astype(h_TD.dtype)
     sum_T = jnp.sum(e_TV, -1, dtype=jnp.float32)
     loss += jnp.sum(jnp.log(sum_T) * mask_T)
-    # dhidden = dz W: softmax = e / sum, whose factors per token wait for the product, less the
-    # label's row
+    # dhidden = dz W: softmax = e / sum, less the label's row
     scale_T1 = (mask_T / sum_T)[:, None]
     dh_TD = jnp.einsum("TV,VD->TD", e_TV, weight_VD, preferred_element_type=jnp.float32) * scale_T1
     dh_TD -= row_TD * mask_T[:, None]
@@ -656,7 +566,7 @@ def _cross_entropy_backward(chunk_tokens, gradients, dloss):
 cross_entropy.defvjp(_loss_and_gradients, _cross_entropy_backward)
 
 
-# ---- parameters ---------------------------------------------------------------------------------
+# ---- parameters, and their layouts on a mesh of devices -----------------------------------------
 
 
 def new_params(cfg, seed):
@@ -676,42 +586,28 @@ def param_shapes(cfg):
 
 
 def count_params(cfg):
-    """{name: parameters} of the parts of the model, and their "total"."""
-    parts = param_shapes(cfg).items()
-    counts = {name: sum(x.size for x in jax.tree.leaves(part)) for name, part in parts}
-    return counts | {"total": sum(counts.values())}
+    return sum(x.size for x in jax.tree.leaves(param_shapes(cfg)))
 
 
 def flops_per_token(cfg, length):
     """Training FLOPs of a token in a row of `length`: 6 per matmul parameter, and attention."""
     leaves = jax.tree_util.tree_leaves_with_path(param_shapes(cfg))
     matmul = sum(leaf.size for path, leaf in leaves if path[-1].key in {*SHARDING, "w_lambda"})
-    # A head takes 2K for a score, a differential head 2E = 4K for a value: 4K per head and
-    # query-key pair in all. Three times that with the backward pass, over length / 2 keys on
-    # average.
+    # 4K per head and query-key pair, three times that with the backward pass, over length / 2 keys
     return 6 * matmul + 3 * cfg.layers * cfg.heads * 4 * cfg.head_size * length / 2
 
 
 def read_config(folder, meta):
     """The Config of a checkpoint in `folder`, from its metadata. ValueError for another family."""
     try:
-        cfg = Config(**meta["model"])
-        if (
-            min(cfg.vocab, cfg.width, cfg.layers, cfg.heads, cfg.kv_heads, cfg.head_size, cfg.ffn)
-            < 1
-        ):
-            raise ValueError(f"a size of {meta['model']} is below 1")
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{folder} holds no PythonCoder ({error}); is it a Dream, or of another version?"
-        ) from None
-    return cfg
+        return Config(**meta["model"])
+    except (KeyError, TypeError) as error:
+        advice = "is it a Dream, or of another version?"
+        raise ValueError(f"{folder} holds no PythonCoder ({error}); {advice}") from None
 
 
-# ---- layouts on a mesh of devices ---------------------------------------------------------------
-
-# Of parameters on a mesh (data, fsdp, tensor): tensor splits heads, feed-forward, vocabulary; fsdp
-# the other side, which is gathered where the weight is used. All others are small and replicated.
+# On a mesh (data, fsdp, tensor) tensor splits heads, feed-forward, vocabulary; fsdp the other side,
+# which is gathered where the weight is used. All other parameters are small and replicated.
 SHARDING = {
     **dict.fromkeys(("embed", "head"), PS(("tensor", "fsdp"), None)),
     **dict.fromkeys(("wq", "wk", "wv", "w_gate", "w_up"), PS(None, "fsdp", "tensor")),
@@ -754,17 +650,14 @@ class Sampling:
     temperature: float = 0.0  # 0 takes the likeliest token
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
     top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches top_p
-    # number of tokens; rows of the embedding from here on are never drawn; 0: all rows are tokens
-    vocab: int = 0
+    vocab: int = 0  # ids from here on are no tokens and never drawn; 0: all are tokens
     eos: int = -1  # ends a text; -1: nothing does
     no_repeat_ngram: int = 0  # no n-gram of this length occurs twice in a text; 0: off
     speculate: bool = True  # let the MTP head draft every second token
 
 
 def probabilities(logits_V, rule):
-    """Float32 probabilities [..., V] after temperature, top-k, then top-p; temperature 0: 1 at the
-    first maximum.
-    """
+    """Float32 probabilities [..., V] after temperature (0: one-hot), top-k, top-p."""
     V = logits_V.shape[-1]
     if rule.vocab:
         logits_V = jnp.where(jnp.arange(V) < rule.vocab, logits_V, -jnp.inf)
@@ -776,9 +669,7 @@ def probabilities(logits_V, rule):
 
 
 def without_repeats(logits_BV, token_BM, length_B, n):
-    """Logits of the token after token_BM[:, :length_B], -inf where it repeats an n-gram. Ref:
-    arXiv:1705.04304, 2.5.
-    """
+    """Logits of the token after token_BM[:, :length_B], -inf where it would repeat an n-gram."""
     if n == 0:
         return logits_BV
     row_B1 = jnp.arange(len(length_B))[:, None]
@@ -793,12 +684,11 @@ def without_repeats(logits_BV, token_BM, length_B, n):
 
 
 def draw(p_BV, key, position_B, rule):
-    """The token of each row at its position from unnormalised probabilities; the argmax at
-    temperature 0.
+    """The token of each row at its position from unnormalised probabilities.
 
-    It is the argmax of log p plus Gumbel noise, which depends on key, row and position alone. A
-    draft is accepted where it is the token that the model draws with the same noise, so drafts do
-    not change a text. At most 0.2 % fewer are accepted than by min(1, p/q). Ref: arXiv:2408.07978.
+    Its noise depends on key, row and position alone. A draft is accepted where it is the token that
+    the model draws with the same noise, so drafts do not change a text. At most 0.2 % fewer are
+    accepted than by min(1, p/q). Ref: arXiv:2408.07978.
     """
     if rule.temperature == 0:
         return jnp.argmax(p_BV, -1).astype(jnp.int32)
@@ -809,11 +699,9 @@ def draw(p_BV, key, position_B, rule):
 
 @functools.partial(jax.jit, static_argnames=("slots", "rule"))
 def start(model, prompt_BL, length_B, limit_B, key, slots, rule):
-    """Prefill: one pass over the prompts prompt_BL[:, :length_B], and one token each; the state
-    that `advance` takes.
+    """The state that `advance` takes: one pass over prompts of length_B tokens, and one token each.
 
-    Its cache and texts token_BM have `slots` > limit_B slots. A row ends at limit_B tokens or after
-    rule.eos.
+    A row ends at limit_B < slots tokens, or after rule.eos.
     """
     B, L = prompt_BL.shape
     row_B = jnp.arange(B)
@@ -832,8 +720,8 @@ def start(model, prompt_BL, length_B, limit_B, key, slots, rule):
         "cache": cache,
         "key": key,
         "passes": 0,  # left to `advance`
-        "forwards_B": jnp.ones(B, jnp.int32),  # forward passes
-        "accepted_B": jnp.zeros(B, jnp.int32),  # accepted drafts
+        "forwards_B": jnp.ones(B, jnp.int32),
+        "accepted_B": jnp.zeros(B, jnp.int32),  # drafts
     }
     if rule.speculate:
         state["draft_B"] = propose(model, hidden_B1D, first_B, key, length_B + 1, rule)
@@ -848,12 +736,10 @@ def propose(model, hidden_B1D, token_B, key, position_B, rule):
 
 @functools.partial(jax.jit, static_argnames="rule", donate_argnames="state")
 def advance(model, state, passes, rule):
-    """Up to `passes` further forward passes over all rows in one while loop, of one or two new
-    tokens per row.
+    """Up to `passes` further forward passes over all rows, of one or two new tokens per row.
 
-    With speculation a pass reads the last token x_t and the draft of x_{t+1}: where the draft is
-    accepted, its position gives x_{t+2}. The cache slot of a rejected draft is overwritten by the
-    next pass.
+    With speculation a pass reads the last token and the draft of the next: where the draft is
+    accepted, its position gives one more. The next pass overwrites a rejected draft's cache slot.
     """
     row_B = jnp.arange(len(state["length_B"]))
 
@@ -906,13 +792,11 @@ def advance(model, state, passes, rule):
 
 
 def generate(model, prompts, max_new, rule, key, on_tokens=None, chunk=16):
-    """Continue prompts (lists of token ids, any lengths): ([new ids of each], {"forwards",
-    "accepted", "tokens"}).
+    """Continue prompts, lists of ids: ([new ids of each], {"forwards", "accepted", "tokens"}).
 
     Lengths are padded to powers of two, so that few shapes are compiled. After every `chunk`
-    forward passes on_tokens(texts so far) may print, or return True to end the call. Raises
-    ValueError for an empty prompt, or a text longer than cfg.positions * yarn_factor; above
-    cfg.positions the rotary table is YaRN's.
+    forward passes on_tokens(texts so far) may print, or return True to end the call. Above
+    cfg.positions the rotary table is YaRN's; ValueError where that ends, too.
     """
     cfg = model.cfg
     length_B = np.array([len(prompt) for prompt in prompts], np.int32)

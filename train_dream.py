@@ -126,7 +126,7 @@ def settle(cfg, devices, data=None, memory=None, mask_id=None):
         ids = {name: meta.get(name, meta["eos_id"]) for name in ("pad_id", "bos_id", "eos_id")}
         vocab = math.ceil(max(meta["vocab_size"], mask_id + 1) / 128) * 128
         model = dataclasses.replace(model, vocab=vocab, mask_id=mask_id, **ids)
-    params = md.count_params(model)["total"]
+    params = md.count_params(model)
     small = params < 1e8 and not cfg.init
     copies = max(1, len(devices) // cfg.tensor)
     tokens = 4096
@@ -359,7 +359,7 @@ def exact_products(dtype):
 def describe(cfg, model, mesh, data):
     """Print what was settled."""
     kind = jax.devices()[0].device_kind
-    params = md.count_params(model)["total"]
+    params = md.count_params(model)
     tokens = cfg.batch_size * cfg.seq_len
     seen = cfg.steps * tokens
     print(f"{mesh.size} x {kind}, mesh {dict(mesh.shape)}, {cfg.dtype} compute")

@@ -121,7 +121,7 @@ def settle(cfg, devices, data=None, memory=None):
     name = cfg.model or largest_model(sharing, memory, seen)
     cfg = dataclasses.replace(cfg, model=name)
     model = architecture(cfg, data)
-    params = pc.count_params(model)["total"]
+    params = pc.count_params(model)
     small = params < 1e8
     copies = max(1, len(devices) // cfg.tensor)
     tokens = 4096
@@ -300,7 +300,7 @@ def most_rows(name, devices, memory):
     recorded = STEP_GIB.get(devices[0].platform, {}).get(name)
     if not recorded:
         return math.inf
-    params = pc.count_params(pc.CONFIGS[name])["total"]
+    params = pc.count_params(pc.CONFIGS[name])
     # weights, moments and gradients on other devices
     shared_gib = 14 * params / 2**30 * (1 - 1 / len(devices))
     fitting = [rows for rows, gib in recorded.items() if gib - shared_gib <= memory]
@@ -311,7 +311,7 @@ def largest_model(devices, memory, seen):
     """The name of the largest preset that memory allows, and a run that sees so many tokens."""
     name = "tiny"
     for larger in STEP_GIB.get(devices[0].platform, ()):
-        wanted = TOKENS_PER_PARAMETER * pc.count_params(pc.CONFIGS[larger])["total"]
+        wanted = TOKENS_PER_PARAMETER * pc.count_params(pc.CONFIGS[larger])
         if seen >= wanted and most_rows(larger, devices, memory):
             name = larger
     return name
@@ -391,7 +391,7 @@ def exact_products(dtype):
 def describe(cfg, model, mesh, data):
     """Print what was settled."""
     kind = jax.devices()[0].device_kind
-    params = pc.count_params(model)["total"]
+    params = pc.count_params(model)
     tokens = cfg.batch_size * cfg.seq_len
     seen = cfg.steps * tokens
     print(f"{mesh.size} x {kind}, mesh {dict(mesh.shape)}, {cfg.dtype} compute")
