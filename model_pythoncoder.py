@@ -474,7 +474,7 @@ class PythonCoder(nnx.Module):
 def target_masks(segment_BL):
     """Float32 masks [B, L] of the positions whose target, 1 or 2 on, is of their document."""
 
-    L = segment_BL.shape[1]
+    L = segment_BL.shape[-1]
 
     def mask(ahead):
         later_BL = jnp.roll(segment_BL, -ahead, -1)  # the last `ahead` wrap around
