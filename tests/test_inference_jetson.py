@@ -294,22 +294,18 @@ def test_a_graph_that_cannot_be_captured_is_one_line_that_says_what_to_do(bundle
 
 
 class Recorded:
-    """torch.cuda.graph and CUDAGraph of a machine without a GPU: steps are written down, and taken
-    at each replay.
+    """torch.cuda.graph and CUDAGraph of a machine without a GPU: steps are noted, and taken at each
+    replay.
     """
 
     def __init__(self, monkeypatch, most=1000, error="out of memory"):
-        self.open, self.replays = None, []
+        self.open, self.replays, take = None, [], jetson.Denoiser.step
         stream = types.SimpleNamespace(wait_stream=lambda other: None)
-        take = jetson.Denoiser.step
 
-        class Graph:
-            def __init__(self):
-                self.steps = []
-
+        class Graph(list):
             def replay(graph):
-                self.replays.append(len(graph.steps))
-                for denoiser in graph.steps:
+                self.replays.append(len(graph))
+                for denoiser in graph:
                     take(denoiser)
 
         @contextlib.contextmanager
@@ -317,18 +313,18 @@ class Recorded:
             self.open = graph
             yield
             self.open = None
-            if len(graph.steps) > most:
+            if len(graph) > most:
                 raise RuntimeError(error)
 
         def step(made):
-            self.open.steps.append(made) if self.open else take(made)
+            take(made) if self.open is None else self.open.append(made)
 
-        for name, fake in (
-            ("Stream", lambda: stream), ("current_stream", lambda: stream), ("CUDAGraph", Graph),
-            ("graph", capturing), ("stream", contextlib.nullcontext),
-        ):  # fmt: skip
-            monkeypatch.setattr(torch.cuda, name, fake)
         monkeypatch.setattr(jetson.Denoiser, "step", step)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+        monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "graph", capturing)
 
 
 @pytest.mark.parametrize("sampler", ["ancestral", pytest.param("entropy", marks=pytest.mark.slow)])
