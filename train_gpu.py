@@ -24,7 +24,6 @@ import dataclasses
 import hashlib
 import math
 import os
-import re
 import shutil
 import sys
 import time
@@ -128,9 +127,8 @@ def train(cfg, devices):
         positions=max(preset.positions, rows.meta["seq_len"]),
     )
     meta = {"model": dataclasses.asdict(architecture), "data": rows.meta["fingerprint"]}
-    # A resumed run may have other devices: it chooses these two anew.
-    as_given = {"micro_batch": given.micro_batch, "dtype": given.dtype}
-    meta["train"] = dataclasses.asdict(cfg) | as_given
+    # A resumed run may have other devices: it chooses micro_batch and dtype anew.
+    meta["train"] = dataclasses.asdict(given) | {"eval_every": cfg.eval_every}
     announce(cfg, architecture, rows, devices)
 
     with runs.Folder(cfg, rank=devices.rank) as run:
@@ -198,9 +196,10 @@ def announce(cfg, architecture, rows, devices):
     print(", ".join(counts) + " parameters")
     print(f"{cfg.steps:,} steps of {cfg.batch_size} rows, {cfg.micro_batch} a device at a time")
     epochs = cfg.steps * cfg.batch_size / rows.total
-    print(f"{epochs:.2f} epochs of {rows.total:,} rows", flush=True)
+    print(f"{epochs:.2f} epochs of {rows.total:,} rows")
     if cfg.compile:
-        print("compiling: the first step takes about a minute more", flush=True)
+        print("compiling: the first step takes about a minute more")
+    sys.stdout.flush()
 
 
 # ---- rows and noise, in NumPy on the host -------------------------------------------------
@@ -652,7 +651,7 @@ def eval_only(cfg, devices):
     row = {"step": step} | scores(sums_NT4.mean(0), bits)
     nats_N = sums_NT4[..., 0].sum(1)
     error = nats_N.std(ddof=1) / math.sqrt(len(nats_N))
-    row["standard_error"] = float(error)
+    row["standard_error"] = error
     print(f"step {step}, {len(token_RL):,} of {heldout.total:,} held-out rows")
     print(f"at most {row['bits_per_byte']:.4f} bits per byte")
     print(f"{row['heldout_nats']:.4f} +- {error:.4f} nats per token")
@@ -676,7 +675,8 @@ def sample_text(model, tokenizer, cfg, seq_len):
     canvas_BL[0, 0] = mdlm.BOS
     generator = torch.Generator(device).manual_seed(cfg.seed)
     rule = mdlm.Sampling(vocab=tokenizer.get_vocab_size())
-    token_L = mdlm.sample(model, canvas_BL, rule, generator)[0].tolist()
+    filled_BL = mdlm.sample(model, canvas_BL, rule, generator)
+    token_L = filled_BL[0].tolist()
     if mdlm.EOS in token_L:
         token_L = token_L[: token_L.index(mdlm.EOS)]
     return tokenizer.decode(token_L)
@@ -711,11 +711,6 @@ def main(cfg):
         if cfg.eval_only:
             return eval_only(cfg, devices)
         return train(cfg, devices)
-    except RuntimeError as error:  # a run was killed while it compiled
-        found = re.search(r"ImportError: (\S+)/\w+/\w+\.main\.so: ", str(error))
-        if found:
-            raise RuntimeError(f"a compiled file is damaged; delete {found[1]}") from None
-        raise
     finally:
         if devices.world > 1:
             dist.destroy_process_group()
