@@ -17,7 +17,7 @@ data = []  # results of the reference solution, from the judge
 # MBPP+: functions whose results are compared as sets, and those of which only None counts
 SETS = """similar_elements find_char_long common_in_nested_lists extract_singly larg_nnum
 intersection_array find_dissimilar Diff""".split()
-NOT_NONE = ["check_str", "text_match_three", "text_starta_endb"]
+NOT_NONE = "check_str text_match_three text_starta_endb".split()
 
 
 def right(i, inputs, value):

@@ -17,6 +17,7 @@ import ctypes
 import fcntl
 import functools
 import gc
+import itertools
 import json
 import mmap
 import os
@@ -73,7 +74,7 @@ def enter_namespaces(libc, readable):
     first = os.fork()
     if first:
         os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) & 0xFF)
-    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: end when the parent is killed
+    libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end when the parent is killed
     if select.select([parent], [], [], 0)[0]:  # it was killed before that call
         os._exit(1)
     os.close(parent)
@@ -225,7 +226,7 @@ def confine(libc, job, tests=1):
     """Give up all rights of this process for good: resource limits, Landlock, capabilities,
     seccomp.
     """
-    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     os.setsid()
     os.chdir(job["folder"])
     limits = {
@@ -258,9 +259,7 @@ def confine(libc, job, tests=1):
     if job["seccomp"]:  # the filter judges every call from here on
         code = job["filter"]
         check(
-            libc.prctl(
-                22, 2, struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(code)), 0, 0
-            ),
+            libc.prctl(22, 2, struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(code))),
             "seccomp",
         )
 
@@ -366,7 +365,7 @@ def permits(operation, target, *rest):
     It sets no attribute that the class defines, such as a method.
     """
     # for functools.wraps
-    if operation == "get" and rest[0] in ("__name__", "__qualname__", "__doc__"):
+    if operation == "get" and rest[0] in "__name__ __qualname__ __doc__".split():
         return isinstance(target, types.FunctionType)
     if operation in "get set getitem setitem len bool str repr".split():
         name = rest[0] if rest and isinstance(rest[0], str) else ""
@@ -556,8 +555,9 @@ def receive(fd):
     def read(size):
         text = b""
         while len(text) < size:
-            ended = 0 if size == 16 and not text else "whoever started this was killed"
-            text += os.read(fd, size - len(text)) or sys.exit(ended)
+            text += os.read(fd, size - len(text)) or sys.exit(
+                0 if size == 16 and not text else "whoever started this was killed"
+            )
         return text
 
     return json.loads(read(int(read(16), 16)))
@@ -664,6 +664,14 @@ def memory_of_ours(size):
     return buffer
 
 
+def silence(*files):
+    """Let these files be /dev/null."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for file in files:
+        os.dup2(null, file)
+    os.close(null)
+
+
 def spawn(files, function, *args):
     """The id of a process that calls a function and ends; it has only these files, and an error
     goes to the last.
@@ -671,12 +679,9 @@ def spawn(files, function, *args):
     pid = os.fork()
     if not pid:
         try:
-            for below, above in zip([2, *sorted(files)], [*sorted(files), 256], strict=True):
+            for below, above in itertools.pairwise([2, *sorted(files), 256]):
                 os.closerange(below + 1, above)
-            null = os.open(os.devnull, os.O_RDWR)  # anew, for flags stay with an open file
-            for file in (0, 1, 2):
-                os.dup2(null, file)
-            os.close(null)
+            silence(0, 1, 2)  # anew, for flags stay with an open file
             function(*args)
         except BaseException as error:  # nothing may continue in this process
             os.write(files[-1], repr(error).encode())
@@ -760,7 +765,7 @@ def run_confined(libc, job, test, judge):
     if outcome == "done" and (not size or buffer[:1] != b"+"):
         sys.exit(f"a test process could not be confined: {buffer[:size].decode(errors='replace')}")
     loaded = size > 1 and buffer[1:2] == b"="
-    given = memoryview(buffer)[1 + loaded : max(size, 1 + loaded)]
+    given = memoryview(buffer)[1 + loaded : size]
     row = {
         "outcome": outcome,
         "status": status,
@@ -793,13 +798,11 @@ def launch():
     # The report goes to a copy of standard output that no test inherits; what programs print goes
     # nowhere.
     report = os.dup(1)
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)
-    os.dup2(null, 1)
+    silence(0, 1)
     signal.signal(signal.SIGTERM, orphaned)
     base = job["folder"]  # for what tests write; "" with namespaces
     # PR_SET_PDEATHSIG; SIGTERM: clean up
-    libc.prctl(1, signal.SIGTERM if base else signal.SIGKILL, 0, 0, 0)
+    libc.prctl(1, signal.SIGTERM if base else signal.SIGKILL)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # when memory runs out, the kernel kills this process before the trainer
 
@@ -808,7 +811,7 @@ def launch():
     landlock = libc.syscall(444, None, 0, 1)
     machine = os.uname().machine
     job["landlock"] = landlock if landlock >= 3 else 0  # older versions let files be truncated
-    refused = libc.prctl(22, 2, None, 0, 0) == -1 and ctypes.get_errno()
+    refused = libc.prctl(22, 2, None) == -1 and ctypes.get_errno()
     # EFAULT: known, only there was no filter
     job["seccomp"] = machine in MACHINES and refused == 14
     if job["seccomp"]:
@@ -820,7 +823,7 @@ def launch():
     if job["namespaces"]:
         enter_namespaces(libc, job["readable"])
     # PR_SET_DUMPABLE: no core; no other process may trace this one or its forks
-    libc.prctl(4, 0, 0, 0, 0)
+    libc.prctl(4, 0)
     found = {name: job[name] for name in "namespaces landlock seccomp".split()}
     write(report, json.dumps(found | {"size": 0}).encode() + b"\n")
     if not job["allow_unsafe"]:

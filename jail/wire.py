@@ -28,7 +28,7 @@ datetime.datetime datetime.timedelta
 """.split()
 ARGUMENTS = dict.fromkeys(REDUCED, lambda value: value.__reduce__()[1])
 ARGUMENTS |= {
-    "fractions.Fraction": lambda value: [value.numerator, value.denominator],
+    "fractions.Fraction": lambda value: value.as_integer_ratio(),
     "datetime.timezone": lambda value: [value.utcoffset(None)],
     "collections.deque": lambda value: [list(value), value.maxlen],
     "collections.OrderedDict": lambda value: [list(value.items())],
@@ -201,7 +201,7 @@ OPERATIONS |= {
     "get": getattr,
     "set": setattr,
     "del": delattr,
-    "call": lambda function, /, *args, **options: function(*args, **options),
+    "call": operator.call,
     "enter": lambda manager: type(manager).__enter__(manager),
     "exit": lambda manager: type(manager).__exit__(manager, None, None, None),
     "base": lambda value: unwire(wire(value, plain)),
@@ -236,7 +236,6 @@ class Remote:
             answers={},
             made=False,
             is_class=False,
-            nothing=object(),
         )
 
     def __read__(self, operation):
@@ -253,7 +252,7 @@ class Remote:
     @property
     def __value__(self):
         """Its builtin value as it is now, or an object that equals nothing."""
-        return self.__read__("base") if self.__own__.has_base else self.__own__.nothing
+        return self.__read__("base") if self.__own__.has_base else object()
 
     # so that isinstance(a named tuple, tuple)
     __class__ = property(lambda self: type(self.__value__))
@@ -301,7 +300,7 @@ class Remote:
 
 Remote.__doc__ = property(lambda self: self.__own__.peer.ask("get", self, "__doc__"))
 # done with a builtin value
-LOCAL = OPERATIONS.keys() - {"str", "repr", "setitem", "delitem", "next"}
+LOCAL = OPERATIONS.keys() - "str repr setitem delitem next".split()
 
 
 def forwarded(name):
@@ -323,7 +322,7 @@ def between(name):
 
     def apply(left, right):
         remote = [side for side in (left, right) if isinstance(side, Remote)]
-        with_anything = name in ("add", "iadd", "mul", "imul", "divmod") and any(
+        with_anything = name in "add iadd mul imul divmod".split() and any(
             side.__own__.made for side in remote
         )
         if len(remote) == 2 or with_anything:
@@ -335,7 +334,7 @@ def between(name):
     return apply, lambda right, left: apply(left, right)
 
 
-for name in [*UNARY, "getitem", "setitem", "delitem", "enter"]:
+for name in UNARY + "getitem setitem delitem enter".split():
     setattr(Remote, f"__{name}__", forwarded(name))
 for name in BINARY:  # Python never calls those named __req__ and the like
     plainly, exchanged = between(name)
@@ -588,7 +587,7 @@ class Peer:
                 made = operation in OPERATIONS and any(
                     type(arg) is Remote and arg.__own__.made for arg in args
                 )
-                if makes or (made and operation not in ("call", "get", "getitem", "next")):
+                if makes or (made and operation not in "call get getitem next".split()):
                     value.__own__.made = True
             return value
 
