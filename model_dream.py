@@ -371,8 +371,9 @@ class Dream(nnx.Module):
         cache = list(cache or [None] * self.cfg.layers)
         x_BLD = self.lookup(token_BL)
         for i in range(self.cfg.layers):
-            inputs = (x_BLD, rope, see_BM, self.compute, cache[i], start, places)
-            x_BLD, cache[i] = call_layer(self.layers[str(i)], *inputs)
+            x_BLD, cache[i] = call_layer(
+                self.layers[str(i)], x_BLD, rope, see_BM, self.compute, cache[i], start, places
+            )
         return rms_norm(x_BLD, self.norm[...], self.cfg.eps), cache
 
     def logits(self, hidden_BLD):
@@ -390,13 +391,12 @@ class Dream(nnx.Module):
         noised_BL = jnp.where(mask_BL, self.cfg.mask_id, token_BL)
         if block is not None:
             hidden_BLD, _ = self.readings(noised_BL, token_BL, segment_BL, position_BL, block)
-            return self.token_nll(hidden_BLD, token_BL, mask_BL)
-
-        place = diffusion.Place(segment_BL, seen=seen_1LL)
-        hidden_BLD, _ = self.hidden(noised_BL, position_BL, place=place)
-        if self.cfg.shift:  # the first token of a document has only its own state
-            first_BL1 = first_of_document(segment_BL)[..., None]
-            hidden_BLD = jnp.where(first_BL1, hidden_BLD, jnp.roll(hidden_BLD, 1, 1))
+        else:
+            place = diffusion.Place(segment_BL, seen=seen_1LL)
+            hidden_BLD, _ = self.hidden(noised_BL, position_BL, place=place)
+            if self.cfg.shift:  # the first token of a document has only its own state
+                first_BL1 = first_of_document(segment_BL)[..., None]
+                hidden_BLD = jnp.where(first_BL1, hidden_BLD, jnp.roll(hidden_BLD, 1, 1))
         return self.token_nll(hidden_BLD, token_BL, mask_BL)
 
     def readings(self, noised_BL, token_BL, segment_BL, position_BL, block):
@@ -550,8 +550,9 @@ def count_params(cfg):
 def flops_per_token(cfg, length):
     """Training FLOPs of a token in a row of `length`: 6 per matmul parameter, and attention."""
     layers = sum(x.size for x in jax.tree.leaves(param_shapes(cfg)["layers"]) if x.ndim > 1)
-    attention = 3 * cfg.layers * cfg.heads * 4 * cfg.head_size * length
-    return 6 * (layers + cfg.vocab * cfg.width) + attention
+    return (
+        6 * (layers + cfg.vocab * cfg.width) + 12 * cfg.layers * cfg.heads * cfg.head_size * length
+    )
 
 
 def join(model):
@@ -866,6 +867,7 @@ FAMILIES = {
         "Fast_dLLM_Qwen", "Fast_dLLM_QwenForCausalLM", FAST, QWEN2, {}, "|<MASK>|"),
     "open_dcoder": Family("qwen2", "Qwen2ForCausalLM", {}, QWEN2, {}, "[MASK]"),
 }
+KNOWN = ", ".join(FAMILIES)
 YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
         "mscale_all_dim", "llama_4_scaling_beta")  # see rope_of
 # fmt: on
@@ -880,14 +882,14 @@ def read_config(folder, meta=None):
     try:
         return DreamConfig(**meta["model"])
     except (TypeError, ValueError) as error:
-        known = ", ".join(FAMILIES)
         advice = "is it a PythonCoder, or of another version?"
-        raise ValueError(f"{folder} holds none of {known} ({error}); {advice}") from None
+        raise ValueError(f"{folder} holds none of {KNOWN} ({error}); {advice}") from None
 
 
 def config_from_hf(folder, changes=None):
     """The architecture in the config.json of a Hugging Face folder, with `changes` of its keys."""
-    path = runs.as_path(folder) / "config.json"
+    folder = runs.as_path(folder)
+    path = folder / "config.json"
     keys = runs.read_json(path) | (changes or {})
     try:
         return config_of(folder, keys)
@@ -899,8 +901,7 @@ def config_of(folder, keys):
     """The architecture that the keys of a config.json in `folder` describe."""
     name = family_of(folder, keys)
     if not name:
-        names = ", ".join(FAMILIES)
-        raise ValueError(f"it is a {keys.get('model_type')}; dense text models of {names} are read")
+        raise ValueError(f"it is a {keys.get('model_type')}; dense text models of {KNOWN} are read")
     family = FAMILIES[name]
 
     # transformers 5 keeps RoPE's settings in a dictionary of their own
@@ -923,7 +924,7 @@ def config_of(folder, keys):
 
     # LLaDA has its BOS in generation_config.json, SDAR its PAD, DreamOn its expand id
     keys = {key: value for key, value in keys.items() if value is not None}
-    sampling = runs.as_path(folder) / "generation_config.json"
+    sampling = folder / "generation_config.json"
     if sampling.is_file():
         given = runs.read_json(sampling)
         for key in ("bos_token_id", "pad_token_id", "expand_token_id"):
@@ -965,11 +966,11 @@ def family_of(folder, keys):
 def special_ids(folder):
     """{name: id} of the tokens that the tokenizer in a folder has beside its vocabulary."""
     ids = {}
-    tokenizer = runs.as_path(folder) / "tokenizer.json"
+    tokenizer = folder / "tokenizer.json"
     if tokenizer.is_file():
         for token in runs.read_json(tokenizer).get("added_tokens", []):
             ids[token["content"]] = token["id"]
-    added = runs.as_path(folder) / "added_tokens.json"
+    added = folder / "added_tokens.json"
     if added.is_file():
         ids |= runs.read_json(added)
     return ids

@@ -450,8 +450,9 @@ class PythonCoder(nnx.Module):
         # a cache per layer: slicing a stacked one would copy it for every token
         for i in range(self.cfg.layers):
             layer = jax.tree.map(lambda a, i=i: a[i], self.layers)
-            inputs = (x_BLD, jnp.int32(i), rope, index_BL, start_BL)
-            x_BLD, cache[i] = call_layer(layer, *inputs, cache=cache[i])
+            x_BLD, cache[i] = call_layer(
+                layer, x_BLD, jnp.int32(i), rope, index_BL, start_BL, cache=cache[i]
+            )
         return rms_norm(x_BLD, self.norm[...], self.cfg.eps), cache
 
     def draft(self, hidden_B1D, token_B1):
@@ -508,10 +509,10 @@ def _loss_and_gradients(hidden_BLD, weight_VD, label_BL, mask_BL, chunk_tokens):
         return loss, (dhidden_BLD, dweight_VD)
 
     rows = PS(BATCH)
-    in_specs = (rows, PS(), rows, rows)
-    out_specs = (PS(), (rows, PS()))
     how = {"axis_names": set(axes), "check_vma": False}
-    return jax.shard_map(of_device, in_specs=in_specs, out_specs=out_specs, **how)(*inputs)
+    return jax.shard_map(
+        of_device, in_specs=(rows, PS(), rows, rows), out_specs=(PS(), (rows, PS())), **how
+    )(*inputs)
 
 
 def _of_rows(hidden_BLD, weight_VD, label_BL, mask_BL, chunk_tokens):
@@ -664,8 +665,8 @@ def probabilities(logits_V, rule):
     if rule.temperature == 0:
         return jax.nn.one_hot(jnp.argmax(logits_V, -1), V)
     width = 1 if jax.default_backend() == "cpu" else 3  # for speed alone
-    how = (rule.temperature, rule.top_k, rule.top_p, "mdlm", width)
-    return diffusion.softmax(diffusion.filter_logits(logits_V, *how))
+    how = (rule.temperature, rule.top_k, rule.top_p)
+    return diffusion.softmax(diffusion.filter_logits(logits_V, *how, width=width))
 
 
 def without_repeats(logits_BV, token_BM, length_B, n):
