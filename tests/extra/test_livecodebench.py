@@ -116,23 +116,9 @@ def test_damaged_tests_of_one_problem_do_not_end_the_run():
 
 
 def test_lines_are_compared_as_livecodebench_compares_them():
-    same = [
-        ("3\n", "3"),
-        (" 3 \n4", "3\n4\n\n"),
-        ("1.0 2", "1 2.00"),
-        ("1e3", "1000"),
-        ("a  b", "a  b"),
-        ("", "\n"),
-    ]
-    other = [
-        ("3", "4"),
-        ("3\n\n4", "3\n4"),
-        ("a b", "a  b"),
-        ("YES", "Yes"),
-        ("1.0001", "1"),
-        ("", "0"),
-        ("nan", "1"),
-    ]
-    other += [("3 4", "34"), ("sNaN", "1"), ("1", "one")]
+    same = [("3\n", "3"), (" 3 \n4", "3\n4\n\n"), ("1.0 2", "1 2.00"), ("1e3", "1000")]
+    same += [("a  b", "a  b"), ("", "\n")]
+    other = [("3", "4"), ("3\n\n4", "3\n4"), ("a b", "a  b"), ("YES", "Yes"), ("1.0001", "1")]
+    other += [("", "0"), ("nan", "1"), ("3 4", "34"), ("sNaN", "1"), ("1", "one")]
     assert [livecodebench.same_lines(*pair) for pair in same] == [True] * len(same)
     assert [livecodebench.same_lines(*pair) for pair in other] == [False] * len(other)

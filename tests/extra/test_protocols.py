@@ -55,26 +55,18 @@ def questions(golden_dir):
     }
     prompts, out = (read(golden_dir, name) for name in ("prompts", "postprocess"))
     numbers = {case["id"]: str(case["key"]) for case in out["cases"]}
-    known = [
-        (numbers[case], text)
-        for case, text in out["out"]["bigcode/mbpp"].items()
-        if isinstance(text, str)
-    ]
+    answers = out["out"]["bigcode/mbpp"].items()
+    known = [(numbers[case], text) for case, text in answers if isinstance(text, str)]
     known += prompts["bigcode/mbpp"]["prompts"].items()
     docstring = re.compile(r'"""\n(.*?)\n(assert.*?)\n"""\n', re.DOTALL)
     parts = {key: match for key, text in known if (match := docstring.match(text))}
     texts = {key: match[1] for key, match in parts.items()}
     tests = {key: [match[2]] for key, match in parts.items()}
-    tests |= {
-        key: re.split(r"\n(?=assert)", text)
-        for key, text in prompts["bigcode/mbpp"]["target"].items()
-    }
-    austin = re.compile(
-        r".*and here is your task: (.*?) Your code should pass these tests:", re.DOTALL
-    )
-    said = {
-        key: austin.match(text)[1] for key, text in prompts["lm_eval_head/mbpp"]["prompts"].items()
-    }
+    asserts = prompts["bigcode/mbpp"]["target"].items()
+    tests |= {key: re.split(r"\n(?=assert)", text) for key, text in asserts}
+    austin = re.compile(r"(?s).*here is your task: (.*?) Your code should pass these tests:")
+    asked = prompts["lm_eval_head/mbpp"]["prompts"].items()
+    said = {key: austin.match(text)[1] for key, text in asked}
     return {
         "humaneval": humaneval,
         "sanitized": sanitized,
@@ -109,9 +101,8 @@ def test_every_prompt_and_what_comes_after_it(golden_dir, questions):
         assert list(protocol.stops) == golden.get("stop", arguments.get("until", [])), name
         assert protocol.shots == golden.get("num_fewshot", protocol.shots), name
         assert protocol.max_new == golden.get("max_new", protocol.max_new), name
-        assert golden["of"] in [
-            count for key in protocol.data for count in protocols.DATA[key][1]
-        ], name
+        counts = [count for key in protocol.data for count in protocols.DATA[key][1]]
+        assert golden["of"] in counts, name
 
 
 @pytest.mark.golden
@@ -137,14 +128,15 @@ def test_newer_transformers_keep_the_end_of_a_prefix(questions):
         protocol = record_of(name)
         question = next(iter(questions[protocol.data[0]].values()))
         kept = protocols.prompt(protocol, question, trim_prefix=False)
-        assert kept == protocols.prompt(protocol, question) + "\n" * (
-            2 if "{prompt}" in protocol.prefix else 1
-        ), name
+        lines = 2 if "{prompt}" in protocol.prefix else 1
+        assert kept == protocols.prompt(protocol, question) + "\n" * lines, name
 
 
 # One launcher runs many programs, each as a test with an input of its own; it has run to its end if
 # it prints this.
-RUNS_ITS_INPUT = "import sys\nexec(sys.stdin.read(), {'__name__': 'program'})\nsys.__stdout__.write('\\nit is through')"
+RUNS_ITS_INPUT = """import sys
+exec(sys.stdin.read(), {'__name__': 'program'})
+sys.__stdout__.write('\\nit is through')"""
 
 
 @pytest.mark.golden
@@ -172,9 +164,8 @@ def test_which_right_answers_survive(golden_dir, questions):
 def run_in(launchers, tests):
     """{program: whether it ran to its end, None if it is late}."""
     shares, passed = [tests[i::launchers] for i in range(launchers)], {}
-    for share, result in zip(
-        shares, sandbox.run_tests([RUNS_ITS_INPUT] * launchers, shares), strict=True
-    ):
+    results = sandbox.run_tests([RUNS_ITS_INPUT] * launchers, shares)
+    for share, result in zip(shares, results, strict=True):
         assert result.rate is not None, result.error
         for test, verdict, value in zip(share, result.verdicts, result.values, strict=True):
             passed[test.text] = None if verdict == "timeout" else value.endswith("it is through")
@@ -210,20 +201,16 @@ def test_the_longest_program_is_that_of_all_runs_of_lines():
     def of_all_runs(lines, least):
         best, most = "", 0
         for first, end in itertools.combinations(range(len(lines) + 1), 2):
-            run, count = (
-                "\n".join(lines[first:end]),
-                sum(bool(line.strip()) for line in lines[first:end]),
-            )
+            run = "\n".join(lines[first:end])
+            count = sum(bool(line.strip()) for line in lines[first:end])
             if end - first >= least and count > most and protocols.parsed(run) is not None:
                 best, most = run, count
         return best
 
     parts = "Here it is:|def f(x):|    return x|x = (|)|'''|else:|try:|  y = [1,|]|@dec|\tz = 1||\\|x = \\|if x:|1 = x"
     rng = random.Random(0)
-    for lines in (
-        ["\\", "", ""],
-        *(rng.choices(parts.split("|"), k=rng.randint(1, 9)) for _ in range(400)),
-    ):
+    drawn = [rng.choices(parts.split("|"), k=rng.randint(1, 9)) for _ in range(400)]
+    for lines in (["\\", "", ""], *drawn):
         for least in (1, 2):
             assert protocols.longest_program(lines, least) == of_all_runs(lines, least), lines
 
@@ -291,11 +278,11 @@ def test_protocols_do_not_mix_and_set_what_no_flag_does(tmp_path, monkeypatch):
     unknown = dataclasses.replace(cfg, protocol="bigcodes")
     refused(unknown, "'bigcodes' is no protocol of humaneval; there are ours,", script=protocols)
     found = []
-    monkeypatch.setattr(
-        benchmarks,
-        "evaluate",
-        lambda cfg, problems, protocol, scorer: found.extend((cfg, protocol)),
-    )
+
+    def evaluate(cfg, problems, protocol, scorer):
+        found.extend((cfg, protocol))
+
+    monkeypatch.setattr(benchmarks, "evaluate", evaluate)
     protocols.main(dataclasses.replace(cfg, protocol="dream_instruct", max_new=64))
     cfg, protocol = found
     assert protocol.name == "dream_instruct/humaneval_instruct"
@@ -311,27 +298,17 @@ def test_a_dream_writes_under_a_protocol_and_through_its_chat_template(
     dream,  # noqa: F811
     tmp_path,
 ):
-    settings = {
-        "model": "dream",
-        "ckpt": str(dream),
-        "threshold": 0.5,
-        "problems": 2,
-        "batch_size": 2,
-    }
+    settings = {"model": "dream", "ckpt": str(dream), "threshold": 0.5}
+    settings |= {"problems": 2, "batch_size": 2}
     plain = config("humaneval", tmp_path, timeout_s=None, **settings)
     cfg = of_protocol(plain, "dream_base", tmp_path / "out", max_new=8, top_p=None)
     row = protocols.main(cfg)["settings"]
-    assert (row["protocol"], row["temperature"], row["top_p"]) == (
-        "dream_base/humaneval",
-        0.2,
-        0.95,
-    )
+    name = "dream_base/humaneval"
+    assert (row["protocol"], row["temperature"], row["top_p"]) == (name, 0.2, 0.95)
     problems = tasks.read_problems(cfg)
     for line in texts_of(cfg.out):
         problem = problems[tasks.key_of(line["task_id"])]
-        found = protocols.candidate(
-            protocols.PROTOCOLS["dream_base/humaneval"], line["written"], problem
-        )
+        found = protocols.candidate(protocols.PROTOCOLS[name], line["written"], problem)
         assert line["completion"] == line["solution"] == found
     chat = of_protocol(cfg, "dream_instruct", tmp_path / "chat")
     refused(chat, "needs a chat template, and the tokenizer has no <|im_start|>", script=protocols)
