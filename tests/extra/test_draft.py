@@ -33,9 +33,8 @@ SLOW = [(True, 1.0, 0.9, ALL), (True, 0.0, 1.0, ALL), (True, 0.7, 1.0, ALL), (Fa
 def test_a_drafted_text_is_the_text_token_by_token(shift, temperature, top_p, how):
     model = model_of(shift)
     rule = drafts.Sampling(temperature=temperature, top_p=top_p, eos_ids=(2, 3))
-    key = jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(jax.random.key(7), i)))(
-        np.arange(len(PROMPTS))
-    )
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(7), np.arange(len(PROMPTS)))
+    key = jax.random.key_data(keys)
     want, stats = drafts.generate(model, PROMPTS, 40, rule, key)
     assert stats["forwards"] == stats["steps"] <= 40
     for draft, steps in how:
@@ -66,19 +65,16 @@ def test_a_single_pass_drafts_behind_each_number_of_drafts_that_may_stay(shift):
         reach_RL = np.where(mask_RL, first_R1 + N - shift, slot_L)
         token_RL = np.where(mask_RL, model.cfg.mask_id, np.pad(row, (0, N)))
         keys = diffusion.Place(one_RL, one_RL * slot_L)
-        hidden_RLD, _ = model.hidden(
-            token_RL, place=diffusion.Place(one_RL, reach_RL), key_place=keys
-        )
-        token_RL = np.asarray(
-            model.logits(hidden_RLD).at[..., model.cfg.mask_id].set(-np.inf).argmax(-1)
-        )
+        queries = diffusion.Place(one_RL, reach_RL)
+        hidden_RLD, _ = model.hidden(token_RL, place=queries, key_place=keys)
+        logits_RLV = model.logits(hidden_RLD).at[..., model.cfg.mask_id].set(-np.inf)
+        token_RL = np.asarray(logits_RLV.argmax(-1))
         # the first pass writes a token, the second has no drafts yet
         want, last = [1, 2], len(prompt) + 1
         while last < len(row) - 1:
             guesses, following = token_RL[last, last + 1 - shift :][:N], row[last + 1 :]
-            agree = [*(a == b for a, b in zip(guesses, following, strict=False)), False].index(
-                False
-            )
+            same = [a == b for a, b in zip(guesses, following, strict=False)]
+            agree = [*same, False].index(False)
             want += [want[-1] + 1] * min(agree + 1, len(following))
             last, agreed = last + agree + 1, agreed + agree
         assert when_L[len(prompt) : len(row)].tolist() == want
@@ -118,9 +114,8 @@ def test_an_end_token_ends_a_text():
 )
 def test_what_cannot_be_written_is_refused(change, prompts, rule, message):
     model = model_of(True)
-    model = nnx.merge(
-        md.graph_of(dataclasses.replace(model.cfg, **change), md.Compute()), nnx.state(model)
-    )
+    graph = md.graph_of(dataclasses.replace(model.cfg, **change), md.Compute())
+    model = nnx.merge(graph, nnx.state(model))
     with pytest.raises(ValueError, match=message):
         drafts.generate(model, prompts, 40, drafts.Sampling(**rule))
 
@@ -160,9 +155,8 @@ def test_nemotron_s_autoregressive_and_self_speculated_texts_and_their_passes(go
 def test_a_converted_qwen2_drafts_its_greedy_text(golden_dir, tmp_path):
     folder = golden_dir("block")
     cases = json.loads((folder / "block.json").read_text())["conversion"]["greedy"]
-    convert_weights.main(
-        convert_weights.Config(source=str(folder / "ar"), to="dream", out=str(tmp_path / "dream"))
-    )
+    out = str(tmp_path / "dream")
+    convert_weights.main(convert_weights.Config(source=str(folder / "ar"), to="dream", out=out))
     model = checkpoints.load(md, tmp_path / "dream")[0]
     new = max(len(case["text"]) for case in cases)
     for draft in (0, 4):

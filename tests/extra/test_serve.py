@@ -78,10 +78,8 @@ def dream(folder):
 def blocks(request, folder, tmp_path_factory):
     """(a Dream of blocks of 4 tokens, its folder); causal: finished tokens attend causally."""
     cfg = dataclasses.replace(md.read_config(folder), block_length=4, causal=request.param)
-    model, out = (
-        nnx.merge(md.graph_of(cfg, md.Compute()), new_params(md, cfg, 0.5)),
-        tmp_path_factory.mktemp("blocks") / "b",
-    )
+    model = nnx.merge(md.graph_of(cfg, md.Compute()), new_params(md, cfg, 0.5))
+    out = tmp_path_factory.mktemp("blocks") / "b"
     checkpoints.save(md, out, model, [folder / "tokenizer.json"])
     return batching.Dream(str(out), rows=4, **ONE), str(out)
 
@@ -142,10 +140,9 @@ def fill(model, rows, joins):
             batch.rows[i] = entry[1]
             batch.join(i, entry[1])
         for batch in model.batches.values():
-            batch.rows = [
-                row if row and len(row.written) < row.ids.count(None) else None
-                for row in batch.rows
-            ]
+            for i, row in enumerate(batch.rows):
+                if row and len(row.written) == row.ids.count(None):
+                    batch.rows[i] = None
             if any(batch.rows):
                 batch.step()
         step += 1
@@ -454,11 +451,8 @@ def test_what_is_wrong_is_refused_by_name_and_what_is_null_is_absent(coder_serve
         answer = httpx.post(complete, content=data)
         found = (answer.status_code, part in answer.json()["error"]["message"])
         assert found == (status, True), (body, answer.text)
-    for method, path, status in (
-        ("GET", "/v1/completions", 405),
-        ("POST", "/v1/models", 405),
-        ("GET", "/v1/x", 404),
-    ):
+    no_such = ("GET", "/v1/completions", 405), ("POST", "/v1/models", 405), ("GET", "/v1/x", 404)
+    for method, path, status in no_such:
         answer = httpx.request(method, url + path)
         assert answer.status_code == status
         assert answer.json()["error"]["type"] == "invalid_request_error"
@@ -787,10 +781,8 @@ def test_a_reader_of_the_page_watches_masks_fills_and_tests(coder_server):
         # mask it, then three more by dragging; the keyboard opens one of them
         page.click(f"#canvas span:nth-child({number + 1})")
         assert page.inner_text("#fill") == "Fill 1 mask"
-        spans = [
-            page.locator(f"#canvas span:nth-child({i})").bounding_box()
-            for i in (number, number - 2)
-        ]
+        spans = [page.locator(f"#canvas span:nth-child({number - i})") for i in (0, 2)]
+        spans = [span.bounding_box() for span in spans]
         page.mouse.move(spans[0]["x"] + 3, spans[0]["y"] + 5)
         page.mouse.down()
         page.mouse.move(spans[1]["x"] + 3, spans[1]["y"] + 5, steps=20)

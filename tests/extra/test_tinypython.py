@@ -45,9 +45,8 @@ def test_examples_and_hidden_tests_pass_for_the_solutions(world):
     examples = 0
     for source in sources:
         text = ast.get_docstring(ast.parse(source).body[-1])
-        found = doctest.DocTestParser().get_doctest(
-            text, tinypython.load(source), "example", None, 0
-        )
+        scope = tinypython.load(source)
+        found = doctest.DocTestParser().get_doctest(text, scope, "example", None, 0)
         examples += bool(found.examples)
         assert not doctest.DocTestRunner().run(found).failed, source
     assert 0.4 < examples / len(sources) < 0.6
@@ -64,16 +63,12 @@ def test_tests_reject_constants_and_mutants():
         calls = [tinypython.call(f, rng) for _ in range(50)]
         right = tinypython.load(f.prompt() + f.solution)
         for body in tinypython.mutants(f.solution, rng):
+            body = body.replace("while ", "while next(ticks) and ")
             try:
-                wrong = tinypython.load(
-                    f.prompt() + body.replace("while ", "while next(ticks) and "),
-                    ticks=iter([1] * 9999),
-                )
+                wrong = tinypython.load(f.prompt() + body, ticks=iter([1] * 9999))
             except SyntaxError:
                 continue
-            if any(
-                tinypython.result(wrong, text) != tinypython.result(right, text) for text in calls
-            ):
+            if any(tinypython.result(wrong, x) != tinypython.result(right, x) for x in calls):
                 tried += 1
                 survivors += all(tinypython.result(wrong, text) == [out] for text, out in tests)
     assert tried > 200
@@ -98,9 +93,8 @@ def test_no_sentence_describes_two_functions_and_splits_hold_out_what_they_say()
     for split in ("constants", "composed", "phrased"):
         trained = set(made.sentences)
         for row in made.tasks(split, 20):
-            combination = tuple(
-                sorted(row["operations"][row["level"] == 2 and len(row["operations"]) > 2 :])
-            )
+            operations = row["operations"]
+            combination = tuple(sorted(operations[row["level"] == 2 and len(operations) > 2 :]))
             assert (combination in made.combinations) == (split != "composed")
         assert trained < set(made.sentences)
 
@@ -108,11 +102,9 @@ def test_no_sentence_describes_two_functions_and_splits_hold_out_what_they_say()
 def test_a_world_is_decided_by_its_seed(world, tmp_path, capsys):
     cfg = dataclasses.replace(CONFIG, out=str(tmp_path / "again"))
     tinypython.main(cfg)
-    names = ["meta", "train", "pairs", "holes", *tinypython.SPLITS]
-    files = [f"{name}.json{'' if name == 'meta' else 'l'}" for name in names]
-    assert all(
-        (world / name).read_bytes() == (tmp_path / "again" / name).read_bytes() for name in files
-    )
+    files = ["train", "pairs", "holes", *tinypython.SPLITS]
+    for file in ("meta.json", *(f"{name}.jsonl" for name in files)):
+        assert (world / file).read_bytes() == (tmp_path / "again" / file).read_bytes()
     tinypython.main(cfg)
     assert "nothing to do" in capsys.readouterr().out
     with pytest.raises(ValueError, match="another world"):
@@ -121,9 +113,8 @@ def test_a_world_is_decided_by_its_seed(world, tmp_path, capsys):
 
 def test_holes_pairs_and_rows_are_the_same_programs(world):
     pairs = [row["prompt"] + row["response"] for row in rows(world / "pairs.jsonl")]
-    assert pairs == [
-        row["prompt"] + row["response"] + row["suffix"] for row in rows(world / "holes.jsonl")
-    ]
+    holes = rows(world / "holes.jsonl")
+    assert pairs == [row["prompt"] + row["response"] + row["suffix"] for row in holes]
     assert pairs == [row["content"] for row in rows(world / "train.jsonl")]
     assert len(pairs) == CONFIG.n
 
