@@ -297,7 +297,7 @@ def inputs(tmp_path_factory, code_rows):
     os.mkfifo(folder / "fifo.txt")
     pairs = [{"prompt": f"add {i} and {i}: ", "response": f"{i + i}\n"} for i in range(300)]
     lines = {
-        "pairs": pairs, "empty": [], "hollow": [{"prompt": "", "response": ""}] * 9,
+        "pairs": pairs, "empty": [],
         "tasks": [{"prompt": "def f(x):\n", "test_cases": ["assert f(1) == 1"]}],
         "samples": [{"task_id": "HumanEval/0", "completion": "    return x\n"}],
         "humaneval": [{"task_id": "HumanEval/0", "prompt": 'def f(x):\n    """Same."""\n', "entry_point": "f",
