@@ -153,12 +153,14 @@ class Checkpoints:
         lowest = policies.BestN(
             get_metric_fn=metric, reverse=True, n=1, keep_checkpoints_without_metrics=False
         )
+        mark = (self.folder / runs.SAVED).touch
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), lowest]),
             # without it Orbax stores no metric, and a resumed run forgets the best step
             best_fn=metric,
             # of a killed save; in the folder of another run one may be going on
             cleanup_tmp_directories=own,
+            async_options=ocp.AsyncOptions(post_finalization_callback=mark),
         )
         self.manager = ocp.CheckpointManager(self.folder / "checkpoints", options=options)
         self.newest = self.manager.latest_step  # newest() is the newest step, None without any

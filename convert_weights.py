@@ -190,6 +190,11 @@ def find(folder, step=0, repository=""):
     if (folder / "config.json").is_file():
         keys = runs.read_json(folder / "config.json")
     kind = keys.get("model_type")
+    if kind in QWEN2 and not dream.family_of(folder, keys):
+        raise ValueError(f"{folder} is a {kind}; --to=dream makes a Dream of it")
+    if kind == "mdlm" or any(folder.glob("step_*")):
+        advice = "publish a step with: hf upload OWNER/NAME FOLDER"
+        raise ValueError(f"{folder} is of train_gpu.py, in safetensors as it is; {advice}")
     where = folder
     meta = {}
     is_run = step or runs.saved_steps(folder)
@@ -492,8 +497,12 @@ def from_merges(folder):
     added = {i: {"content": name} for name, i in dream.special_ids(folder).items()}
     for i, token in tokenizer_config(folder).get("added_tokens_decoder", {}).items():
         added[int(i)] = token
-    names = [str(folder / name) for name in ("vocab.json", "merges.txt")]
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(*names))
+    vocab = folder / "vocab.json"
+    try:
+        model = tokenizers.models.BPE.from_file(str(vocab), str(folder / "merges.txt"))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ValueError(f"{vocab} and merges.txt are no tokenizer: {error}") from None
+    tokenizer = tokenizers.Tokenizer(model)
     tokenizer.normalizer = tokenizers.normalizers.NFC()
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(QWEN_WORDS), "isolated")
     to_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -575,7 +584,7 @@ def to_orbax(source, out, wanted=""):
     if source.family is pc:
         meta["model"] = dataclasses.asdict(source.cfg)
     with output_folder(out) as partial:
-        if wanted:
+        if source.params or any(array.dtype != dtype for array in arrays.values()):
             arrays = cast(source, arrays, dtype, out.parent)
         # checksums of the arrays that we read: what Orbax writes is compared with them later
         meta["sums"] = checkpoints.bit_sums(arrays)
@@ -653,8 +662,11 @@ def verify(source, out):
     if source.cfg != out.cfg:
         raise ValueError(f"config.json of {both} describe different models; convert again")
     hub, orbax = (out, source) if source.params else (source, out)
-    theirs, _ = open_safetensors(hub)
-    ours, _ = open_orbax(orbax)
+    theirs, hub_dtype = open_safetensors(hub)
+    ours, dtype = open_orbax(orbax)
+    if hub_dtype != dtype:
+        problem = f"{hub.folder} is in {hub_dtype}, {orbax.folder} in {dtype}"
+        raise ValueError(f"{problem}; convert again, without --dtype")
     wrong = set()
     for name, first, rows in read_blocks(orbax, ours):
         want = as_integers(theirs[name])[first : first + rows.size]
@@ -725,6 +737,14 @@ def main(cfg):
     if (cfg.verify or cfg.push) and (cfg.dtype or cfg.to):
         problem = "--verify and --push compare bytes, which --dtype and --to change"
         raise ValueError(f"{problem}; convert --out with them")
+    if cfg.push and cfg.push.count("/") != 1:
+        raise ValueError(f"--push={cfg.push} is no repository of the Hub (OWNER/NAME)")
+    if cfg.block_length and not cfg.to:
+        raise ValueError("--block_length goes with --to=dream")
+    is_repository = cfg.source.count("/") == 1 and not cfg.source.startswith((".", "/"))
+    if not Path(cfg.source).exists() and not is_repository:
+        problem = "does not exist, and is no repository of the Hub (OWNER/NAME)"
+        raise FileNotFoundError(f"{cfg.source} {problem}")
     checkpoints.orbax()  # it logs no errors from here on
     out = Path(cfg.out)
     compare = cfg.verify or cfg.push

@@ -26,11 +26,14 @@ from jax.sharding import PartitionSpec as PS
 MASKED = -1e30
 
 
-def rope_frequencies(head_size, theta, factor=1.0, original=2048):
+def rope_frequencies(
+    head_size, theta, factor=1.0, original=2048, beta_fast=32, beta_slow=1, truncate=True
+):
     """Rotary frequencies theta^(-2i/K) [K/2] in float64, and the factor of cos and sin.
 
-    With factor > 1 YaRN's: those with more than 32 turns within `original` positions stay, those
-    with less than one are divided by `factor`. Ref: arXiv:2309.00071, eq. 17-22.
+    With factor > 1 YaRN's: those with more than beta_fast turns within `original` positions stay,
+    those with less than beta_slow are divided by `factor`, with a ramp between. Ref:
+    arXiv:2309.00071, eq. 17-22.
     """
     inv_freq = theta ** (-np.arange(0, head_size, 2) / head_size)
     if factor <= 1:
@@ -39,8 +42,13 @@ def rope_frequencies(head_size, theta, factor=1.0, original=2048):
     def index(turns):
         return head_size * math.log(original / (2 * math.pi * turns)) / (2 * math.log(theta))
 
-    low = max(math.floor(index(32)), 0)
-    high = min(math.ceil(index(1)), head_size - 1)
+    low = index(beta_fast)
+    high = index(beta_slow)
+    if truncate:
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_size - 1)
     ramp = np.clip((np.arange(head_size // 2) - low) / max(high - low, 1e-3), 0, 1)
     inv_freq = inv_freq * (1 - ramp) + inv_freq / factor * ramp
     attention_factor = 0.1 * math.log(factor) + 1

@@ -36,6 +36,8 @@ NonNegative = typing.Annotated[float, (0, 1e12)]
 Share = typing.Annotated[float, (0, 1)]
 TopP = typing.Annotated[float, (1e-9, 1)]
 
+SAVED = ".saved"  # a file in the folder of a run that has had a checkpoint
+
 
 # ---- the command line --------------------------------------------------------------------------
 
@@ -61,10 +63,14 @@ def command(main, config_class, doc, machine=(), moved=None):
     except Exception as error:
         here = Path(__file__).resolve().parent
         source = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        ours = source.resolve().parent in (here, here / "bench", here / "extra")
+        folders = (here, here / "bench", here / "extra")
+        ours = source.is_file() and source.resolve().parent in folders
         if sys.flags.dev_mode or not (ours or isinstance(error, OSError)):
             raise
-        print(str(error) or repr(error), file=sys.__stderr__)
+        message = str(error) or repr(error)
+        if getattr(error, "name", "") == "torch":
+            message += "; pip install -r requirements-gpu.txt"
+        print(message, file=sys.__stderr__)
         status = 1
     # At once: threads of a broken Orbax save would print tracebacks, those of gloo abort a closing
     # interpreter.
@@ -136,12 +142,14 @@ def resumed(config_class, folder, machine=()):
 
 
 def script(name, *flags):
-    """Run another stage. RuntimeError if it fails."""
-    done = subprocess.run([sys.executable, Path(__file__).parent / name, *flags])
-    if done.returncode:
-        raise RuntimeError(
-            f"{shlex.join(['python', name, *flags])} ended with exit status {done.returncode}"
-        )
+    """Run another stage, which gets our SIGTERM. RuntimeError if it fails."""
+    with subprocess.Popen([sys.executable, Path(__file__).parent / name, *flags]) as process:
+        before = signal.signal(signal.SIGTERM, lambda number, frame: process.terminate())
+        status = process.wait()
+        signal.signal(signal.SIGTERM, before)
+    if status:
+        line = shlex.join(["python", name, *flags])
+        raise RuntimeError(f"{line} ended with exit status {status}")
 
 
 # ---- files -------------------------------------------------------------------------------------
@@ -183,6 +191,17 @@ def read_json(path, *needed):
 
 
 @contextlib.contextmanager
+def naming(path):
+    """The error of a full disk, which names no file, names this path."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno and not error.filename:
+            error.filename = str(path)
+        raise
+
+
+@contextlib.contextmanager
 def writing(path):
     """A file to write bytes to, which gets its name when all is written and on disk. An error
     leaves nothing.
@@ -195,7 +214,7 @@ def writing(path):
         return
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with open(temporary, "wb") as file:
+        with naming(path), open(temporary, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -222,7 +241,8 @@ def new_folder(path):
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        yield partial
+        with naming(path):
+            yield partial
         # Everything is on disk before the name says that it is complete.
         for written in [*partial.rglob("*"), partial]:
             descriptor = os.open(written, os.O_RDONLY)
@@ -331,12 +351,16 @@ class Folder:
         self.asked_at = None  # when it came
 
     def __enter__(self):
-        resume = self.cfg.resume
-        goes_on = resume and as_path(resume).resolve() == self.out.resolve()
+        source = as_path(self.cfg.resume or self.out)
+        goes_on = self.cfg.resume and source.resolve() == self.out.resolve()
         if saved_steps(self.out) and not goes_on:
             raise FileExistsError(
                 f"{self.out} already holds a run: --resume={self.out}, or choose another --out"
             )
+        for folder in (source, self.out):
+            if (folder / SAVED).exists() and not saved_steps(folder):
+                advice = "choose another --out, without --resume"
+                raise FileNotFoundError(f"the checkpoints of {folder} are gone; {advice}")
         for name in ("meta.json", "bundle.json", "model*.safetensors*"):
             for path in self.out.glob(name):
                 raise FileExistsError(
@@ -440,7 +464,7 @@ class Folder:
         if not isinstance(path, Path):  # objects in a bucket cannot grow
             path.write_text((path.read_text() if path.exists() else "") + text)
             return
-        with open(path, "a", encoding="utf-8", errors="surrogateescape") as file:
+        with naming(path), open(path, "a", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
 
     def leave(self, done):

@@ -544,6 +544,7 @@ def save(state, step, cfg, meta, tokenizer_json, devices):
             mdlm.save(state.ema, folder, tokenizer_json)
             runs.write(folder / "trainer.json", meta | trainer)
             runs.write(folder / "trainer.safetensors", data)
+        Path(cfg.out, runs.SAVED).touch()
         for old in list(runs.saved_steps(Path(cfg.out)).values())[:-KEEP]:
             shutil.rmtree(old)
     if devices.world > 1:

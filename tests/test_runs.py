@@ -107,6 +107,7 @@ def test_an_error_of_ours_is_one_line_and_status_1(script, tmp_path):
     result = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path / "below", env=env)
     assert (result.returncode, result.stderr) == (1, "no 0.5\n")
     says(script("open('nowhere/file')"), "nowhere/file")
+    says(script("sys.modules['torch'] = None\nimport torch"), "pip install -r requirements-gpu.txt")
     says(script("pass", "--mend=2"), "--mend is gone: python extra/mend.py")
     says(script("print(1)", "--steps=0"), "--steps=0 is not in 1 .. 2147483647")
 
@@ -192,11 +193,22 @@ def test_output_that_nobody_reads_ends_the_program_silently(script, tmp_path):
     assert (done.stdout, done.stderr) == ("x\n141\n", "")
 
 
-def test_another_stage_that_fails_is_named(tmp_path, monkeypatch):
+def test_another_stage_that_fails_is_named_and_gets_our_sigterm(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "__file__", str(tmp_path / "runs.py"))
-    (tmp_path / "stage.py").write_text("raise SystemExit(3)")
-    with pytest.raises(RuntimeError, match=r"python stage.py --a=b ended with exit status 3"):
+    waiting = "import os, signal, time\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(60)\n"
+    (tmp_path / "stage.py").write_text(waiting)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RuntimeError, match=r"python stage.py --a=b ended with exit status -15"):
         runs.script("stage.py", "--a=b")
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_it_needs_neither_jax_nor_torch():
+    code = (
+        "import sys; sys.modules.update(jax=None, torch=None, orbax=None, tyro=None); import runs"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 # ---- files -------------------------------------------------------------------------------------
@@ -239,6 +251,14 @@ def test_a_folder_is_complete_or_not_there(tmp_path):
             assert folder.parent == tmp_path / "disk"
             (folder / "file").write_text(text)
         assert (tmp_path / "link" / "file").read_text() == text
+
+
+@pytest.mark.parametrize("opened", [runs.new_folder, runs.writing])
+@pytest.mark.parametrize(("number", "says"), [(28, r"new'$"), (None, "^a message of ours$")])
+def test_a_full_disk_names_the_file_and_a_message_stays(tmp_path, opened, number, says):
+    error = OSError(number, "No space left on device") if number else OSError("a message of ours")
+    with pytest.raises(OSError, match=says), opened(tmp_path / "new"):
+        raise error
 
 
 def test_checkpoints_are_found_in_order_and_unfinished_ones_are_not(tmp_path):
@@ -365,7 +385,7 @@ def test_a_closed_output_ends_no_run_and_a_full_disk_is_named(tmp_path):
         run.begin(0, {})
         (tmp_path / "log.jsonl").unlink()
         (tmp_path / "log.jsonl").symlink_to("/dev/full")
-        with pytest.raises(OSError, match="No space left on device"):
+        with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/log\.jsonl'"):
             run.log({"step": 1})
 
 
@@ -458,6 +478,12 @@ def test_what_is_saved_comes_back_and_the_newest_and_the_best_are_kept(saved, tm
     resumed.save(7, state, {"model": {}, "step": 7})  # one that is due to its time, not evaluated
     resumed.manager.close()
     assert list(runs.saved_steps(tmp_path)) == [2, 6, 7]
+    # a run that lost its checkpoints does not begin anew
+    shutil.rmtree(tmp_path / "checkpoints")
+    for resume in "", tmp_path:
+        with pytest.raises(FileNotFoundError, match=r"checkpoints of .* are gone; choose another"):
+            enter(tmp_path, resume)
+    enter(tmp_path / "other", tmp_path / "other")  # stopped before its first one
 
 
 def test_a_damaged_checkpoint_is_one_line_that_names_it(saved, tmp_path):

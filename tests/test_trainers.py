@@ -309,6 +309,10 @@ def test_what_changed_since_the_checkpoint_is_said_or_refused(
         ({"dtype": "bfloat16"}, "--dtype float32 there, bfloat16 here"),
     ):
         assert part in refusal(trainer, resumed(trainer, out, **changes))
+    before = (out / "log.jsonl").read_text()
+    shutil.rmtree(out / "checkpoints")
+    assert f"the checkpoints of {out} are gone" in refusal(trainer, resumed(trainer, out))
+    assert (out / "log.jsonl").read_text() == before
 
 
 def test_without_held_out_rows_there_is_no_score(
