@@ -1242,8 +1242,8 @@ Rows: those of a micro-batch. Times: train, a step of 131,072 tokens; generate, 
 block of 32; grpo, a micro-step; LoRA, a row of 512 tokens. Estimated: the TPU compiler's cycles, a lower bound, too. At
 least: arithmetic at the peak, or bytes at the bandwidth of the data sheet. **no**: it does not fit. Earlier
 compiles: the v6e's cells beside int4 (today 0.28 s for LoRA, 1.39 s for grpo); training on rtx3060, a100-40 and h200.
-Dream's rows on Ampere, Ada and Hopper were compiled at eec146f, with a Triton attention that has left: their command begins
-with `git checkout eec146f &&`.
+Dream's rows on Ampere, Ada and Hopper were compiled at eec146f, with a Triton attention that has left: their
+command begins with `git checkout eec146f &&`.
 `python bench/compile_for.py table`
 
 """
