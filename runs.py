@@ -148,8 +148,7 @@ def script(name, *flags):
         status = process.wait()
         signal.signal(signal.SIGTERM, before)
     if status:
-        line = shlex.join(["python", name, *flags])
-        raise RuntimeError(f"{line} ended with exit status {status}")
+        raise RuntimeError(f"python {name} {shlex.join(flags)} ended with exit status {status}")
 
 
 # ---- files -------------------------------------------------------------------------------------
