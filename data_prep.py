@@ -370,7 +370,7 @@ def write_split(out, split, groups, cfg, vocabulary, fingerprint):
     if split == "train" and not total["rows"]:
         raise ValueError("no document to train on; lower --heldout or raise --seq_len")
     if split == "heldout" and cfg.heldout and not total["rows"]:
-        print(f"nothing is held out: few documents for {cfg.heldout=}", file=sys.stderr)
+        print(f"nothing is held out: too few documents for --heldout={cfg.heldout}", file=sys.stderr)
     return total | {"shards": shards}
 
 
