@@ -370,7 +370,8 @@ def write_split(out, split, groups, cfg, vocabulary, fingerprint):
     if split == "train" and not total["rows"]:
         raise ValueError("no document to train on; lower --heldout or raise --seq_len")
     if split == "heldout" and cfg.heldout and not total["rows"]:
-        print(f"nothing is held out: too few documents for --heldout={cfg.heldout}", file=sys.stderr)
+        few = f"too few documents for --heldout={cfg.heldout}"
+        print(f"nothing is held out: {few}", file=sys.stderr)
     return total | {"shards": shards}
 
 
@@ -719,6 +720,13 @@ def pair_rows(pairs, seq_len, eos):
 def write_acecode(cfg):
     """Write train.jsonl, heldout.jsonl and meta.json, all or none of them."""
     out = Path(cfg.out)
+    meta = {}
+    if (out / "meta.json").is_file():
+        meta = runs.read_json(out / "meta.json")
+    settings = json.loads(json.dumps(dataclasses.asdict(cfg)))  # as they are read back
+    if meta.get("settings") == settings:
+        print(f"{out} is complete, nothing to do")
+        return
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty; delete it, or choose another --out")
     tokenizer = None
@@ -739,7 +747,7 @@ def write_acecode(cfg):
             counts[split] = len(tasks)
             lines = [json.dumps(task) + "\n" for task in tasks]
             runs.write(folder / f"{split}.jsonl", "".join(lines).encode())
-        meta = {"settings": dataclasses.asdict(cfg), "tasks": counts, "dropped": dropped}
+        meta = {"settings": settings, "tasks": counts, "dropped": dropped}
         runs.write(folder / "meta.json", meta)
     print(f"dropped: {reasons}")
     print(f"wrote {out}: {counts['train']:,} tasks, {counts['heldout']:,} held out")
