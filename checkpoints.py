@@ -226,7 +226,8 @@ class Checkpoints:
             return None
         saved = store.meta()
         fixed = "lora_rank", "optimizer", "dtype", "beta"
-        runs.check_resumed(saved, meta, f"{folder}/checkpoints/{store.newest()}", fixed)
+        where = f"{folder}/checkpoints/{store.newest()}"
+        runs.check_resumed(saved, meta, where, fixed, unit)
         if saved.get("base") != meta.get("base"):
             raise ValueError(f"{folder} began with other weights; pass its own --init or --ckpt")
         print(f"resuming {folder} after {unit} {saved[unit]}", flush=True)
@@ -712,8 +713,9 @@ WEIGHTS = Path(__file__).parent / "weights"  # small trained models, a folder fo
 
 
 def default_folder(run, family):
-    """The folder of a model where none is named: `run` if it is there, else that in WEIGHTS."""
-    if Path(run).exists():
+    """The folder of a model where none is named: `run` if it holds one, else that in WEIGHTS."""
+    names = ("meta.json", "model.safetensors")
+    if runs.saved_steps(Path(run)) or any(Path(run, name).is_file() for name in names):
         return run
     print(f"no model in {run}: using weights/{family}, a small one of ours", file=sys.stderr)
     return str(WEIGHTS / family)
@@ -764,7 +766,8 @@ def load_for_inference(
         if hasattr(family, "quantise"):
             smaller["--int8"] = needed("bfloat16", 8)
             smaller["--int4"] = needed("bfloat16", 4)
-        raise too_large(f"{folder} takes {size / 1e9:.3g} GB in {dtype}", free, smaller)
+        kind = f"int{bits} and {dtype}" if bits else dtype
+        raise too_large(f"{folder} takes {size / 1e9:.3g} GB in {kind}", free, smaller)
     if mesh.size == 1:
         mesh = None
     model, step = load(family, folder, step, dtype, mesh, bits)

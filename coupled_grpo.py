@@ -161,13 +161,14 @@ def settle(cfg, devices, block_length=0, files=()):
     cfg = dataclasses.replace(cfg, **unset)
 
     # What would fail late, or silently.
-    if cfg.preset == "7b" and cfg.ckpt == str(DEMO):
+    own = cfg.ckpt != str(DEMO) and cfg.prompts != str(DEMO / "tasks")
+    if cfg.preset == "7b" and not own:
         raise ValueError("--preset=7b is for a model and tasks of your own: --ckpt, --prompts")
     if block_length not in (0, cfg.block_length):
         raise ValueError(
             f"{cfg.ckpt} was trained in blocks of {block_length}: leave --block_length out"
         )
-    if len(set(cfg.rewards)) != len(cfg.reward_weights):
+    if not len(set(cfg.rewards)) == len(cfg.rewards) == len(cfg.reward_weights):
         raise ValueError(
             f"--rewards={' '.join(cfg.rewards)}: each once, with a weight of its own in "
             "--reward_weights"
@@ -176,7 +177,7 @@ def settle(cfg, devices, block_length=0, files=()):
         raise ValueError(f"--lora_rank needs --out on this machine's disk, not {cfg.out}")
     if cfg.base_bits and not cfg.lora_rank:
         raise ValueError("--base_bits goes with --lora_rank")
-    if cfg.resume not in ("", cfg.out):
+    if cfg.resume and Path(cfg.resume).resolve() != Path(cfg.out).resolve():
         raise ValueError(
             f"--resume={cfg.resume} goes on in its own folder; leave --out={cfg.out} out"
         )
@@ -186,6 +187,8 @@ def settle(cfg, devices, block_length=0, files=()):
         heldout = tuple(path for path in files if Path(path).stem != "train")
         train = f"{cfg.prompts}/train.jsonl"
         cfg = dataclasses.replace(cfg, prompts=train, heldout=cfg.heldout or heldout)
+    if len({Path(path).stem for path in cfg.heldout}) < len(cfg.heldout):
+        raise ValueError(f"--heldout={' '.join(cfg.heldout)}: the log needs files of other names")
 
     # Batches grow with the devices, up to a round.
     for name, on_each in ON_A_DEVICE[cfg.preset].items():

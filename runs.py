@@ -17,6 +17,7 @@ import io
 import json
 import os
 import re
+import select
 import shlex
 import shutil
 import signal
@@ -58,8 +59,13 @@ def command(main, config_class, doc, machine=(), moved=None):
         sys.stdout.flush()
     except KeyboardInterrupt:
         status = 130
-    except BrokenPipeError:
+    except BrokenPipeError as error:
+        poll = select.poll()
+        poll.register(sys.stdout, 0)
         status = 141  # silently, as SIGPIPE ends other programs
+        if not poll.poll(0):  # it is of another pipe, or of a socket
+            print(error, file=sys.__stderr__)
+            status = 1
     except Exception as error:
         here = Path(__file__).resolve().parent
         source = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
@@ -142,11 +148,14 @@ def resumed(config_class, folder, machine=()):
 
 
 def script(name, *flags):
-    """Run another stage, which gets our SIGTERM. RuntimeError if it fails."""
+    """Run another stage, which ends with us. RuntimeError if it fails."""
     with subprocess.Popen([sys.executable, Path(__file__).parent / name, *flags]) as process:
         before = signal.signal(signal.SIGTERM, lambda number, frame: process.terminate())
-        status = process.wait()
-        signal.signal(signal.SIGTERM, before)
+        try:
+            status = process.wait()
+        finally:
+            process.terminate()  # after Ctrl-C; else it has ended
+            signal.signal(signal.SIGTERM, before)
     if status:
         raise RuntimeError(f"python {name} {shlex.join(flags)} ended with exit status {status}")
 
@@ -520,7 +529,7 @@ def check_tensors(found, want, where):
         )
 
 
-def check_resumed(saved, ours, where, fixed):
+def check_resumed(saved, ours, where, fixed, unit="step"):
     """Print which settings changed since the checkpoint `where`. ValueError if model, data or one
     of `fixed` did.
     """
@@ -547,6 +556,9 @@ def check_resumed(saved, ours, where, fixed):
         raise ValueError(
             f"{where} was trained on other data; pass its --data, or start anew with another --out"
         )
+    if Path(where).name.removeprefix("step_") != str(saved[unit]):
+        advice = "rename it, or delete it to use the one before"
+        raise ValueError(f"{where} holds {unit} {saved[unit]}; {advice}")
     if changed:
         print(f"changed since {where}:", ", ".join(changed))
 

@@ -52,20 +52,24 @@ class Config:
     eval_only: str = ""  # folder of a model to score on held-out rows, instead of training
     model: str = ""  # preset, see CONFIGS in model_dream.py; default: tiny, or the model of --init
     init: str = ""  # folder of a Dream to start from, converted or trained here
-    lora_rank: Natural = 0  # with --init: of adapters to train; 0: train all weights
-    base_bits: Literal[0, 8, 4] = 0  # with LoRA: of the frozen matrices; 0: those of --dtype
+    lora_rank: Natural = 0  # with --init: rank of LoRA's adapters; 0: train all weights
+    base_bits: Literal[0, 8, 4] = 0  # with --lora_rank: bits of the frozen matrices; 0: --dtype
     objective: Literal["diffusion", "ar"] = "diffusion"  # predict masked tokens | each next token
     anneal_steps: Natural = 0  # steps from causal to bidirectional attention, without blocks
-    block_length: Natural = 0  # a token attends to its own and earlier blocks; 0: as --init
+    # tokens of a block, each of which attends to its own and earlier blocks; 0: as --init
+    block_length: Natural = 0
     block_warmup: Natural = 0  # steps in which the block size grows 1, 2, 4, .. to --block_length
     seq_len: Natural = 0  # tokens per row; 0: that of the data, else at most 2048
     batch_size: Natural = 0  # rows of a step, all devices; 0: by the data, 4,096 tokens on a CPU
     epochs: Positive = 4.0  # passes over the training rows; sets --steps
     steps: Natural = 0  # optimizer steps; 0: from --epochs
-    lr: NonNegative = 0.0  # peak; 0: 3e-4 sqrt(1.5e9 / parameters), a tenth with --init
+    # peak learning rate; 0: 3e-4 sqrt(1.5e9 / parameters), at most 3e-3; a tenth with --init,
+    # unless with --lora_rank
+    lr: NonNegative = 0.0
     warmup: Natural = 0  # steps of linear warm-up; 0: 2000, or a tenth of a shorter run
     optimizer: Literal["", "adamw", "muon"] = ""  # default: muon below 100 M without --init
-    dtype: Literal["", "bfloat16", "float32"] = ""  # of the computation; parameters are float32
+    # number type of the computation; parameters are float32
+    dtype: Literal["", "bfloat16", "float32"] = ""
     remat: Literal["none", "qkvo", "full"] = "qkvo"  # what the backward pass recomputes
     micro_batch: Natural = 0  # rows per device and forward pass; 0: by model
     fsdp: Natural = 0  # devices that share one copy of the weights; 0: all devices / --tensor
@@ -73,7 +77,7 @@ class Config:
     device: Literal["", "cpu"] = ""  # "cpu": even if the machine has an accelerator
     hosts: str = ""  # "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process
     log_every: Count = 10  # steps between rows of the log
-    eval_every: Natural = 0  # steps between scores, samples, checkpoints; 0: 50 to 1000
+    eval_every: Natural = 0  # steps between scores, samples, checkpoints; 0: a tenth, 50 to 1000
     eval_rows: Count = 512  # held-out rows per evaluation, at most
     wandb: str = ""  # project name at Weights & Biases; default: log to files only
     compile_cache: str = "~/.cache/unmask"  # folder of compiled programs; "" compiles anew
@@ -255,7 +259,9 @@ def main(cfg):
         store.close()
         out = cfg.out
         if cfg.lora_rank:
-            out = save_lora(folder, cfg, model, state.pop("params"))
+            adapters = state["params"]
+            state = lm = None  # memory for the whole model
+            out = save_lora(folder, cfg, model, adapters, about["base_step"])
     print(f"done: {out}; generate code with: python generate_dream.py --ckpt={out}")
 
 
@@ -362,7 +368,8 @@ def describe(cfg, model, mesh, data):
     params = md.count_params(model)
     tokens = cfg.batch_size * cfg.seq_len
     seen = cfg.steps * tokens
-    print(f"{mesh.size} x {kind}, mesh {dict(mesh.shape)}, {cfg.dtype} compute")
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    print(f"{mesh.size} x {kind}, mesh {axes}, {cfg.dtype} compute")
     print(f"model {cfg.model} of {params:,} parameters: {seen / params:.1f} tokens for each")
     print(f"{cfg.steps:,} steps of {tokens:,} tokens = {seen / data.tokens:.2f} epochs")
     print(f"{cfg.optimizer}, peak learning rate {cfg.lr:.3g}, LoRA rank {cfg.lora_rank}")
@@ -378,14 +385,16 @@ def begin(folder, cfg, asked, model, data, tokenizer, optimizer, shapes, mesh):
         "data": data.meta["fingerprint"],
     }
     if cfg.lora_rank:  # what the adapters belong to
-        about["base"] = checkpoints.find_weights(runs.as_path(cfg.init))[1]["sums"]
+        _, base, step = checkpoints.find_weights(runs.as_path(cfg.init))
+        about["base"] = base["sums"]
+        about["base_step"] = step  # of a run that may train on
     same = {name: value for name, value in settings.items() if name not in OF_A_HOST}
     checkpoints.check_hosts(folder.out, about | {"train": same})
     about["train"] = settings
     store = checkpoints.Checkpoints(folder.out, KEEP)
     frozen = {}
     if cfg.lora_rank:
-        frozen["base"] = init_weights(cfg, mesh, cfg.dtype)
+        frozen["base"] = init_weights(cfg, mesh, cfg.dtype, about["base_step"])
     found = store.resume(cfg.resume, about, kept(shapes)) if cfg.resume else None
     if found:
         state, counts = found
@@ -401,7 +410,9 @@ def begin(folder, cfg, asked, model, data, tokenizer, optimizer, shapes, mesh):
     files = checkpoints.companions(data.folder)
     config = about | {"train": settings | asked, "data": str(data.folder)}
     if cfg.init:  # its chat template, code, and the name by which it is known as a chat model
-        files |= checkpoints.companions(cfg.init)
+        own = checkpoints.companions(cfg.init)
+        if own.keys() - {"tokenizer.json"}:
+            files = own
         begun = runs.read_json(runs.as_path(cfg.resume or cfg.init) / "config.json")
         config["source"] = begun.get("source", "")
     files["tokenizer.json"] = tokenizer.to_str().encode()
@@ -450,13 +461,13 @@ def new_state(cfg, model, optimizer, shapes, mesh):
     return {"params": params, "opt": opt}
 
 
-def init_weights(cfg, mesh, dtype):
+def init_weights(cfg, mesh, dtype, step=0):
     """The weights of --init; with --base_bits their matrices in so many bits."""
-    model, _ = checkpoints.load(md, cfg.init, 0, dtype, mesh, cfg.base_bits)
+    model, _ = checkpoints.load(md, cfg.init, step, dtype, mesh, cfg.base_bits)
     return nnx.to_pure_dict(nnx.state(model))
 
 
-def save_lora(folder, cfg, model, adapters):
+def save_lora(folder, cfg, model, adapters, base_step):
     """Write the adapters in peft's form, and the whole model to the folder merged/, returned."""
     source = runs.read_json(folder.out / "config.json")["source"]
     sample_dream.save_adapters(folder.out, adapters, cfg.lora_rank, source, model.family)
@@ -467,7 +478,7 @@ def save_lora(folder, cfg, model, adapters):
         model,
         out,
         cfg.init,
-        0,  # its newest step
+        base_step,
         cfg.dtype,
         adapters,
         files,

@@ -68,13 +68,14 @@ class Config:
     clip: Positive = 1.0  # maximum global gradient norm
     dropout: Share = 0.0  # on the output of each residual branch
     ema: Share = 0.999  # EMA decay, warmed up; 0 disables averaging
-    # of matmuls; default: the fastest on the device
+    # number type of matmuls; default: the fastest on the device
     dtype: typing.Literal["", "bfloat16", "float16", "float32"] = ""
     compile: bool = True  # use torch.compile; off runs op by op, for debugging
     eval_every: Natural = 0  # steps between evaluations, each with sample, checkpoint; 0: ten a run
     eval_rows: Count = 512  # held-out rows per evaluation, at most
     eval_draws: Count = 8  # with --eval_only: noise draws, each a pass over the held-out rows
-    log_every: Count = 10  # steps between rows of the log; several processes see signals only then
+    # steps between rows of the log; torchrun's processes see signals only then, and have 30 s
+    log_every: Count = 10
     wandb: str = ""  # project name at Weights & Biases; default: log to files only
     seed: Natural = 0  # initial weights, row order, noise
 
@@ -212,12 +213,17 @@ def find_data(cfg):
         if cfg.seq_len:
             folder += f"-{cfg.seq_len}"
         if not Path(folder, "meta.json").exists():
+            if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+                raise ValueError(f"several processes: write {folder} first, with data_prep.py")
             print(f"no --data: preparing the Python standard library in {folder}")
             flags = "--rows=padded", f"--seq_len={cfg.seq_len}", f"--out={folder}"
             runs.script("data_prep.py", "python", *flags)
     train, heldout, tokenizer_json = open_data(folder, cfg.seq_len)
-    if train.meta.get("mask_id") != mdlm.MASK:  # packed rows have none
-        raise ValueError(f"{folder} holds no padded rows; prepare it with --rows=padded")
+    ids = [train.meta.get(f"{name}_id") for name in ("pad", "bos", "eos", "mask", "unk")]
+    if ids != [mdlm.PAD, mdlm.BOS, mdlm.EOS, mdlm.MASK, mdlm.UNK]:  # packed rows have none
+        raise ValueError(
+            f"{folder} has its special tokens at {ids}, not at 0 to 4; prepare it with --rows=padded"
+        )
     if not heldout.total:
         raise ValueError(
             f"{folder} holds no held-out rows; prepare it again with --heldout above 0"
@@ -555,6 +561,8 @@ def save(state, step, cfg, meta, tokenizer_json, devices):
 def restore(folder, state, meta):
     """Load a checkpoint into the state; returns its step. Raises ValueError if it does not fit."""
     advice = "delete it to use the one before"
+    if not folder.name.startswith("step_"):  # of train_tpu.py or train_dream.py
+        advice = "go on with the trainer that wrote it"
     try:
         keys = "model", "train", "data", "step", "skipped", "scaler", "sha256"
         trainer = runs.read_json(folder / "trainer.json", *keys)
@@ -651,7 +659,9 @@ def eval_only(cfg, devices):
     sums_NT4 = np.stack([evaluate(model, token_RL, rng, cfg) for _ in range(cfg.eval_draws)])
     row = {"step": step} | scores(sums_NT4.mean(0), bits)
     nats_N = sums_NT4[..., 0].sum(1)
-    error = nats_N.std(ddof=1) / math.sqrt(len(nats_N))
+    error = 0.0
+    if len(nats_N) > 1:
+        error = nats_N.std(ddof=1) / math.sqrt(len(nats_N))
     row["standard_error"] = error
     print(f"step {step}, {len(token_RL):,} of {heldout.total:,} held-out rows")
     print(f"at most {row['bits_per_byte']:.4f} bits per byte")

@@ -53,11 +53,11 @@ class Config:
     eval_only: str = ""  # folder of a model to score on held-out rows, instead of training
     # preset, see CONFIGS in model_pythoncoder.py; default: the largest that memory and data allow
     model: str = ""
-    # floored | as published | DIFF V2 | plain attention
+    # differential attention: floored | as published | DIFF V2 | none, plain attention
     diff: Literal["seed", "paper", "v2", "none"] = "seed"
-    # of new matrices: by fan-in | 0.02; default: the preset's
+    # standard deviation of new matrices: by fan-in | 0.02; default: the preset's
     init_std: Literal["", "fan_in", "paper"] = ""
-    # of attention output, feed-forward hidden and output; default: 0.1, small models 0
+    # dropout rate of attention output, feed-forward hidden and output; default: 0.1, small models 0
     dropout: typing.Annotated[float, (0, 0.99)] | None = None
     # weight of the multi-token-prediction loss (the token after the next)
     mtp_weight: NonNegative = 0.1
@@ -70,7 +70,7 @@ class Config:
     lr: NonNegative = 0.0  # peak learning rate; 0: 3e-4 sqrt(1.5e9 / parameters), at most 3e-3
     warmup: Natural = 0  # steps of linear warm-up; 0: 2000, or a tenth of a shorter run
     optimizer: Literal["", "adamw", "muon"] = ""  # default: muon below 100 M parameters
-    # of the computation; parameters are float32
+    # number type of the computation; parameters are float32
     dtype: Literal["", "bfloat16", "float32"] = ""
     micro_batch: Natural = 0  # rows per device and forward pass; 0: by model and memory
     fsdp: Natural = 0  # devices that share one copy of the weights; 0: all devices / --tensor
@@ -394,7 +394,8 @@ def describe(cfg, model, mesh, data):
     params = pc.count_params(model)
     tokens = cfg.batch_size * cfg.seq_len
     seen = cfg.steps * tokens
-    print(f"{mesh.size} x {kind}, mesh {dict(mesh.shape)}, {cfg.dtype} compute")
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    print(f"{mesh.size} x {kind}, mesh {axes}, {cfg.dtype} compute")
     print(f"model {cfg.model} of {params:,} parameters: {seen / params:.1f} tokens for each")
     print(f"{cfg.steps:,} steps of {tokens:,} tokens = {seen / data.tokens:.2f} epochs")
     print(f"{cfg.optimizer}, peak learning rate {cfg.lr:.3g}")

@@ -324,7 +324,9 @@ def test_answers_in_the_published_form_are_rewarded_from_tokens_to_reward(tmp_pa
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "<|im_start|>assistant\n"
     )
-    cfg = coupled_grpo.settle(coupled_grpo.Config(preset="7b", ckpt=str(tmp_path)), 1)
+    cfg = coupled_grpo.settle(
+        coupled_grpo.Config(preset="7b", ckpt=str(tmp_path), prompts=str(tmp_path)), 1
+    )
     inputs = cfg, dream.CONFIGS["7b"], tokenizer, tmp_path / "tasks.jsonl"
     tasks, end = coupled_grpo.Tasks(*inputs), tokenizer.token_to_id("<|im_end|>")
     functions = {name: sandbox.find_reward(name) for name in cfg.rewards}
@@ -725,7 +727,9 @@ def test_on_a_mesh_the_loss_and_its_gradient_are_the_same():
 
 
 def test_the_7b_preset_holds_the_reference_s_settings():
-    cfg = coupled_grpo.settle(coupled_grpo.Config(preset="7b", ckpt="out/7b"), 1)
+    cfg = coupled_grpo.settle(
+        coupled_grpo.Config(preset="7b", ckpt="out/7b", prompts="out/tasks"), 1
+    )
     reference = {
         "tasks": 8, "group": 10, "iterations": 2, "max_prompt": 200, "max_new": 256, "lr": 1e-6,
         "beta": 0.01, "temperature": 1.0, "rewards": ("code", "code_format"),
@@ -743,11 +747,13 @@ def test_the_7b_preset_holds_the_reference_s_settings():
 @pytest.mark.parametrize("devices", [1, 4, 64])
 @pytest.mark.parametrize("preset", coupled_grpo.PRESETS)
 def test_batches_of_a_preset_grow_with_the_devices_up_to_a_round(preset, devices):
-    cfg = coupled_grpo.settle(coupled_grpo.Config(preset=preset, ckpt="out/own"), devices)
+    cfg = coupled_grpo.settle(
+        coupled_grpo.Config(preset=preset, ckpt="out/own", prompts="out/tasks"), devices
+    )
     rows = cfg.tasks * cfg.group
     for name, on_each in coupled_grpo.ON_A_DEVICE[preset].items():
         assert getattr(cfg, name) == min(devices * on_each, rows)
-        own = coupled_grpo.Config(preset=preset, ckpt="out/own", **{name: 3})
+        own = coupled_grpo.Config(preset=preset, ckpt="out/own", prompts="out/tasks", **{name: 3})
         assert getattr(coupled_grpo.settle(own, devices), name) == 3
     batches = coupled_grpo.micro_batches(np.arange(rows), cfg.micro_batch, devices)
     assert all(len(batch) % devices == 0 for batch in batches)

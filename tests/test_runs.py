@@ -447,6 +447,9 @@ def test_what_changed_since_a_checkpoint_is_said_or_refused(capsys):
         compare(model={"width": 3, "depth": 1})
     with pytest.raises(ValueError, match="--optimizer muon there, adamw here"):
         compare(optimizer="adamw")
+    assert compare(Path("run/step_12")) == compare(Path("step_12")) == ""  # --resume=.
+    with pytest.raises(ValueError, match="step_14 holds step 12"):
+        compare(Path("run/step_14"))
 
 
 # ---- Orbax, devices, memory --------------------------------------------------------------------

@@ -309,6 +309,8 @@ def test_what_changed_since_the_checkpoint_is_said_or_refused(
         ({"dtype": "bfloat16"}, "--dtype float32 there, bfloat16 here"),
     ):
         assert part in refusal(trainer, resumed(trainer, out, **changes))
+    (out / "checkpoints" / "6").rename(out / "checkpoints" / "14")
+    assert "checkpoints/14 holds step 6" in refusal(trainer, resumed(trainer, out))
     before = (out / "log.jsonl").read_text()
     shutil.rmtree(out / "checkpoints")
     assert f"the checkpoints of {out} are gone" in refusal(trainer, resumed(trainer, out))
