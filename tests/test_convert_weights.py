@@ -217,6 +217,11 @@ def test_every_family_goes_to_orbax_and_back_byte_for_byte_with_its_files(
     assert keys == want
     model, _ = checkpoints.load(dream, orbax)
     assert model.cfg == dream.config_from_hf(source)
+    (tmp_path / "made").mkdir()
+    write_config(tmp_path / "made", dream.config_to_hf(model.cfg))
+    if (source / "added_tokens.json").exists():
+        shutil.copy(source / "added_tokens.json", tmp_path / "made")
+    assert dream.config_from_hf(tmp_path / "made") == model.cfg  # what a trained model says
 
 
 def test_a_sum_changes_with_any_one_bit_and_is_the_models_own():
@@ -469,6 +474,44 @@ def test_what_does_not_go_together_is_one_line(forms, tmp_path):
     refuses("is no repository of the Hub", hub, out, push="model")
     (tmp_path / "mdlm" / "step_5").mkdir(parents=True)
     refuses("in safetensors as it is; publish a step with: hf upload", tmp_path / "mdlm", out)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e6}
+OTHERS = [  # a family, keys of another model of it, what the line says
+    ("llada", {"model_type": "llada_moe", "architectures": ["LLaDAMoEModelLM"]}, "a llada_moe"),
+    ("llada", {"alibi": True}, "alibi is True, not False"),
+    ("llada", {"block_group_size": 4}, "block_group_size is 4, not 1"),
+    ("llada", {"include_qkv_bias": True}, "include_qkv_bias is True, not False"),
+    ("llada", {"rope": "left out"}, "rope is missing"),
+    ("sdar", {"model_type": "sdar_moe", "architectures": ["SDARMoeForCausalLM"]}, "a sdar_moe"),
+    ("sdar", {"num_experts": 128}, "num_experts asks for another model"),
+    ("sdar", {"attention_bias": True}, "attention_bias is True, not False"),
+    ("sdar", {"sliding_window": 4096}, "sliding_window is 4096, not None"),
+    ("nemotron", {"vision_config": {"depth": 3}}, "vision_config asks for another model"),
+    ("nemotron", {"rope_parameters": YARN}, "rope_scaling is "),
+    (
+        "nemotron/stable_diffcoder",
+        {"architectures": ["LlamaForCausalLM"], "auto_map": None},
+        "a llama",
+    ),
+]
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize(("area", "changes", "said"), OTHERS)
+def test_another_model_of_a_family_is_refused(golden_dir, tmp_path, area, changes, said):
+    top, _, below = area.partition("/")
+    keys = read_config(golden_dir(top) / below) | changes
+    write_config(tmp_path, {key: x for key, x in keys.items() if x != "left out"})
+    refuses(f"does not describe a Dream model: .*{said}", tmp_path, tmp_path / "out")
+
+
+@pytest.mark.golden
+def test_a_tokenizer_of_another_family_is_refused(golden_dir, tmp_path):
+    hub = as_on_the_hub(golden_dir("llada"), tmp_path / "hub")
+    special = {"<|mask|>": read_config(hub)["mask_token_id"]}
+    (hub / "tokenizer.json").write_bytes(tokenizer_of(special, ("<|mask|>",)))
+    refuses(r"is of another model: <\|mdm_mask\|> is not its id", hub, tmp_path / "out")
 
 
 # ---- --to=dream --------------------------------------------------------------------------------
