@@ -1,9 +1,11 @@
 """benchmarks.py: verdicts and pass@k, what a stop leaves, bad input, and the models that it asks."""
 
+import ast
 import contextlib
 import dataclasses
 import fcntl
 import functools
+import gzip
 import http.server
 import itertools
 import json
@@ -292,6 +294,26 @@ def test_a_reference_that_fails_is_named_and_the_other_samples_count(tmp_path):
     assert [result["passed"] for result in results(tmp_path / "out")] == [True]
 
 
+@needs_tasks
+@pytest.mark.slow
+def test_all_reference_solutions_pass_on_the_inputs_of_their_own_asserts(tmp_path):
+    more = {32: [[[1, 2]], [[-6, 11, -6, 1]]], 38: [["abc"], ["hello"]], 50: [["abc"], ["xyz"]]}
+    rows = []
+    for row in map(json.loads, gzip.open(FILES["humaneval"], "rt")):
+        inputs = more.get(int(row["task_id"].split("/")[1]), [])[:]
+        for node in ast.walk(ast.parse(row["test"])):
+            called = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "candidate"
+            if called and not inputs[2:]:
+                with contextlib.suppress(ValueError, TypeError):
+                    arguments = [ast.literal_eval(argument) for argument in node.args]
+                    inputs.append(json.loads(json.dumps(arguments)))
+        atol = 1e-4 * (row["entry_point"] == "find_zero")
+        rows.append(row | {"base_input": inputs[:1], "plus_input": inputs[1:], "atol": atol})
+    samples = [{"task_id": row["task_id"], "completion": row["canonical_solution"]} for row in rows]
+    report, _ = score(tmp_path, "humaneval+", rows, samples)
+    assert report["results"] == {"passed": 164}
+
+
 def test_a_prompt_that_does_not_fit_the_model_fails_the_base_tests_too():
     rows = [{"task_id": f"HumanEval/{i}", "sample": 0} for i in (0, 1)]
     rows[0] |= {"passed": False, "result": "does not fit"}
@@ -312,6 +334,9 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path):
         tmp_path / "plus.jsonl", [plus_row(2, "f", "def f(x): pass\n", [[1]], [[2]], "Mbpp")]
     )
     half = write(tmp_path / "half.jsonl", [HALF, CHANGE])
+    bare = {key: value for key, value in HALF.items() if key != "atol"}
+    bare = write(tmp_path / "bare.jsonl", [CHANGE, bare])
+    form = write(tmp_path / "form.jsonl", [{"task_id": "HumanEval/0"}])
     for task, samples, settings, *parts in (
         ("humaneval", [*good, ("HumanEval/999", "x")], {}, "'HumanEval/999' is not among the 164"),
         ("mbpp", [(2, "x")], {}, "2 is not among the 257 problems", "--split"),
@@ -324,6 +349,8 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path):
         ("humaneval", good, {"tasks_file": str(FILES["mbpp"])}, "not the official file of humaneval"),
         ("mbpp", good, {"tasks_file": str(FILES["humaneval"])}, "not the official file of mbpp"),
         ("humaneval+", good, {"tasks_file": plus}, "Mbpp/2 is none of its problems"),
+        ("humaneval+", good, {"tasks_file": bare}, "problem 2 is of another form: KeyError('atol')"),
+        ("humaneval", good, {"tasks_file": form}, "problem 1 is of another form: KeyError("),
         ("humaneval", good, {"tasks_file": str(cut)}, "broken gzip"),
         ("humaneval", None, {"n": 0}, "--n"),
         ("humaneval", None, {"k": (5,)}, "pass@5 needs --n=5"),
