@@ -318,8 +318,9 @@ def tinystories(out):
 def gather_pairs(found, cfg):
     """Ranges of whole lines, the same in both splits: a prompt's hash decides its split."""
     with open(cfg.source, "rb") as file:
-        for number, line in enumerate(file, 1):
-            read_pair(line, number, cfg)
+        filled = {any(pair) for i, line in enumerate(file, 1) if (pair := read_pair(line, i, cfg))}
+    if filled == {False}:
+        raise ValueError(f"{cfg.source} holds no text: all prompts and responses are empty")
     items = []
     start = 0
     with open(cfg.source, "rb") as file:
