@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import functools
 import http.server
+import importlib.util
 import itertools
 import json
 import os
@@ -469,14 +470,15 @@ def test_numbers_of_system_calls_are_those_of_the_kernel_headers(column):
 # ---- verdicts ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("group", ["verdicts", "trusted", "honest", "plain", "hostile"])
 def test_verdicts(group, closed, layers):
-    if not layers["namespaces"]:
+    if group in ("honest", "plain") and not layers["namespaces"]:
         pytest.skip("asyncio and folders need namespaces")
-    pytest.importorskip("numpy")
     cases = read_cases(group)
+    if not importlib.util.find_spec("numpy"):
+        cases = {name: case for name, case in cases.items() if "numpy" not in str(case)}
     began_s = time.process_time()
     results = run_cases(cases, timeout_s=1 if group == "hostile" else 5)
     assert time.process_time() - began_s < 8, "a value holds up this process"
-    assert not differing(cases, results)
+    assert not differing(cases, results, layers["namespaces"])
     if group == "plain":  # and so they do without a sandbox
         pairs = [(case.program, case.tests[0]) for case in cases.values()]
         command = [sys.executable, "-c", prelude("PLAIN")]
@@ -523,6 +525,20 @@ def test_the_limit_of_a_call_is_three_times_as_long_on_the_clock(closed):
     test = sandbox.Calls("f", [[1], [2], [3]], [0.2] * 3, 9.0)
     (result,) = sandbox.run_tests([program], [[test]])
     assert (result.verdicts, len(result.values[0])) == (["timeout"], 2)
+
+
+def test_calls_without_inputs_of_much_output_and_of_little_time_in_all(closed):
+    test = sandbox.Calls("f", [[1], [2], [3]], [1.0] * 3, 4.0)
+    spin = "import time\ndef f(x):\n    end = time.process_time() + 0.5\n"
+    spin += "    while time.process_time() < end: pass\n"
+    for program, changes, verdict in (
+        (GOOD, {"inputs": [], "limits": []}, "pass"),
+        ("1 / 0", {"inputs": [], "limits": []}, "fail"),
+        ("def f(x): return 'x' * 1000", {"most": 900}, "output limit"),
+        (spin, {"limits": [9.0] * 3, "timeout_s": 0.2}, "timeout"),
+    ):
+        (result,) = sandbox.run_tests([program], [[test._replace(**changes)]], timeout_s=9)
+        assert result.verdicts == [verdict], program
 
 
 def test_programs_read_standard_input_and_what_they_print_comes_back(closed):
