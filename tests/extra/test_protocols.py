@@ -14,7 +14,7 @@ import shutil
 import protocols
 import pytest
 from conftest import ROOT
-from test_benchmarks import config, dream, refused, score, texts_of, write  # noqa: F401
+from test_benchmarks import config, dream, refused, results, texts_of, write  # noqa: F401
 from test_problems import FILES, needs_tasks
 from test_sandbox import layers  # noqa: F401  a fixture
 
@@ -193,6 +193,12 @@ def test_the_first_line_of_a_body_is_cut_as_evalplus_cuts_it(monkeypatch):
         protocols.evalplus_sanitize("@a\n" * 2000, tasks.Problem(entry="f"))
 
 
+@pytest.mark.slow
+def test_a_text_that_takes_too_long_to_cut_is_refused_after_seconds():
+    with pytest.raises(ValueError, match="takes too long"):
+        protocols.evalplus_sanitize("@a\n" * 400, tasks.Problem(entry="f"))
+
+
 def test_the_longest_program_is_that_of_all_runs_of_lines():
     """As the code of Dream and EvalPlus finds it: every run of lines is parsed; the first with most
     lines is kept.
@@ -256,6 +262,7 @@ def test_protocols_do_not_mix_and_set_what_no_flag_does(tmp_path, monkeypatch):
     assert row["pass@1"][0] == 1
     assert row["settings"]["protocol"] == "evalplus_instruct/humaneval"
     assert row["settings"]["timeout_s"] == 4
+    assert results(cfg.out)[0]["protocol"] == "evalplus_instruct/humaneval"
     other = dataclasses.replace(cfg, protocol="lm_eval")
     refused(other, "holds results with", "protocol='evalplus_instruct/", script=protocols)
     other = dataclasses.replace(other, out=str(tmp_path / "other"))
