@@ -4,17 +4,22 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import importlib
 import itertools
 import json
+import math
 import os
+import random
 import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import batching
 import jax
@@ -677,6 +682,99 @@ def test_a_port_in_use_a_folder_without_a_model_and_a_missing_package_are_one_li
     (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError(\"No module named 'uvicorn'\")")
     without = os.environ | AS_A_USER | {"PYTHONPATH": str(tmp_path)}
     says(run("extra/serve.py", env=without), "uvicorn", "pip install -r requirements-serve.txt")
+
+
+# ---- clients that misbehave --------------------------------
+
+PATHS = [
+    f"/v1/{name}" for name in "completions chat/completions fim/completions canvas check".split()
+]
+NAMES = "prompt suffix n max_tokens temperature top_p stop seed stream logprobs messages model ids"
+NAMES = f"{NAMES} best_of tools x".split()
+ODD = [None, True, False, -1, 0, 1e308, -(10**30), 10**400, math.nan, math.inf, 0.5, 2**63]
+TEXTS = ["", "a", "\0", "\ud800", "\U0010ffff", "<|endoftext|>", "[MASK:99999999]", "x" * 5000]
+
+
+def value(draw, depth=0):
+    """Any JSON value, most of them of no use."""
+    kind = draw.randrange(9 if depth < 4 else 7)
+    if kind < 3:
+        return draw.choice(ODD)
+    if kind < 7:
+        return draw.choice(TEXTS) * draw.randrange(1, 4)
+    if kind == 7:
+        return [value(draw, depth + 1) for _ in range(draw.randrange(5))]
+    return {draw.choice(NAMES): value(draw, depth + 1) for _ in range(draw.randrange(4))}
+
+
+def broken(draw):
+    """The bytes of a body that has to be refused."""
+    kind = draw.randrange(8)
+    if kind == 0:
+        return draw.randbytes(draw.randrange(200))
+    if kind == 1:
+        return b"[" * draw.randrange(1, 100_000)
+    if kind == 2:
+        return b'{"prompt": "' + b"x" * draw.choice([1, 1 << 18, 1 << 20])
+    fields = {draw.choice(NAMES): value(draw) for _ in range(draw.randrange(1, 6))}
+    text = json.dumps(fields | {draw.choice(["y", "best_of"]): 7}).encode()
+    return text[: draw.randrange(len(text))] if kind == 3 else text
+
+
+@pytest.mark.slow
+def test_clients_that_misbehave_leave_the_server_as_it_was():
+    draw = random.Random(0)
+    flags = "--model=pythoncoder", "--queue=128", "--warm"
+    with started(*flags) as (process, url), httpx.Client(timeout=120) as client:
+        host, port = url.removeprefix("http://").split(":")
+        body = {"prompt": PROMPT, "max_tokens": 400, "stream": True, "temperature": 1.5}
+
+        def good():
+            canary = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+            return client.post(url + "/v1/completions", json=canary).json()["choices"][0]["text"]
+
+        def send(data, promised):
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {promised}"
+            connection = socket.create_connection((host, int(port)), timeout=60)
+            connection.sendall(head.encode() + b"\r\n\r\n" + data)
+            return connection
+
+        def hang_up(i, abort=False):
+            data = json.dumps(body | {"seed": i}).encode()
+            with send(data, len(data)) as connection:
+                connection.recv(draw.choice([1, 100, 1000]))
+                if abort:  # as of a client that is killed
+                    linger = struct.pack("ii", 1, 0)
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+
+        def stop_halfway(i):
+            send(b'{"prompt": "def', 1000).close()
+
+        def send_nonsense(i):
+            answer = client.post(url + draw.choice(PATHS), content=broken(draw))
+            assert answer.status_code in (400, 404, 413), (answer.status_code, answer.text)
+            assert answer.json()["error"]["message"]
+
+        def send_much(i):
+            long = {"prompt": "x = 1\n" * (1000 + 10 * i)}
+            assert client.post(url + "/v1/completions", json=long).status_code == 400
+
+        def memory_mb():
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) / 1024
+
+        want = good()
+        for i in range(100):  # what grows at first stays: buffers and the allocator's arenas
+            hang_up(i)
+            assert good() == want
+        before = memory_mb()
+        killed = functools.partial(hang_up, abort=True)
+        faults = (hang_up, 60), (stop_halfway, 60), (send_nonsense, 600), (send_much, 6)
+        for fault, times in (*faults, (killed, 6)):
+            for i in range(times):
+                fault(i)
+            assert good() == want
+            assert memory_mb() - before < 30, fault
 
 
 # ---- the page, in a browser --------------------------------
