@@ -77,8 +77,14 @@ def stepper(cfg, model, mesh, memory=None, **compute):
 
 
 def batch_on(mesh, token_ABL):
-    position_ABL = np.broadcast_to(np.arange(token_ABL.shape[2]), token_ABL.shape)
-    columns = token_ABL, np.ones_like(token_ABL), position_ABL
+    """Two documents and padding a row: micro-batches differ in how many tokens they count."""
+    A, B, L = token_ABL.shape
+    row_AB1 = np.arange(A * B).reshape(A, B, 1)
+    start_AB1 = 8 + row_AB1 % 5  # of the second document
+    index_L = np.arange(L)
+    second_ABL = index_L >= start_AB1
+    segment_ABL = np.where(index_L < L - L * row_AB1 // (2 * A * B), 1 + second_ABL, 0)
+    columns = token_ABL, segment_ABL, index_L - start_AB1 * second_ABL
     batch = {name: x.astype(np.int32) for name, x in zip(train_tpu.COLUMNS, columns, strict=True)}
     return jax.device_put(batch, jax.NamedSharding(mesh, jax.P(None, pc.BATCH)))
 
