@@ -34,16 +34,14 @@ def clamped(golden, *vectors, clamp):
 
 def golden_cross_entropy(cross_entropy, cap, z_loss, chunk=None):
     """cross_entropy of capped logits, plus z_loss logsumexp^2: golden cases have both, the model
-    neither. The logits are given to a head that returns its input.
+    neither. Capped logits are given to a head that returns its input.
     """
 
     def call(hidden_BLD, weight_VD, label_BL, mask_BL, chunk_tokens=chunk):
-        if not cap and not z_loss:
-            return cross_entropy(hidden_BLD, weight_VD, label_BL, mask_BL, chunk_tokens)
         logits_BLV = capped(hidden_BLD @ weight_VD.T, cap)
+        inputs = (logits_BLV, jnp.eye(len(weight_VD))) if cap else (hidden_BLD, weight_VD)
+        loss = cross_entropy(*inputs, label_BL, mask_BL, chunk_tokens)
         z_BL = z_loss * jax.nn.logsumexp(logits_BLV, -1) ** 2
-        identity_VV = jnp.eye(len(weight_VD))
-        loss = cross_entropy(logits_BLV, identity_VV, label_BL, mask_BL, chunk_tokens)
         return loss + jnp.sum(z_BL * mask_BL)
 
     return call
@@ -236,6 +234,54 @@ def verify(p_BV, q_BV, draft_B, u_B, key, rule):
     return jnp.where(accepted_B, draft_B, other_B), accepted_B
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Table:
+    """main[x_{t-1}][x_t] gives the next token's logits, draft[x_t][x_{t+1}] the draft's; the cache
+    is the text.
+    """
+
+    main_VVV: jax.Array
+    draft_VVV: jax.Array
+
+    def new_cache(self, batch, slots):
+        return jnp.zeros((batch, slots), jnp.int32)
+
+    def step(self, cache, token_BL, index_BL):
+        cache = cache.at[jnp.arange(len(cache))[:, None], index_BL].set(token_BL)
+        return jnp.stack([jnp.take_along_axis(cache, index_BL - 1, 1), token_BL], -1), cache
+
+    def logits(self, hidden):
+        return self.main_VVV[hidden[..., 0], hidden[..., 1]]
+
+    def draft(self, hidden, token_BL):
+        return self.draft_VVV[hidden[..., 1], token_BL]
+
+
+def test_the_models_own_rule_accepts_a_greedy_draft_with_its_probability(golden_dir):
+    """advance() on a table whose every draft is the greedy one."""
+    rules = json.loads((golden_dir("pythoncoder") / "spec_decode.json").read_text())["rules"]
+    n, key = 4000, jax.random.key(0)
+    prompt_B1, length_B = np.zeros((n, 1), np.int32), np.ones(n, np.int32)
+    for case in rules:
+        rule = pc.Sampling(temperature=case["temperature"], top_p=case["top_p"])
+        greedy, V = case["greedy_draft"], len(case["p"])
+        one_hot_V = 1e4 * jax.nn.one_hot(greedy["token"], V)
+        tables = [jnp.tile(x, (V, V, 1)) for x in (jnp.asarray(case["target_logits"]), one_hot_V)]
+        model = Table(*tables)
+        state = pc.start(model, prompt_B1, length_B, length_B + 3, key, slots=8, rule=rule)
+        state = pc.advance(model, state, 1, rule=rule)
+        accepted_B, token_B = np.array(state["accepted_B"]) > 0, np.array(state["token_BM"])[:, 2]
+        p = greedy["accept_probability"]
+        assert accepted_B.mean() == pytest.approx(p, abs=4 * np.sqrt(p * (1 - p) / n))
+        np.testing.assert_array_equal(accepted_B, token_B == greedy["token"])
+        np.testing.assert_array_equal(state["length_B"], 3 + accepted_B)
+        rejected = token_B[~accepted_B]
+        frequency_V = np.bincount(rejected, minlength=V) / len(rejected)
+        error = 4 * np.sqrt(0.25 / len(rejected))
+        np.testing.assert_allclose(frequency_V, greedy["residual"], atol=error)
+
+
 def test_acceptance_rule_and_residual(golden_dir):
     rules = json.loads((golden_dir("pythoncoder") / "spec_decode.json").read_text())["rules"]
     probabilities, check = (jax.jit(f, static_argnames="rule") for f in (pc.probabilities, verify))
@@ -270,29 +316,8 @@ def test_acceptance_rule_and_residual(golden_dir):
 
 def test_self_speculation_on_a_table_language_model(golden_dir):
     table = json.loads((golden_dir("pythoncoder") / "spec_decode.json").read_text())["table_model"]
-    main_VVV, draft_VVV = jnp.asarray(table["main"]), jnp.asarray(table["draft"])
-
-    @jax.tree_util.register_static
-    class Table:
-        """main[x_{t-1}][x_t] gives the next token's logits, draft[x_t][x_{t+1}] the draft's; the
-        cache is the text.
-        """
-
-        def new_cache(self, batch, slots):
-            return jnp.zeros((batch, slots), jnp.int32)
-
-        def step(self, cache, token_BL, index_BL):
-            cache = cache.at[jnp.arange(len(cache))[:, None], index_BL].set(token_BL)
-            return jnp.stack([jnp.take_along_axis(cache, index_BL - 1, 1), token_BL], -1), cache
-
-        def logits(self, hidden):
-            return main_VVV[hidden[..., 0], hidden[..., 1]]
-
-        def draft(self, hidden, token_BL):
-            return draft_VVV[hidden[..., 1], token_BL]
-
     # compiled once for all runs: one length of the texts, and one of the prompts
-    model, key = Table(), jax.random.key(0)
+    model, key = Table(jnp.asarray(table["main"]), jnp.asarray(table["draft"])), jax.random.key(0)
     slots = max(len(run["prompt"]) + run["new_tokens"] + 2 for run in table["runs"])
     longest = max(len(run["prompt"]) for run in table["runs"])
     for run in table["runs"]:
