@@ -70,6 +70,7 @@ def hidden_of_views(model, token_BL, see_BL, views_BKC):
     cfg = model.cfg
     B, K, C = views_BKC.shape
     L = token_BL.shape[1]
+    assert L > C, f"{L} columns hold no prompt before {C} tokens of completion"
     P = L - C  # columns of the prompt
     prompt_BKP = jnp.repeat(token_BL[:, None, :P], K, 1)
     views_BKL = jnp.concatenate([prompt_BKP, views_BKC], 2)

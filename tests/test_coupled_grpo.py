@@ -271,6 +271,12 @@ def test_the_id_that_grows_a_hole_has_no_probability_as_in_the_sampler():
     assert not np.asarray(grad["lm_head"][60]).any()
 
 
+def test_a_canvas_without_a_prompt_is_refused():
+    token, see, u, ratio = example(prompt=0)
+    with pytest.raises(AssertionError, match="11 columns hold no prompt before 11"):
+        scores_of(tiny(), token, see, u, ratio)
+
+
 def test_masks_are_functions_of_key_iteration_and_row():
     compiled = jax.jit(grpo.draw_masks, static_argnums=(2, 3, 4))
 
@@ -704,6 +710,18 @@ def test_the_optimizer_is_adamw_with_its_gradient_clipped_and_only_matrices_deca
     np.testing.assert_array_equal(ours["norm"], 1)
 
 
+def test_the_reference_model_follows_the_policy_in_its_own_precision():
+    ref, params = {"a": jnp.float32([0.0, 10.0])}, {"a": jnp.float32([1.0, 0.0])}
+    ref = grpo.sync_reference(ref, params)
+    close(ref["a"], [0.6, 4.0])
+    for _ in range(20):
+        ref = grpo.sync_reference(ref, params)
+    close(ref["a"], params["a"], 1e-4)
+    low = {"a": params["a"].astype(jnp.bfloat16)}
+    assert grpo.sync_reference(ref, low)["a"].dtype == jnp.float32
+    assert grpo.sync_reference(low, params)["a"].dtype == jnp.bfloat16
+
+
 @pytest.mark.slow
 def test_on_a_mesh_the_loss_and_its_gradient_are_the_same():
     batch = batch_of(*example(B=4), advantage_B=jnp.array([1.0, -1.0, 0.5, 0.2]))
@@ -1082,6 +1100,7 @@ def test_lora_goes_on_where_it_stopped_and_merges_into_a_model(folder, tmp_path,
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_read(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "load", None)
     cfg = dream.config_from_hf(folder / "base")
     params = dream.count_params(cfg)
     leaves = jax.tree.leaves(dream.param_shapes(cfg)["layers"])
@@ -1104,6 +1123,9 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(folder, tmp_path
         told = f"take {size / 1e9:.3g} GB on each device, where .* are free{words}"
         with pytest.raises(ValueError, match=told):
             coupled_grpo.check_memory(settled, cfg, mesh, mesh, jnp.dtype("float32"))
+    monkeypatch.setattr(checkpoints, "free_bytes", lambda _: 1)
+    with pytest.raises(ValueError, match=r"GB on each device, where .* are free"):
+        coupled_grpo.Trainer(settled, cfg, None, [types.SimpleNamespace(rows=[])], None)
 
 
 def test_a_lora_is_the_matrix_that_it_merges_into():
