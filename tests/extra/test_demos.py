@@ -52,8 +52,20 @@ def rows_of(case):
         yield prompt, case["sequences"][i][len(ids) :]
 
 
-def test_llada_token_for_token_with_guidance_and_late_ends(read, golden_dir):
+def rank(step_L):
+    """Steps numbered without those that write nothing: theirs go on when a block is full."""
+    return np.unique(step_L, return_inverse=True)[1]
+
+
+def test_llada_token_for_token_with_its_steps_guidance_and_late_ends(read, golden_dir, monkeypatch):
     golden, done = values(golden_dir, "llada", "generate.json"), set()
+    shown, call = [], demos.Reader.__call__
+
+    def watched(self, row, *rest):
+        shown.append(row[-new:] == self.cfg.mask_id)
+        return call(self, row, *rest)
+
+    monkeypatch.setattr(demos.Reader, "__call__", watched)
     for case in golden["cases"]:
         given = case["settings"]
         if case["sampler"] != "llada" or case.get("edge"):
@@ -64,13 +76,17 @@ def test_llada_token_for_token_with_guidance_and_late_ends(read, golden_dir):
             (given["confidence_eos_eot_inf"], given["logits_eos_inf"]), ""
         )
         how = {"steps": given["steps"], "block_length": given["block_length"], "late_eos": late}
-        for prompt, want in rows_of(case):
+        scale, new = given["cfg_scale"], given["gen_length"]
+        each = 2 if scale else 1  # passes of a step
+        for (prompt, want), want_step_L in zip(rows_of(case), case["step"], strict=True):
             reader.passes = 0
-            scale = given["cfg_scale"]
-            got = fill(reader, "llada", prompt, len(want), **how, guidance=scale)
+            shown.clear()
+            got = fill(reader, "llada", prompt, new, **how, guidance=scale)
             assert got == prompt + want, case["name"]
-            passes = min(case["num_forwards"], len(want))  # further steps are idle
-            assert reader.passes == (2 if scale else 1) * passes, case["name"]
+            passes = min(case["num_forwards"], new)  # further steps are idle
+            assert reader.passes == each * passes, case["name"]
+            step_L = np.sum(shown[::each], 0)  # in which a token is written
+            np.testing.assert_array_equal(rank(step_L), rank(want_step_L[-new:]), case["name"])
         done |= {late, f"guided {scale > 0}", f"rows {len(case['prompt_ids']) > 1}"}
     assert len(done) == 8
 
@@ -165,18 +181,55 @@ def settings_of_dreamon(case, mask):
     )
 
 
-def test_dreamon_pass_by_pass(read, golden_dir):
+class Watched(demos.Reader):
+    """Keeps what was read and drawn last."""
+
+    def __call__(self, row, slots):
+        self.row, self.slots = row, slots
+        return super().__call__(row, slots)
+
+    def draw(self, *args):
+        self.drawn = super().draw(*args)
+        return self.drawn
+
+
+def history_of(written, shown, eos, expand):
+    """Each step's rows: with its tokens, after deletions, and after expansions, if it has any."""
+    history = []
+    for (row, slots), after in zip(written, shown, strict=True):
+        history.append(row)
+        expansions = sum(row[p] == expand for p in slots)
+        if len(after) < len(row) + expansions:
+            kept = [token for p, token in enumerate(row) if p not in slots or token != eos]
+            history.append(kept if expansions else after)
+        if expansions:
+            history.append(after)
+    return history
+
+
+def test_dreamon_pass_by_pass(read, golden_dir, monkeypatch):
     """Every case: both its samplers, two tokens a step, and EOS as a token of the hole."""
+    whole, written, surest = read("kin/dreamon"), [], demos.surest
+    reader = Watched(whole.model, whole.vocab)
+
+    def watched(*args):
+        best = surest(*args)
+        row = reader.row.copy()
+        row[reader.slots[best]] = reader.drawn[best]
+        written.append((row.tolist(), reader.slots))
+        return best
+
+    monkeypatch.setattr(demos, "surest", watched)
     for case in values(golden_dir, "kin/dreamon", "kin.json")["dreamon"]:
-        reader, shown = read("kin/dreamon"), []
+        reader.passes, shown = 0, []
+        written.clear()
         cfg = demos.settle(settings_of_dreamon(case, reader.cfg.mask_id))
         row = np.array(case["prompt"])
         got = demos.dreamon(reader, row, cfg, np.random.default_rng(0), shown)
         assert got.tolist() == case["window"], case["name"]
         assert reader.passes == case["forwards"], case["name"]
-        # Theirs shows a row before and after deletions and expansions, ours the row after them.
-        later = iter(case["history"])
-        assert cfg.keep_eos or all(row in later for row in shown), case["name"]
+        history = history_of(written, shown, reader.cfg.eos_id, reader.cfg.expand_id)
+        assert history == case["history"], case["name"]
 
 
 def test_mask_in_the_softmax_decides_the_order_of_dreamon(read):
