@@ -377,13 +377,10 @@ def as_numpy(result):
     params=[
         ("numpy", "float64"),
         ("jax", "float32"),
+        ("torch", "float32"),
         *(
             pytest.param(form, marks=pytest.mark.slow)
-            for form in (("numpy", "float32"), ("jax", "float64"))
-        ),
-        *(
-            pytest.param(("torch", dtype), marks=pytest.mark.slow)
-            for dtype in ("float64", "float32")
+            for form in (("numpy", "float32"), ("jax", "float64"), ("torch", "float64"))
         ),
     ],
     ids="-".join,
