@@ -58,7 +58,7 @@ import sample_dream
 import sandbox
 from runs import Count, Natural, NonNegative, Positive, Share
 
-DEMO = Path(__file__).parent / "weights/dream"  # a small model, with tasks of its own
+DEMO = checkpoints.WEIGHTS / "dream"  # a small model, with tasks of its own
 
 # ---- flags ---------------------------------------------------------------------------------------
 
@@ -326,7 +326,8 @@ def train(run, store, meta, trainer, first):
         due = done % cfg.eval_every == 0 or done == trainer.rounds
         if due:
             row |= trainer.evaluate()
-        run.append("rounds.jsonl", completion_lines(done, cfg, batch, reward_BF, advantages))
+        if run.rank == 0:
+            run.append("rounds.jsonl", completion_lines(done, cfg, batch, reward_BF, advantages))
         phases = ("generate_s", "score_s", "reward_s", "update_s")
         run.log(row | dict(zip(phases, np.diff(clock), strict=True)))
 

@@ -56,8 +56,7 @@ class Config:
     base_bits: Literal[0, 8, 4] = 0  # with --lora_rank: bits of the frozen matrices; 0: --dtype
     objective: Literal["diffusion", "ar"] = "diffusion"  # predict masked tokens | each next token
     anneal_steps: Natural = 0  # steps from causal to bidirectional attention, without blocks
-    # tokens of a block, each of which attends to its own and earlier blocks; 0: as --init
-    block_length: Natural = 0
+    block_length: Natural = 0  # tokens of a block, which sees those before it; 0: as --init
     block_warmup: Natural = 0  # steps in which the block size grows 1, 2, 4, .. to --block_length
     seq_len: Natural = 0  # tokens per row; 0: that of the data, else at most 2048
     batch_size: Natural = 0  # rows of a step, all devices; 0: by the data, 4,096 tokens on a CPU
@@ -68,8 +67,7 @@ class Config:
     lr: NonNegative = 0.0
     warmup: Natural = 0  # steps of linear warm-up; 0: 2000, or a tenth of a shorter run
     optimizer: Literal["", "adamw", "muon"] = ""  # default: muon below 100 M without --init
-    # number type of the computation; parameters are float32
-    dtype: Literal["", "bfloat16", "float32"] = ""
+    dtype: Literal["", "bfloat16", "float32"] = ""  # of the computation; parameters: float32
     remat: Literal["none", "qkvo", "full"] = "qkvo"  # what the backward pass recomputes
     micro_batch: Natural = 0  # rows per device and forward pass; 0: by model
     fsdp: Natural = 0  # devices that share one copy of the weights; 0: all devices / --tensor
@@ -108,15 +106,14 @@ COLUMNS = (
 METRICS = ("loss", "lr", "grad_norm", "ok")  # in the order of the log; jit returns them sorted
 
 
-def settle(cfg, devices, data=None, memory=None, mask_id=None):
+def settle(cfg, devices, data=None, mask_id=None):
     """(cfg without a default left, architecture, md.Compute, mesh), by the devices and the data.
 
-    data are the training rows, None endless data; memory is a device's in GiB, where JAX cannot ask
-    it; mask_id is that of a Dream from scratch. Prints and configures nothing.
+    data are the training rows, None endless data; mask_id is that of a Dream from scratch. Prints
+    and configures nothing.
     """
     device = devices[0]
-    memory = memory or checkpoints.device_memory_gib(device)
-    on_cpu = memory is None
+    on_cpu = device.platform == "cpu"
     model = architecture(cfg)
     mesh = checkpoints.training_mesh(cfg, model, devices)
     seq_len = data.meta["seq_len"] if data else cfg.seq_len or min(model.positions, 2048)
@@ -132,7 +129,7 @@ def settle(cfg, devices, data=None, memory=None, mask_id=None):
         model = dataclasses.replace(model, vocab=vocab, mask_id=mask_id, **ids)
     params = md.count_params(model)
     small = params < 1e8 and not cfg.init
-    copies = max(1, len(devices) // cfg.tensor)
+    copies = mesh.size // cfg.tensor
     tokens = 4096
     if not on_cpu:  # short runs take smaller steps: two thousand of them rather than sixty
         seen = cfg.epochs * data.tokens if data else math.inf
@@ -181,21 +178,19 @@ def settle(cfg, devices, data=None, memory=None, mask_id=None):
     return cfg, model, compute, mesh
 
 
-def main(cfg):
-    checkpoints.connect(cfg)
-    if cfg.eval_only:
-        return evaluate(cfg)
-    check_lora(cfg)
-    asked = {"steps": cfg.steps, "micro_batch": cfg.micro_batch}  # a resumed run may have others
-    data, heldout, tokenizer_json = find_data(cfg)
-    tokenizer, mask_id = with_mask(cfg, data.meta, tokenizer_json)
-    cfg, model, compute, mesh = settle(cfg, jax.devices(), data, mask_id=mask_id)
+def main(flags):
+    checkpoints.connect(flags)
+    if flags.eval_only:
+        return evaluate(flags)
+    data, heldout, tokenizer_json = find_data(flags)
+    tokenizer, mask_id = with_mask(flags, data.meta, tokenizer_json)
+    cfg, model, compute, mesh = settle(flags, jax.devices(), data, mask_id=mask_id)
     exact_products(cfg.dtype)
     describe(cfg, model, mesh, data)
     optimizer = make_optimizer(compute.dtype, muon=cfg.optimizer == "muon")
     shapes = shapes_that_fit(cfg, model, optimizer, mesh)
     with runs.Folder(cfg, rank=jax.process_index(), hosts=jax.process_count()) as folder:
-        settings = (cfg, asked, model, data, tokenizer, optimizer, shapes, mesh)
+        settings = (cfg, flags, model, data, tokenizer, optimizer, shapes, mesh)
         store, about, state, first, skipped = begin(folder, *settings)
         graph = md.graph_of(model, compute)
         if first < cfg.steps:
@@ -235,8 +230,7 @@ def main(cfg):
                 folder.log({"step": done, **metrics, **meter.row(done), "skipped": skipped})
                 late = checkpoints.host_0_says(time.monotonic() - saved_at > 60 * SAVE_MINUTES)
 
-            # Logged before the checkpoint, since --resume cuts the log to the newest one. An epoch
-            # ends with an evaluation.
+            # Logged before the checkpoint, since --resume cuts the log to the newest one.
             scores = {}
             evaluates = last or done % epoch % cfg.eval_every == 0
             if evaluates:
@@ -265,18 +259,16 @@ def main(cfg):
     print(f"done: {out}; generate code with: python generate_dream.py --ckpt={out}")
 
 
-def check_lora(cfg):
-    """ValueError for settings of LoRA that do not go together."""
-    fits = cfg.init and not cfg.hosts and "://" not in cfg.out and cfg.optimizer != "muon"
-    if (cfg.lora_rank and not fits) or (cfg.base_bits and not cfg.lora_rank):
+def architecture(cfg):
+    """The preset --model, or the model of --init, with the flags' blocks; autoregressive: of 1.
+    ValueError for flags that do not go together.
+    """
+    lora = cfg.init and not cfg.hosts and "://" not in cfg.out and cfg.optimizer != "muon"
+    if (cfg.lora_rank and not lora) or (cfg.base_bits and not cfg.lora_rank):
         raise ValueError(
             "--base_bits goes with --lora_rank, which goes with --init and adamw, "
             "on one host, and with --out on its own disk"
         )
-
-
-def architecture(cfg):
-    """The preset --model, or the model of --init, with the flags' blocks; autoregressive: of 1."""
     if cfg.init and cfg.model not in ("", "init"):
         raise ValueError(f"--init={cfg.init} says what it is; leave --model={cfg.model} out")
     name = cfg.model or "tiny"
@@ -347,7 +339,7 @@ def with_mask(cfg, meta, tokenizer_json):
     folder = cfg.resume or cfg.init
     model = architecture(cfg)
     known = sample_dream.load_tokenizer(folder, model)
-    same = vocab.items() <= known.get_vocab().items() and max(vocab.values()) < model.vocab
+    same = vocab.items() <= known.get_vocab().items()
     if not same or meta["eos_id"] != model.eos_id:
         eos = known.id_to_token(model.eos_id)
         raise ValueError(
@@ -375,10 +367,8 @@ def describe(cfg, model, mesh, data):
     print(f"{cfg.optimizer}, peak learning rate {cfg.lr:.3g}, LoRA rank {cfg.lora_rank}")
 
 
-def begin(folder, cfg, asked, model, data, tokenizer, optimizer, shapes, mesh):
-    """(store, what a checkpoint says of itself, state, its step, steps that were skipped so far).
-    ValueError on all hosts if one of them has other settings.
-    """
+def begin(folder, cfg, flags, model, data, tokenizer, optimizer, shapes, mesh):
+    """(store, what its checkpoints say, state, its step, skipped steps). Hosts have to agree."""
     settings = dataclasses.asdict(cfg)
     about = {
         "model": dataclasses.asdict(model),
@@ -408,7 +398,8 @@ def begin(folder, cfg, asked, model, data, tokenizer, optimizer, shapes, mesh):
         state = new_state(cfg, model, optimizer, shapes, mesh)
         counts = {"step": 0, "skipped": 0}
     files = checkpoints.companions(data.folder)
-    config = about | {"train": settings | asked, "data": str(data.folder)}
+    own = {"steps": flags.steps, "micro_batch": flags.micro_batch}  # settled anew by --resume
+    config = about | {"train": settings | own, "data": str(data.folder)}
     if cfg.init:  # its chat template, code, and the name by which it is known as a chat model
         own = checkpoints.companions(cfg.init)
         if own.keys() - {"tokenizer.json"}:
@@ -614,7 +605,7 @@ def accumulate(loss_fn, params, batches):
         new = jax.value_and_grad(loss_fn)(params, batch)
         return jax.tree.map(jnp.add, sums, new), None
 
-    zeros = (jnp.zeros(()), optax.tree.zeros_like(params))
+    zeros = jnp.zeros(()), optax.tree.zeros_like(params)
     (loss, grads), _ = jax.lax.scan(body, zeros, batches)
     return grads, loss
 
@@ -782,10 +773,7 @@ def sample(model, tokenizer, meta, folder, step):
     prompt = tokenizer.encode(PROMPT, add_special_tokens=False).ids
     new = min(64, model.cfg.positions - len(prompt))
     sampler = sample_block if model.cfg.block_length else sample_dream
-    rule = sampler.Sampling(
-        vocab=meta["vocab_size"],
-        eos_ids=(meta["eos_id"],),
-    )
+    rule = sampler.Sampling(vocab=meta["vocab_size"], eos_ids=(meta["eos_id"],))
     (row,), stats = sampler.generate(model, [prompt], new, rule, jax.random.key(0))
     text = tokenizer.decode(row[-new:])
     folder.append("samples.txt", f"---- step {step}\n{PROMPT}{text}\n")

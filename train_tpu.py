@@ -182,14 +182,13 @@ def settle(cfg, devices, data=None, memory=None):
 # ---- the run -----------------------------------------------------------------------------------
 
 
-def main(cfg):
-    checkpoints.connect(cfg)
-    if cfg.eval_only:
-        return evaluate(cfg)
-    asked = {"steps": cfg.steps, "micro_batch": cfg.micro_batch}  # a resumed run may have others
-    data, heldout, tokenizer_json = find_data(cfg)
+def main(flags):
+    checkpoints.connect(flags)
+    if flags.eval_only:
+        return evaluate(flags)
+    data, heldout, tokenizer_json = find_data(flags)
     tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
-    cfg, model, compute, mesh = settle(cfg, jax.devices(), data)
+    cfg, model, compute, mesh = settle(flags, jax.devices(), data)
     exact_products(cfg.dtype)
     describe(cfg, model, mesh, data)
     optimizer = make_optimizer(compute.dtype, muon=cfg.optimizer == "muon")
@@ -198,7 +197,7 @@ def main(cfg):
     checkpoints.check_memory(mesh, needed, {})
     with runs.Folder(cfg, rank=jax.process_index(), hosts=jax.process_count()) as folder:
         store, about, state, first, skipped = begin(
-            folder, cfg, asked, model, data, optimizer, shapes
+            folder, cfg, flags, model, data, optimizer, shapes
         )
         if first < cfg.steps:
             print("compiling the train step", flush=True)
@@ -401,7 +400,7 @@ def describe(cfg, model, mesh, data):
     print(f"{cfg.optimizer}, peak learning rate {cfg.lr:.3g}")
 
 
-def begin(folder, cfg, asked, model, data, optimizer, shapes):
+def begin(folder, cfg, flags, model, data, optimizer, shapes):
     """(store, what a checkpoint says of itself, state, its step, steps that were skipped so far).
 
     The state is that of the newest checkpoint of --resume, or new. Writes the files of the folder.
@@ -429,7 +428,8 @@ def begin(folder, cfg, asked, model, data, optimizer, shapes):
         saved = {"step": 0, "skipped": 0}
     files = checkpoints.companions(data.folder)
     files["generation_config.json"] = {"eos_token_id": data.meta["eos_id"]}
-    config = about | {"train": settings | asked, "data": str(data.folder)}
+    own = {"steps": flags.steps, "micro_batch": flags.micro_batch}  # settled anew by --resume
+    config = about | {"train": settings | own, "data": str(data.folder)}
     folder.begin(saved["step"], config, files)
     return store, about, state, saved["step"], saved["skipped"]
 

@@ -775,12 +775,12 @@ def train_step(trainer, family, settings, device):
     """The figures of a step of a trainer, train_tpu or train_dream."""
     chip, devices = place(device)[0], topology_devices(device)
     settings = dataclasses.replace(settings, lr=3e-4, steps=1000, warmup=100)  # change no figure
-    cfg, model, run, mesh = trainer.settle(settings, devices, memory=chip.usable_gib)
+    memory = {} if family is md else {"memory": chip.usable_gib}
+    cfg, model, run, mesh = trainer.settle(settings, devices, **memory)
     trainer.exact_products(cfg.dtype)
     optimizer = trainer.make_optimizer(run.dtype, muon=cfg.optimizer == "muon")
     form = (cfg.lora_rank, cfg.base_bits) if family is md else ()
     shapes = checkpoints.state_shapes(family, model, optimizer, mesh, run.dtype, *form)
-    memory = {} if family is md else {"memory": chip.usable_gib}
     step = trainer.lower_step(cfg, family.graph_of(model, run), optimizer, shapes, mesh, **memory)
     tokens = cfg.batch_size * cfg.seq_len
     flops = trainer.step_flops(cfg, model)
