@@ -766,35 +766,3 @@ def save_adapters(folder, adapters, rank, source, family="dream"):
     runs.write(folder / "adapter_config.json", config | {"r": rank, "lora_alpha": rank})
     tensors = safetensors.flax.save(arrays, {"format": "pt"})
     runs.write(folder / "adapter_model.safetensors", tensors)
-
-
-def load_adapters(folder, new):
-    """New adapters with the values that peft or save_adapters() wrote, also for some matrices."""
-    folder = runs.as_path(folder)
-    keys = runs.read_json(folder / "adapter_config.json", "r", "lora_alpha")
-    other = "use_dora", "use_rslora", "alpha_pattern", "rank_pattern"
-    other = [name for name in other if keys.get(name)]
-    # these change the base, too
-    if str(keys.get("init_lora_weights")).startswith(("pissa", "olora", "corda", "loftq")):
-        other.append("init_lora_weights")
-    if other:
-        raise ValueError(
-            f"{folder}: adapters with {' and '.join(other)} are no plain LoRA; merge them with peft"
-        )
-    path = folder / "adapter_model.safetensors"
-    try:
-        found = safetensors.flax.load_file(path)
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    arrays = {}
-    for family in ("dream", "llada", "nemotron"):
-        names = named(new, family)
-        if not arrays or len(names.keys() & found.keys()) > len(arrays.keys() & found.keys()):
-            arrays = names
-    want = {name: x.shape for name, x in arrays.items() if name in found}
-    runs.check_tensors({name: x.shape for name, x in found.items()}, want, folder)
-    # in both matrices: peft multiplies B A by alpha / r, we do not
-    size = math.sqrt(keys["lora_alpha"] / keys["r"])
-    for name, x in found.items():
-        arrays[name] = size * x.astype(jnp.float32)
-    return jax.tree.unflatten(jax.tree.structure(new), arrays.values())

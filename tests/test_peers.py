@@ -34,7 +34,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 from test_model_dream import TINY, apply, params_of, tokens
 from test_problems import FILES, OURS, needs_tasks, plus_of, read
-from test_sample_dream import random_adapters
+from test_sample_dream import random_adapters, saved_adapters
 
 import checkpoints
 import convert_weights
@@ -227,7 +227,7 @@ def test_peft_loads_our_adapters_and_merges_them_into_what_we_merge(tmp_path):
     adapted.save_pretrained(tmp_path / "theirs")
     jax.tree.map(
         np.testing.assert_array_equal,
-        sd.load_adapters(tmp_path / "theirs", random_adapters(seed=2)),
+        saved_adapters(tmp_path / "theirs", trained),
         trained,
     )
     want = state_dict(md.merge_adapters(base, trained))
@@ -265,7 +265,7 @@ def test_peft_finds_the_modules_of_a_familys_own_code_by_our_adapters(area, gold
         parent.add_module(path[-1], module)
     adapted = peft.PeftModel.from_pretrained(hub, tmp_path)
     adapted.save_pretrained(tmp_path / "theirs")
-    theirs = sd.load_adapters(tmp_path / "theirs", md.new_adapters(jax.random.key(3), base, 2))
+    theirs = saved_adapters(tmp_path / "theirs", trained, area)
     jax.tree.map(np.testing.assert_array_equal, theirs, trained)
     merged = adapted.merge_and_unload().state_dict()
     want = checkpoints.flatten(md.merge_adapters(base, trained))

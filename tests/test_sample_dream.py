@@ -652,24 +652,20 @@ def random_adapters(rank=3, seed=1):
     return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(seed), x.shape), new)
 
 
-def test_adapters_come_back_from_pefts_form_bit_for_bit_and_times_its_alpha(tmp_path):
-    trained, new = random_adapters(), md.new_adapters(jax.random.key(2), params_of(TINY), 3)
+def saved_adapters(folder, like, family="dream"):
+    """The adapters that a folder holds in peft's form, as a tree of the form of `like`."""
+    found = safetensors.numpy.load_file(folder / "adapter_model.safetensors")
+    names = sd.named(like, family)
+    assert names.keys() == found.keys()
+    return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in names])
+
+
+def test_adapters_are_written_bit_for_bit_in_pefts_form(tmp_path):
+    trained = random_adapters()
     sd.save_adapters(tmp_path, trained, 3, "a/b")
     config = runs.read_json(tmp_path / "adapter_config.json")
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (3, 3, "a/b")
-    jax.tree.map(np.testing.assert_array_equal, sd.load_adapters(tmp_path, new), trained)
-    # peft's W + alpha / r B A, with adapters for the query matrices alone
-    path = tmp_path / "adapter_model.safetensors"
-    arrays = {name: x for name, x in safetensors.numpy.load_file(path).items() if "q_proj" in name}
-    safetensors.numpy.save_file(arrays, path)
-    runs.write(tmp_path / "adapter_config.json", config | {"lora_alpha": 12})
-    some = sd.load_adapters(tmp_path, new)["layers"]
-    for i, layer in trained["layers"].items():
-        for name, want in layer.items():
-            change = 4 * want["b"] @ want["a"] if name == "q_proj" else 0 * want["b"] @ want["a"]
-            np.testing.assert_allclose(
-                some[i][name]["b"] @ some[i][name]["a"], change, rtol=1e-5, atol=1e-6
-            )
+    jax.tree.map(np.testing.assert_array_equal, saved_adapters(tmp_path, trained), trained)
 
 
 @pytest.mark.parametrize(
@@ -688,27 +684,5 @@ def test_adapters_have_the_names_of_the_familys_own_modules(family, module, targ
     want = trained["layers"]["1"]["down_proj"]["b"]
     np.testing.assert_array_equal(arrays[f"base_model.model.{module}.lora_B.weight"], want)
     assert targets in runs.read_json(tmp_path / "adapter_config.json")["target_modules"]
-    new = md.new_adapters(jax.random.key(2), params_of(TINY), 3)
-    jax.tree.map(np.testing.assert_array_equal, sd.load_adapters(tmp_path, new), trained)
-
-
-def test_adapters_that_do_not_fit_are_one_line(tmp_path):
-    new = md.new_adapters(jax.random.key(2), params_of(TINY), 3)
-    with pytest.raises(FileNotFoundError, match="adapter_config"):
-        sd.load_adapters(tmp_path, new)
-    sd.save_adapters(tmp_path, random_adapters(rank=2), 2, "")
-    with pytest.raises(ValueError, match=r"28 of the tensors of .*lora_A.weight has shape \(2, "):
-        sd.load_adapters(tmp_path, new)
-    sd.save_adapters(tmp_path, random_adapters(), 3, "")
-    with pytest.raises(
-        ValueError, match=r"unexpected base_model.model.model.layers.1.mlp.down_proj.lora_A"
-    ):
-        sd.load_adapters(tmp_path, {"layers": {"0": new["layers"]["0"]}})
-    config = runs.read_json(tmp_path / "adapter_config.json")
-    runs.write(tmp_path / "adapter_config.json", config | {"use_dora": True})
-    with pytest.raises(ValueError, match=r"use_dora"):
-        sd.load_adapters(tmp_path, new)
-    runs.write(tmp_path / "adapter_config.json", config)
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"x" * 99)
-    with pytest.raises(ValueError, match=r"adapter_model.safetensors cannot be read"):
-        sd.load_adapters(tmp_path, new)
+    written = saved_adapters(tmp_path, trained, family)
+    jax.tree.map(np.testing.assert_array_equal, written, trained)
