@@ -189,6 +189,7 @@ def train(cfg, devices):
 
 
 def announce(cfg, architecture, rows, devices):
+    """Print what was settled."""
     name = "CPU"
     if devices.device.type == "cuda":
         name = torch.cuda.get_device_name(devices.device)
@@ -222,7 +223,8 @@ def find_data(cfg):
     ids = [train.meta.get(f"{name}_id") for name in ("pad", "bos", "eos", "mask", "unk")]
     if ids != [mdlm.PAD, mdlm.BOS, mdlm.EOS, mdlm.MASK, mdlm.UNK]:  # packed rows have none
         raise ValueError(
-            f"{folder} has its special tokens at {ids}, not at 0 to 4; prepare it with --rows=padded"
+            f"{folder} has its special tokens at {ids}, not at 0 to 4; "
+            "prepare it with --rows=padded"
         )
     if not heldout.total:
         raise ValueError(
@@ -447,6 +449,7 @@ def make_state(cfg, architecture, devices):
 
 
 def autocast(device, cfg):
+    """The context in which PyTorch multiplies in --dtype; weights stay float32."""
     return torch.autocast(device.type, getattr(torch, cfg.dtype), enabled=cfg.dtype != "float32")
 
 
