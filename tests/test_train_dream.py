@@ -363,6 +363,7 @@ def test_a_causal_context_has_the_loss_of_blocks_behind_clean_text_and_that_of_t
                 nats -= (causal if p == begin else found)[p - 1, token_N[p]] / t
 
     def noise(key, rows, row_B, part_BL, eps):
+        assert len(np.unique(np.asarray(part_BL)[0, :9])) == 3  # two blocks hold at most 8 tokens
         return jnp.full((2, L), 0.5), jnp.asarray(u_BL)
 
     monkeypatch.setattr(md, "noise", noise)
@@ -370,8 +371,14 @@ def test_a_causal_context_has_the_loss_of_blocks_behind_clean_text_and_that_of_t
     columns = token_BL, segment_BL, position_BL, (~counted_BL).astype(int)
     micro = dict(zip(names, map(jnp.asarray, columns), strict=True))
     micro["row_AB"] = jnp.arange(2)
-    got = float(train_dream.nats_of(train_dream.Config(), model, micro, key, 2, 0))
-    assert got == pytest.approx(nats + train_dream.AR_WEIGHT * ar_nats, rel=1e-5)
+
+    def loss():
+        return float(train_dream.nats_of(train_dream.Config(), model, micro, key, 2, 0))
+
+    both, weight = loss(), train_dream.AR_WEIGHT
+    monkeypatch.setattr(train_dream, "AR_WEIGHT", 0.0)
+    assert loss() == pytest.approx(nats, rel=1e-5)
+    assert both - loss() == pytest.approx(weight * ar_nats, rel=1e-4)
 
 
 # ---- from a model: --init, pairs, LoRA ---------------------------------------------------------
