@@ -167,15 +167,14 @@ def test_a_threshold_or_bound_is_compared_with_what_the_model_says_whatever_the_
     p_V = np.where(np.arange(TINY.vocab) == 9, 0.3, 0.7 / (TINY.vocab - 2))
     p_V[MASK] = 0
     model, passes = Table(np.tile(np.log(p_V + 1e-30), (11, 1))), {}
-    for filtered in (False, True):
+    for settings in ({}, {"score": "distribution"}, {"filtered": True}):
         for threshold in (0.29, 0.31, 0.9):
-            how = {"filtered": filtered, "score": "distribution" if filtered else "drawn"}
-            rule = sd.Sampling(temperature=0.2, top_p=0.95, threshold=threshold, **how)
+            rule = sd.Sampling(temperature=0.2, top_p=0.95, threshold=threshold, **settings)
             got_BL, stats = sd.fill(model, masked(1, 5, 6), None, rule, jax.random.key(0))
             # at temperature 0.2 the others have no probability that top-p leaves
             assert (got_BL[:, 5:] == 9).all()
-            passes.setdefault(filtered, []).append(stats["forwards"])
-    assert passes == {False: [1, 6, 6], True: [1, 1, 1]}
+            passes.setdefault("".join(settings), []).append(stats["forwards"])
+    assert passes == {"": [1, 6, 6], "score": [1, 6, 6], "filtered": [1, 1, 1]}
     entropy = -(p_V * np.log(p_V + 1e-30)).sum()
     for bound, passes in ((0.99 * entropy, 6), (1.01 * entropy, 3), (5.01 * entropy, 1)):
         rule = sd.Sampling(temperature=0.2, top_p=0.95, entropy_bound=bound)
@@ -291,6 +290,10 @@ def test_rows_with_unequal_masks_follow_their_own_schedule_and_keep_their_prompt
         np.testing.assert_array_equal(counts_SB, want_SB)
         np.testing.assert_array_equal(got_BL[kept], token_BL[kept])
         assert (got_BL != MASK).all()
+    rule = sd.Sampling(threshold=0.5, block_length=5, cache="dual")
+    got_BL, _ = sd.fill(shallow, token_BL, None, rule)
+    np.testing.assert_array_equal(got_BL[kept], token_BL[kept])
+    assert (got_BL != MASK).all()
 
 
 @pytest.mark.parametrize(
@@ -428,15 +431,27 @@ def test_what_was_recorded_is_that_of_the_rows_in_their_order_and_each_may_have_
     assert old[0] == old[1]
 
 
-def test_draws_do_not_depend_on_padding_or_on_the_rows_behind(shallow):
-    prompts = [tokens(1, n)[0].tolist() for n in (7, 3, 22)]
-    for settings in ({"alg_temp": 0.2}, {"threshold": 0.5, "block_length": 5, "cache": "dual"}):
-        rule = sd.Sampling(temperature=0.8, top_p=0.95, **settings)
-        rows, _ = sd.generate(shallow, prompts[:2], 10, rule, jax.random.key(5))
-        with_a_third, _ = sd.generate(shallow, prompts, 10, rule, jax.random.key(5))
-        assert rows == with_a_third[:2]
-        other, _ = sd.generate(shallow, prompts[:2], 10, rule, jax.random.key(6))
-        assert other != rows
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"alg_temp": 0.2},
+        {"alg": "origin", "steps": 10},
+        {"threshold": 0.5, "block_length": 5, "cache": "dual"},
+    ],
+    ids=str,
+)
+def test_draws_do_not_depend_on_padding_or_on_other_rows(shallow, settings):
+    # the third makes the canvas twice as wide
+    prompts, key = [tokens(1, n)[0].tolist() for n in (7, 3, 40)], jax.random.key(5)
+    rule = sd.Sampling(temperature=0.8, top_p=0.95, **settings)
+    rows, _ = sd.generate(shallow, prompts[:2], 10, rule, key)
+    with_a_third, _ = sd.generate(shallow, prompts, 10, rule, key)
+    assert rows == with_a_third[:2]
+    key_B = sd.keys_of_rows(key, 2)
+    alone, _ = sd.generate(shallow, prompts[1:2], 10, rule, key_B[1:], rows=2)
+    assert alone == rows[1:]
+    other, _ = sd.generate(shallow, prompts[:2], 10, rule, jax.random.key(6))
+    assert other != rows
 
 
 STEPPED = [
