@@ -101,8 +101,6 @@ RESTRICTED = re.compile(
     r"|\bepl|eupl|european union|cddl|common development|sspl|server side|busl|business source"
     r"|bsl-1\.1|cecill|share-?alike|-sa\b|elastic"
 )
-
-
 left_out = functools.partial(print, "left out:", file=sys.stderr)
 
 
@@ -520,8 +518,8 @@ def rows_of(item, rules):
     except Exception as error:  # json, pyarrow, datasets, the network: no narrower class
         if isinstance(error, OSError) and error.errno:
             raise
-        reason = runs.first_line(error)
-        raise ValueError(f"{where} cannot be read ({reason}); the same command goes on") from None
+        problem = f"{where} cannot be read ({runs.first_line(error)})"
+        raise ValueError(f"{problem}; put that right and run the same command to go on") from None
 
 
 @functools.lru_cache(1)
@@ -573,6 +571,11 @@ def examine_all(jobs, workers):
             futures = [pool.submit(examine, *job) for job in jobs]
             for future in tqdm(futures, **progress):
                 future.result()
+        except ValueError as error:
+            raise error.with_traceback(None) from None  # as if raised here: it is no bug
+        except concurrent.futures.BrokenExecutor:
+            reason = "perhaps for lack of memory; try fewer --workers"
+            raise RuntimeError(f"a process that read files died, {reason}") from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -682,14 +685,14 @@ def is_permissive(name):
 # ---- tasks of AceCode ----------------------------------------------------------------------------
 
 
-def acecode_tasks(cfg, tokenizer, dropped):
+def acecode_tasks(cfg, items, tokenizer, dropped):
     """The tasks of AceCode that are kept, each with its twin; others are counted in `dropped`.
 
     A task keeps the columns of TASK. Left out are tests that do not parse, tasks without tests,
     repeated questions, and with a tokenizer prompts over --max_prompt tokens.
     """
     # Percentiles are over all rows, so these are read twice: for their rates, then for what stays.
-    rates_N2 = np.array([pass_rates(row) for row in acecode_rows(cfg)], np.float64).reshape(-1, 2)
+    rates_N2 = np.array([pass_rates(row) for row in acecode_rows(items)], np.float64).reshape(-1, 2)
     kept_N = choose(rates_N2, cfg.difficulty)
     without_N = np.isnan(rates_N2[:, 0]) & ~kept_N
     dropped["without_rates"] = int(without_N.sum())
@@ -697,7 +700,7 @@ def acecode_tasks(cfg, tokenizer, dropped):
     reasons = "unparsable_tests", "without_tests", "duplicates", "long_prompts"
     dropped |= dict.fromkeys(reasons, 0)
     seen = set()
-    for row in itertools.compress(acecode_rows(cfg), kept_N):
+    for row in itertools.compress(acecode_rows(items), kept_N):
         tests = [test for test in row["test_cases"] if parses(test)]
         for task in with_twin(row):
             dropped["unparsable_tests"] += len(row["test_cases"]) - len(tests)
@@ -719,12 +722,12 @@ def acecode_tasks(cfg, tokenizer, dropped):
             yield task
 
 
-def acecode_rows(cfg):
+def acecode_rows(items):
     """The rows of AceCode-87K, or of JSONL files in its form. ValueError names a bad line."""
-    if not cfg.roots:
+    if not items:
         yield from download(ACECODE, "name JSONL files of its form with --roots")
         return
-    for item in files_below(cfg.roots, (".jsonl",), cfg.out):
+    for item in items:
         with open(item.path, "rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
@@ -732,6 +735,7 @@ def acecode_rows(cfg):
                 try:
                     row = json.loads(line)
                     texts = [row[name] for name in TASK[:3]] + row["test_cases"]
+                    row["context_messages"]  # of any form
                     for answer in row["inferences"]:
                         texts += [answer["model_name"], answer["completion"]]
                         answer["pass_rate"] + 0.0
@@ -783,7 +787,7 @@ def with_twin(row):
 
 
 def parses(source):
-    """Whether it is Python, with invalid escapes and the like."""
+    """Whether it is Python. Warnings, of invalid escapes and the like, are not shown."""
     with contextlib.suppress(*NO_PYTHON), warnings.catch_warnings(action="ignore"):
         return bool(ast.parse(source))
     return False

@@ -199,6 +199,8 @@ def main(cfg):
         return
     if not cfg.seq_len:
         cfg = dataclasses.replace(cfg, seq_len=2048 if cfg.rows == "packed" else 256)
+    if cfg.seq_len < 2:
+        raise ValueError(f"--seq_len={cfg.seq_len}: at least 2")
     if cfg.fim_rate and cfg.rows == "padded":
         raise ValueError("--fim_rate goes with --rows=packed only")
     if cfg.chat and not cfg.tokenizer:
@@ -450,6 +452,10 @@ def find(cfg):
     code = [item for item in found if not item.path.endswith(corpus.ROWS)]
     if not code:  # rows where there are no .py files
         return found
+    for root in cfg.roots:
+        if root.endswith(corpus.ROWS):
+            problem = "holds rows, other --roots hold .py files"
+            raise ValueError(f"{root} {problem}: prepare each in an --out of its own")
     if len(code) < len(found):
         rows = f"{len(found) - len(code):,} files of rows"
         print(f"left out: {rows}; --column=NAME reads them", file=sys.stderr)
@@ -509,6 +515,8 @@ def load_vocabulary(data, cfg):
     encoder = read_tokenizer(data, cfg.tokenizer)
     if not cfg.chat:  # those of a chat keep their marks, as in inference
         description = json.loads(data)
+        if "added_tokens" not in description:
+            raise ValueError(f"--tokenizer={cfg.tokenizer} is no tokenizer.json (no added_tokens)")
         for token in description["added_tokens"]:
             # runs of spaces, as GPT-NeoX has them, stay tokens
             token["special"] = not token["content"].isspace()
@@ -718,24 +726,36 @@ def pair_rows(pairs, seq_len, eos):
 
 
 def write_acecode(cfg):
-    """Write train.jsonl, heldout.jsonl and meta.json, all or none of them."""
+    """Write train.jsonl, heldout.jsonl and meta.json, all or none of them, in an empty folder."""
     out = Path(cfg.out)
-    meta = {}
-    if (out / "meta.json").is_file():
-        meta = runs.read_json(out / "meta.json")
-    settings = json.loads(json.dumps(dataclasses.asdict(cfg)))  # as they are read back
-    if meta.get("settings") == settings:
-        print(f"{out} is complete, nothing to do")
-        return
-    if out.exists() and any(out.iterdir()):
-        raise FileExistsError(f"{out} is not empty; delete it, or choose another --out")
+    items = []
+    if cfg.roots:
+        items = corpus.files_below(cfg.roots, (".jsonl",), out)
+    # The same inputs give the same bytes, wherever they are.
+    settings = vars(cfg) | {"roots": [item.sha256 for item in items], "out": ""}
     tokenizer = None
     if cfg.tokenizer:
-        tokenizer = read_tokenizer(runs.as_path(cfg.tokenizer).read_bytes(), cfg.tokenizer)
+        data = runs.as_path(cfg.tokenizer).read_bytes()
+        tokenizer = read_tokenizer(data, cfg.tokenizer)
+        settings["tokenizer"] = sha256(data)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with runs.lock(out.absolute().with_name(f".lock_{out.name}")):
+        names = "train.jsonl", "heldout.jsonl", "meta.json"
+        whole = all((out / name).is_file() for name in names)
+        if whole and runs.read_json(out / "meta.json").get("settings") == settings:
+            print(f"{out} is complete, nothing to do")
+            return
+        if out.exists() and any(out.iterdir()):
+            raise FileExistsError(f"{out} is not empty; delete it, or choose another --out")
+        write_tasks(cfg, out, items, settings, tokenizer)
+
+
+def write_tasks(cfg, out, items, settings, tokenizer):
+    """Write the tasks of AceCode, or of the files in `items`, into a new folder."""
     dropped = {}
     with runs.new_folder(out) as folder:
         splits = {"train": [], "heldout": []}
-        for task in corpus.acecode_tasks(cfg, tokenizer, dropped):
+        for task in corpus.acecode_tasks(cfg, items, tokenizer, dropped):
             # Whether a question is held out depends on the seed and its id alone.
             is_heldout = corpus.draw(cfg.seed, task["id"]) < cfg.heldout
             splits["heldout" if is_heldout else "train"].append(task)

@@ -61,7 +61,7 @@ def refused(cfg):
     return str(error.value)
 
 
-def test_tasks_are_cleaned_and_what_is_dropped_is_counted(tmp_path):
+def test_tasks_are_cleaned_and_what_is_dropped_is_counted(tmp_path, capsys):
     rows = rows_of_acecode(8)
     rows[1]["test_cases"][1] = "assert f1(1 == 2"  # goes alone
     rows[2]["test_cases"] = ["assert (", "\0", "def"]  # nothing is left
@@ -79,8 +79,19 @@ def test_tasks_are_cleaned_and_what_is_dropped_is_counted(tmp_path):
     dropped = {"without_rates": 0, "difficulty": 0, "unparsable_tests": 8, "without_tests": 4}
     assert meta_of(cfg.out)["dropped"] == dropped | {"duplicates": 1, "long_prompts": 0}
     assert meta_of(cfg.out)["tasks"] == {"train": 8, "heldout": 0}
+    Path(cfg.out).rename(tmp_path / "moved")
+    cfg = dataclasses.replace(cfg, out=str(tmp_path / "moved"))
+    data_prep.main(cfg)
+    assert "complete, nothing to do" in capsys.readouterr().out
+    assert "not empty; delete it" in refused(dataclasses.replace(cfg, seed=1))
+    with data_prep.runs.lock(tmp_path / ".lock_moved"):
+        assert "another process is writing" in refused(cfg)
+    Path(cfg.roots[0]).write_text(json.dumps(rows[0]))
     assert "not empty; delete it" in refused(cfg)
     assert tasks_of(cfg.out) == tasks
+    acecode(tmp_path, rows)  # the file as it was, but half of the tasks are gone
+    (tmp_path / "moved" / "heldout.jsonl").unlink()
+    assert "not empty; delete it" in refused(cfg)
 
 
 def test_hard_tasks_are_percentiles_of_the_rows_with_rates(tmp_path):
@@ -154,6 +165,7 @@ NO_ROWS = ["{", '["id", "question"]', '{"id": "a", "question": "b"}']
 NO_ROWS += [json.dumps(ROW | {"test_cases": tests}) for tests in ([1], "assert f(1)")]
 NO_ROWS += [json.dumps(ROW | {"inferences": [{"pass_rate": 1}]})]
 NO_ROWS += [json.dumps(ROW | {"question": "half \ud800"})]
+NO_ROWS += [json.dumps({key: ROW[key] for key in ROW if key != "context_messages"})]
 
 
 @pytest.mark.parametrize("line", NO_ROWS)

@@ -131,6 +131,9 @@ def test_the_column_of_text_is_found_and_rows_of_other_licences_are_dropped(tmp_
     of_lists = dataclasses.replace(cfg, roots=(str(lists),), out=str(tmp_path / "out2"))
     dp.main(of_lists)
     assert dropped_for_licence(of_lists) == 2
+    mixed = (str(lists / "b.jsonl"), str(Path(__file__).parent))
+    said = r"b.jsonl holds rows, other --roots hold .py files"
+    stops(said, cfg, roots=mixed, out=str(tmp_path / "mixed"))
     pq.write_table(pa.table({"number": [1]}), rows / "c.parquet")
     said = r"c.parquet has no text in a column content or text or code .it has number"
     stops(said, cfg, out=str(tmp_path / "new"))
@@ -201,6 +204,25 @@ def test_a_data_set_streams_into_the_rows_of_its_files(tmp_path, monkeypatch):
     stops(said, cfg, column="nothing", out=str(tmp_path / "other"))
     said = r"nowhere cannot be downloaded .*name its files with --roots"
     stops(said, cfg, hf=str(tmp_path / "nowhere"), out=str(tmp_path / "third"))
+
+
+class Killer:
+    """Ends the process that unpickles it."""
+
+    def __reduce__(self):
+        return os._exit, (1,)
+
+
+def test_what_ends_a_worker_is_one_line(tmp_path):
+    write_rows(tmp_path / "rows", MODULES[:4])
+    with open(tmp_path / "rows" / "b.jsonl", "a") as file:
+        file.write("[")
+    cfg = config(tmp_path, roots=(str(tmp_path / "rows"),), workers=2)
+    with pytest.raises(ValueError, match=r"b.jsonl, line 3, cannot be read .*; put that") as error:
+        dp.main(cfg)
+    assert error.traceback[-1].path.name == "corpus.py"  # no bug of a library
+    with pytest.raises(RuntimeError, match="fewer --workers"):
+        cp.examine_all([(Killer(),)] * 2, 2)
 
 
 @pytest.mark.slow
