@@ -71,9 +71,7 @@ PROMPT = """### Question:
 
 """
 # opcodes around that of a text
-TEXT_PICKLE = (
-    "PROTO FRAME MEMOIZE PUT BINPUT LONG_BINPUT STOP".split()
-)  # opcodes around that of a text
+TEXT_PICKLE = "PROTO FRAME MEMOIZE PUT BINPUT LONG_BINPUT STOP".split()
 
 
 class Live(typing.NamedTuple):

@@ -534,8 +534,10 @@ def main(cfg):
                     f"{out} holds another world ({', '.join(other)}); "
                     "choose another --out or delete it"
                 )
-            print(f"{out} is complete, nothing to do")
-            return
+            written = "train", "pairs", "holes", *cfg.splits
+            if all((out / f"{name}.jsonl").exists() for name in written):
+                print(f"{out} is complete, nothing to do")
+                return
         # of a run with other settings that was killed
         for name in ("train", "pairs", "holes", *SPLITS):
             (out / f"{name}.jsonl").unlink(missing_ok=True)

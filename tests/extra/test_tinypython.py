@@ -107,6 +107,9 @@ def test_a_world_is_decided_by_its_seed(world, tmp_path, capsys):
         assert (world / file).read_bytes() == (tmp_path / "again" / file).read_bytes()
     tinypython.main(cfg)
     assert "nothing to do" in capsys.readouterr().out
+    (tmp_path / "again" / "holes.jsonl").unlink()
+    tinypython.main(cfg)
+    assert (world / "holes.jsonl").read_bytes() == (tmp_path / "again/holes.jsonl").read_bytes()
     with pytest.raises(ValueError, match="another world"):
         tinypython.main(dataclasses.replace(cfg, seed=1))
 
