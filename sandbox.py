@@ -470,7 +470,9 @@ class E2B:
             "timeout": self.seconds,
             "request_timeout": self.seconds,
         }
-        url = f"http://{self.url}/execute_batch"
+        url = self.url.rstrip("/") + "/execute_batch"
+        if "://" not in url:
+            url = f"http://{url}"
         request = urllib.request.Request(
             url, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
@@ -542,6 +544,8 @@ def run_tests(programs, tests, on_result=None, **options):
     minimum.
     """
     options = Options(**options)
+    if any(isinstance(cases, str) for cases in tests):
+        raise ValueError("tests is a list of tests for each program: [[test, ...], ...]")
     try:
         runner = E2B(options) if options.runner == "e2b" else Local(options)
     except OSError as error:
@@ -592,15 +596,14 @@ good"""
 
 def parses(sources, **options):
     """Whether each text is Python, by a parser in the sandbox: None where the sandbox failed."""
-    options = Options(**options)
-    workers = workers_of(options)
-    program_s = options.timeout_s * len(sources) + 30
-    options = dataclasses.replace(options, program_s=program_s, allow_unsafe=True)
+    settings = Options(**options)
+    workers = workers_of(settings)
+    program_s = settings.timeout_s * len(sources) + 30
     tests = [Probe(PARSE.format(source)) for source in sources]
     results = run_tests(
         ["import ast, warnings\nwarnings.simplefilter('ignore')"] * workers,
         [tests[i::workers] for i in range(workers)],
-        **dataclasses.asdict(options),
+        **options | {"program_s": program_s, "allow_unsafe": True},
     )
     good = [None] * len(sources)
     for i, result in enumerate(results):
@@ -753,8 +756,8 @@ def report(result, cases, as_json):
         print(line)
     passed = result.verdicts.count("pass")
     if as_json:
-        last = {"passed": passed, "tests": len(cases), "rate": result.rate}
-        print(json.dumps(last | {"error": result.error}))
+        last = {"passed": passed, "tests": len(cases), "rate": result.rate, "error": result.error}
+        print(json.dumps(last))
     elif result.rate is not None:
         print(f"{passed} of {len(cases)} passed")
 

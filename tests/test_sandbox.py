@@ -624,6 +624,8 @@ def test_rates_of_several_programs_and_results_as_they_come(closed):
     assert sandbox.run_tests([], []) == []
     with pytest.raises(ValueError, match="shorter"):
         sandbox.run_tests(programs, [VALUE])
+    with pytest.raises(ValueError, match="a list of tests for each program"):
+        sandbox.run_tests(programs, [*VALUE, "x", "y"])
     with pytest.raises(TypeError, match="timeout"):
         sandbox.run_tests(programs, tests, timeout=3)
 
@@ -1062,6 +1064,7 @@ def test_a_router_of_open_r1_runs_the_same_harness(closed, cloud):
     run_on_e2b(e2b_router_url=url)
     state.works = False
     assert error_of(e2b_router_url=url).endswith("no sandbox")
+    assert error_of(e2b_router_url=f"{state.url}/") == f"{state.url}/execute_batch: no sandbox"
     assert error_of(e2b_router_url="127.0.0.1:1")
 
 
