@@ -458,8 +458,8 @@ def read_own(path, key):
     complete = data[: data.rfind(b"\n") + 1]
     if complete != data:
         os.truncate(path, len(complete))
-    lines = complete.decode().split("\n")
     try:
+        lines = complete.decode().split("\n")
         return [*tasks.parse_lines(lines, ("task_id", "sample", key), SAMPLE)]
     except ValueError as error:
         raise ValueError(f"{path}: {error}; remove it, or choose another --out") from None
@@ -642,6 +642,8 @@ class Scorer:
 
     def run_late(self):
         """Run samples over the first limit again if the reference solution is slow too."""
+        if not self.late:
+            return
         programs = [self.problems[key].reference for key in self.late]
         tests = [[self.problems[key].test] for key in self.late]
         flags = self.flags | {"timeout_s": 60.0, "program_s": 180.0, "main_block": True}

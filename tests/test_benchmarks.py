@@ -375,13 +375,15 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path):
 
 
 @needs_tasks
-def test_an_out_folder_takes_no_other_settings_and_no_second_run(tmp_path):
+def test_an_out_folder_takes_no_other_settings_and_no_second_run(tmp_path, monkeypatch):
     out = tmp_path / "out"
     cfg = config("humaneval", tmp_path, [("HumanEval/0", "    pass\n")])
     row = benchmarks.main(cfg)
     assert (row["version"], row["settings"]["protocol"]) == (benchmarks.VERSION, "ours/humaneval")
     assert row["settings"]["tasks_sha256"] == benchmarks.sha256(FILES["humaneval"])
-    assert benchmarks.main(cfg) == row
+    with monkeypatch.context() as patch:  # a finished run starts no sandbox
+        patch.setattr(benchmarks.sandbox, "run_tests", None)
+        assert benchmarks.main(cfg) == row
     before = (out / "results.jsonl").read_bytes()
     settings = out / "config.json"
     settings.write_text(settings.read_text().replace(benchmarks.VERSION, "before"))
@@ -399,6 +401,8 @@ def test_an_out_folder_takes_no_other_settings_and_no_second_run(tmp_path):
     assert (out / "results.jsonl").read_bytes() == before
     (out / "results.jsonl").write_bytes(b"nonsense\n" + before)
     refused(cfg, "results.jsonl: line 1 is not a JSON object")
+    (out / "results.jsonl").write_bytes(b"\xff\n" + before)
+    refused(cfg, "results.jsonl: 'utf-8' codec", "remove it")
     settings.write_text("{")
     refused(cfg, "config.json is damaged")
 
