@@ -31,6 +31,7 @@ No tensor is copied whole. --dtype needs a temporary file of the size of --out b
 are not merged here: a run with LoRA leaves the whole model in merged/.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -186,8 +187,9 @@ def find(folder, step=0, repository=""):
 
     repository is where it was downloaded from. Raises ValueError or FileNotFoundError.
     """
+    is_run = step or runs.saved_steps(folder)
     keys = {}
-    if (folder / "config.json").is_file():
+    if not is_run or (folder / "config.json").is_file():
         keys = runs.read_json(folder / "config.json")
     kind = keys.get("model_type")
     if kind in QWEN2 and not dream.family_of(folder, keys):
@@ -197,7 +199,6 @@ def find(folder, step=0, repository=""):
         raise ValueError(f"{folder} is of train_gpu.py, in safetensors as it is; {advice}")
     where = folder
     meta = {}
-    is_run = step or runs.saved_steps(folder)
     if is_run or (folder / "meta.json").is_file() or kind == "pythoncoder":
         where, meta, step = checkpoints.find_weights(folder, step)
     family = dream
@@ -396,6 +397,7 @@ def output_folder(out):
                 yield partial
         finally:
             lock.unlink()
+    print(f"wrote {out}")
 
 
 # ---- the files beside the weights --------------------------------------------------------------
@@ -435,6 +437,8 @@ def files_beside(checkpoint):
         if added or path.name != "tokenizer.json":
             files["tokenizer.json"] = tokenizer.to_str(pretty=True).encode()
             print(f"tokenizer.json is made of {path.name}, with MASK")
+    if "tokenizer.json" not in files:
+        print(f"{folder} has no tokenizer; generating needs a tokenizer.json beside the weights")
     return files
 
 
@@ -583,12 +587,13 @@ def to_orbax(source, out, wanted=""):
     meta = {"dtype": str(dtype), "parameters": count, "source": source.origin, "step": source.step}
     if source.family is pc:
         meta["model"] = dataclasses.asdict(source.cfg)
-    with output_folder(out) as partial:
+    with output_folder(out) as partial, concurrent.futures.ThreadPoolExecutor(1) as thread:
         if source.params or any(array.dtype != dtype for array in arrays.values()):
             arrays = cast(source, arrays, dtype, out.parent)
-        # checksums of the arrays that we read: what Orbax writes is compared with them later
-        meta["sums"] = checkpoints.bit_sums(arrays)
+        # checksums of the arrays that we read, while Orbax writes what is compared with them later
+        summing = thread.submit(checkpoints.bit_sums, arrays)
         save_params(partial / "params", arrays)
+        meta["sums"] = summing.result()
         runs.write(partial / "meta.json", meta)
         runs.write(partial / "config.json", config_to_write(source, dtype))
         for name, data in files.items():
@@ -755,6 +760,8 @@ def main(cfg):
     if not folder.exists():
         repository = cfg.source
         folder = fetch(repository, cfg.revision, out)
+    elif cfg.revision != Config.revision:
+        raise ValueError(f"--revision is for a repository of the Hub, and {folder} is a folder")
     if cfg.to:
         source = find_qwen2(folder, cfg.block_length, repository)
     else:

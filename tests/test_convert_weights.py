@@ -335,7 +335,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
     refuses(r"unexpected lm_head\.weight", tmp_path / "hub", tmp_path / "out")
 
 
-def test_a_damaged_source_is_one_line_and_leaves_nothing(forms, tmp_path):
+def test_a_damaged_source_is_one_line_and_leaves_nothing(forms, tmp_path, capsys):
     hub, _ = forms
     out = tmp_path / "out"
     shutil.copytree(hub, tmp_path / "other")
@@ -367,6 +367,11 @@ def test_a_damaged_source_is_one_line_and_leaves_nothing(forms, tmp_path):
         refuses(r"tokenizer\.json cannot be read", hub, out)
     (hub / "tokenizer.json").write_bytes(tokenizer_of({"<mask>": 304}))
     refuses("its ids reach 306, the model has 300", hub, out)
+    (hub / "tokenizer.json").unlink()
+    do(hub, tmp_path / "bare")  # a model without a tokenizer is converted, and a line says so
+    said = capsys.readouterr().out
+    assert f"{hub} has no tokenizer; generating needs" in said
+    assert f"wrote {tmp_path}/bare\n" in said
     write_config(hub, {"model_type": "llama"})
     refuses("does not describe a Dream model", hub, out)
     refuses("does not exist", tmp_path / "none", out)
@@ -472,6 +477,10 @@ def test_what_does_not_go_together_is_one_line(forms, tmp_path):
     refuses(said, hub, out, dtype="bfloat16", verify=True)
     refuses("--block_length goes with --to=dream", hub, out, block_length=4)
     refuses("is no repository of the Hub", hub, out, push="model")
+    refuses("--revision is for a repository of the Hub", hub, out, revision="v1")
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks/meta.json").write_text("{}")
+    refuses("config.json does not exist; is .* the folder that", tmp_path / "tasks", out)
     (tmp_path / "mdlm" / "step_5").mkdir(parents=True)
     refuses("in safetensors as it is; publish a step with: hf upload", tmp_path / "mdlm", out)
 
