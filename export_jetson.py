@@ -263,12 +263,14 @@ def export(cfg):
     want = [model(*given) for given in inputs]
     int8_tensors = quantise(model.state_dict()) if cfg.int8 else {}
     model = model.half()
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            raise ValueError(f"{name} is beyond FP16's 65,504; train with a lower --lr")
 
     # The folder replaces an earlier bundle once all is written and verified.
     with runs.new_folder(out) as folder:
         mdlm.save(model, folder, (ckpt / "tokenizer.json").read_bytes(), int8_tensors)
-        # The weights as the device reads them, which graphs get too. ValueError names those beyond
-        # FP16's 65,504.
+        # The weights as the device reads them, which graphs get too.
         read = inference_jetson.read_model(folder, inference_jetson.read_bundle(folder))
         half = Exported(read.half()).eval()
         compared = inputs, want, 0.05 if cfg.int8 else 0.02
@@ -277,8 +279,7 @@ def export(cfg):
             errors |= attempt("model_jetson.pt", write_torchscript, half, folder, *compared)
         needed = lacks("onnx", "onnxscript") if by_torch_export() else lacks("onnx")
         if cfg.onnx and needed:
-            packages = " ".join(needed)
-            print(f"model.onnx: not written, for want of: pip install {packages}")
+            print(f"model.onnx: not written, for want of: pip install {' '.join(needed)}")
         elif cfg.onnx:
             errors |= attempt("model.onnx", write_onnx, half, folder, *compared)
         files = {}
@@ -292,7 +293,7 @@ def export(cfg):
         }
         runs.write(folder / "bundle.json", about)
     sizes = [f"{name} {file['bytes'] / 1e6:.1f} MB" for name, file in files.items()]
-    print(f"wrote {', '.join(sizes)}; now: python inference_jetson.py --bundle={out}")
+    print(f"wrote {out}: {', '.join(sizes)}; now: python inference_jetson.py --bundle={out}")
 
 
 @torch.no_grad()

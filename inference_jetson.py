@@ -75,7 +75,7 @@ class Config:
     sampler: str = setting("ancestral", "order: at random, or by highest confidence", SAMPLERS)
     schedule: str = setting("cosine_sq", "how many tokens each step unmasks", SCHEDULES)
     temperature: float = setting(0.8, "0 takes the argmax", limits=(0, 100))
-    top_k: int = setting(0, "sample from the k likeliest tokens; 0: from all", limits=(0, 2**31))
+    top_k: int = setting(0, "sample from the k likeliest; 0: from all", limits=(0, 2**31 - 1))
     top_p: float = setting(
         0.9, "sample from the smallest set of this probability", limits=(1e-9, 1)
     )
@@ -436,8 +436,10 @@ def why_no_kernels(config, vocab, device):
 
 def run_onnx(data):
     """run(token, noise, see) -> logits of an ONNX graph."""
-    import onnxruntime
-
+    try:
+        import onnxruntime
+    except ImportError:
+        raise ValueError("--backend=onnx needs onnxruntime: pip install onnxruntime") from None
     # a wheel with TensorRT would try that first, and build engines for minutes at each start
     wanted = "CUDAExecutionProvider", "CPUExecutionProvider"
     providers = [name for name in wanted if name in onnxruntime.get_available_providers()]
@@ -453,8 +455,11 @@ def run_onnx(data):
 
 def run_tensorrt(data, built):
     """run(token, noise, see) -> logits of an engine; built: what bundle.json says of it."""
-    import tensorrt as trt  # JetPack's: apt install python3-libnvinfer
-
+    try:
+        import tensorrt as trt
+    except ImportError:
+        advice = "apt install python3-libnvinfer"
+        raise ValueError(f"--backend=tensorrt needs JetPack's module: {advice}") from None
     there = f"TensorRT {built['version']} on {built['gpu']}"
     here = f"TensorRT {trt.__version__} on {torch.cuda.get_device_name()}"
     runtime = trt.Runtime(trt.Logger(trt.Logger.ERROR))

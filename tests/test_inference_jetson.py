@@ -397,6 +397,13 @@ def test_onnx_runs_by_cuda_or_the_cpu_and_nothing_else(monkeypatch):
     assert asked == [names[1:]]
 
 
+def test_a_runtime_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    stops("--backend=onnx needs onnxruntime: pip install onnxruntime", jetson.run_onnx, b"")
+    stops("needs JetPack's module: apt install python3", jetson.run_tensorrt, b"", {})
+
+
 @pytest.fixture
 def bench_jetson(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "bench")
@@ -777,6 +784,7 @@ ARGUMENTS = r"""
 --temperature=nan --prompt=x | --temperature=nan: not in 0 .. 100
 --steps=0 --prompt=x | --steps=0: not in 1 .. 10,000
 --prompt=x --n=10000000000000 | not in 1 .. 10,000
+--prompt=x --top_k=2147483648 | not in 0 .. 2,147,483,647
 """
 
 
