@@ -688,8 +688,8 @@ def is_permissive(name):
 def acecode_tasks(cfg, items, tokenizer, dropped):
     """The tasks of AceCode that are kept, each with its twin; others are counted in `dropped`.
 
-    A task keeps the columns of TASK. Left out are tests that do not parse, tasks without tests,
-    repeated questions, and with a tokenizer prompts over --max_prompt tokens.
+    items: JSONL files, or none. A task keeps the columns of TASK. Left out are tests that do not
+    parse, tasks without tests, repeated questions, and with a tokenizer prompts over --max_prompt.
     """
     # Percentiles are over all rows, so these are read twice: for their rates, then for what stays.
     rates_N2 = np.array([pass_rates(row) for row in acecode_rows(items)], np.float64).reshape(-1, 2)

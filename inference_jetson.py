@@ -75,7 +75,7 @@ class Config:
     sampler: str = setting("ancestral", "order: at random, or by highest confidence", SAMPLERS)
     schedule: str = setting("cosine_sq", "how many tokens each step unmasks", SCHEDULES)
     temperature: float = setting(0.8, "0 takes the argmax", limits=(0, 100))
-    top_k: int = setting(0, "sample from the k likeliest; 0: from all", limits=(0, 2**31 - 1))
+    top_k: int = setting(0, "sample from the k likeliest tokens; 0: all", limits=(0, 2**31 - 1))
     top_p: float = setting(
         0.9, "sample from the smallest set of this probability", limits=(1e-9, 1)
     )
