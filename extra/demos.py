@@ -31,11 +31,12 @@ from flax import nnx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import checkpoints
 import diffusion
+import generate_dream
 import model_dream
 import prompts
 import runs
 import sample_dream
-from runs import Natural, NonNegative, Share, TopP
+from runs import Count, Natural, NonNegative, Share, TopP
 
 # What the demos set; the source of each is in bench/results/families.md.
 LIKE = {
@@ -57,7 +58,7 @@ class Config:
     ckpt: str = "out/llada"  # folder of convert_weights.py, or of a run
     prompt: str = "def area(r):"  # text to continue; dreamon: with [MASK] for the hole
     chat: bool = False  # ask by the folder's chat template
-    max_new: Natural | None = None  # tokens to fill; dreamon: the longest hole
+    max_new: Count | None = None  # tokens to fill; dreamon: the longest hole
     steps: Natural | None = None  # denoising steps, all blocks together; 0: one for each token
     block_length: Natural | None = None  # 0: the model's own blocks, or the whole canvas
     temperature: NonNegative | None = None  # 0 takes the argmax
@@ -72,7 +73,7 @@ class Config:
     guidance: NonNegative = 0.0  # llada: cfg_scale w, logits u + (w + 1) (c - u); twice the passes
     # llada: EOS is filled last (confidence_eos_eot_inf) | never drawn (logits_eos_inf)
     late_eos: typing.Literal["", "confidence", "logits", "both"] = ""
-    hole: Natural | None = None  # dreamon: masks that the hole starts with
+    hole: Count | None = None  # dreamon: masks that the hole starts with
     budget: Natural | None = None  # dreamon: how often a mask may become two
     delete_to_right: bool = False  # dreamon: EOS deletes the masks after it, too, as its evaluation
     keep_eos: bool = False  # dreamon: EOS is a token of the hole, as in its evaluation
@@ -92,7 +93,10 @@ def settle(cfg):
     for name, value in vars(cfg).items():
         if value is None:
             settings[name] = demo.get(name, {"top_p": 1.0, "cache": "dual"}.get(name, 0))
-    return dataclasses.replace(cfg, **settings)
+    cfg = dataclasses.replace(cfg, **settings)
+    if 0 < cfg.steps * cfg.block_length < cfg.max_new:
+        raise ValueError(f"--steps={cfg.steps}: fewer than blocks; raise it, or --block_length")
+    return cfg
 
 
 def main(cfg):
@@ -108,6 +112,11 @@ def main(cfg):
         raise ValueError(f"{cfg.ckpt} is a {family}; {said}")
 
     row = row_of(cfg, model.cfg, tokenizer)
+    positions = model.cfg.positions
+    if len(row) > positions:
+        raise ValueError(
+            f"{len(row)} tokens do not fit the model's {positions} positions; lower --max_new"
+        )
     read = Reader(model, tokenizer.get_vocab_size(), ends)
     filled = DEMOS[cfg.like](read, row, cfg, np.random.default_rng(cfg.seed))
     # The text ends at its first end token; a hole's behind it stays.
@@ -128,24 +137,25 @@ def load(cfg):
         model_dream, folder, devices=1, bits=bits, compile_cache=cfg.compile_cache
     )
     tokenizer = sample_dream.load_tokenizer(folder, model.cfg)
-    ends = [tokenizer.token_to_id(name) for name in ("<|endoftext|>", *prompts.TURN_ENDS)]
-    ends = [model.cfg.eos_id, *(i for i in ends if i is not None and i != model.cfg.eos_id)]
-    return model, tokenizer, ends
+    return model, tokenizer, generate_dream.ends_of(model.cfg, tokenizer)
 
 
 def asked(cfg, tokenizer):
     """The ids of the prompt."""
     if cfg.chat:
         template = prompts.chat_template(runs.as_path(cfg.ckpt))
+        if not template:
+            raise ValueError(f"--chat: {cfg.ckpt} holds no chat template (tokenizer_config.json)")
         return prompts.encode_chat(tokenizer, template, cfg.prompt)
-    return prompts.encode(tokenizer, cfg.prompt, "")
+    return prompts.ids_of(tokenizer, cfg.prompt)
 
 
 def row_of(cfg, model, tokenizer):
     """The ids of the prompt and its masks: at its end, or dreamon's where [MASK] stands."""
     if cfg.like == "dreamon":
         before, _, behind = cfg.prompt.partition("[MASK]")
-        first, last = (tokenizer.encode(x, add_special_tokens=False).ids for x in (before, behind))
+        first = prompts.ids_of(tokenizer, before)
+        last = prompts.ids_of(tokenizer, behind)
         masks = [model.mask_id] * cfg.hole
         return np.array([model.bos_id, *first, *masks, *last, model.eos_id])
     return np.array([*asked(cfg, tokenizer), *[model.mask_id] * cfg.max_new])
@@ -217,10 +227,10 @@ class Reader:
         """The slots of a part of the row that hold MASK."""
         return begin + np.flatnonzero(row[begin:end] == self.cfg.mask_id)
 
-    def draw(self, logits_CV, temperature, rng, banned=()):
+    def draw(self, logits_CV, temperature, rng):
         """A token for each slot, never MASK: the argmax at temperature 0."""
         logits_CV = logits_CV.copy()
-        logits_CV[:, [self.cfg.mask_id, *banned]] = -np.inf
+        logits_CV[:, self.cfg.mask_id] = -np.inf
         u_CV = rng.uniform(1e-12, 1, logits_CV.shape)
         return diffusion.sample_tokens(logits_CV, u_CV, temperature)
 
@@ -300,9 +310,9 @@ def fast_dllm(read, row, cfg, rng):
     row = row.copy()
     first = len(row) - cfg.max_new
     size = cfg.block_length
-    steps = (cfg.steps or cfg.max_new) * size // cfg.max_new
-    if cfg.max_new % size:
+    if not size or cfg.max_new % size:
         raise ValueError(f"--block_length={size} does not divide --max_new={cfg.max_new}")
+    steps = (cfg.steps or cfg.max_new) * size // cfg.max_new
     shift = read.cfg.shift
     share_S = diffusion.dream_shares(steps)
     if shift and steps == 1:  # one step more, as the first one fills a single token
@@ -317,12 +327,12 @@ def fast_dllm(read, row, cfg, rng):
             window = None
             if i > 0:
                 window = (begin, len(row) if cfg.cache == "prefix" else end)
-            logits_CV = read(row, slots, window)
-            token_C = read.draw(filtered(logits_CV, cfg), float(cfg.temperature > 0), rng)
+            logits_CV = filtered(read(row, slots, window), cfg)
+            token_C = read.draw(logits_CV, float(cfg.temperature > 0), rng)
             if cfg.threshold or not shift:
-                score_C = probability(filtered(logits_CV, cfg), token_C)
+                score_C = probability(logits_CV, token_C)
             else:
-                score_C = confidence(filtered(logits_CV, cfg), cfg.alg)
+                score_C = confidence(logits_CV, cfg.alg)
 
             if shift and i == 0:
                 score_C[0] = np.inf
@@ -420,7 +430,7 @@ def dreamon(read, row, cfg, rng, shown=None):
     """
     row = row.tolist()
     mask, expand, eos = read.cfg.mask_id, read.cfg.expand_id, read.cfg.eos_id
-    longest = len(row) - row.count(mask) + cfg.max_new
+    longest = min(len(row) - row.count(mask) + cfg.max_new, read.cfg.positions)
     budget = cfg.budget
     limit = 2 * (longest - row.index(mask)) + 2 * budget
     for _ in range(cfg.steps or limit):

@@ -86,7 +86,7 @@ def main(cfg):
         cfg.top_p,
         cfg.top_k,
         vocab=tokenizer.get_vocab_size(),
-        eos_ids=tuple(ends),
+        eos_ids=ends,
     )
     rows, stats = generate(model, [ids], cfg.max_new, rule, jax.random.key(cfg.seed))
     new = [token for token in rows[0][len(ids) :] if token not in ends]
@@ -150,7 +150,7 @@ class Sampler:
                 rule.top_k,
                 rule.top_p,
                 rule="dream",
-                width=1 if model.compute.platform == "cpu" else 3,
+                width=sample_dream.filter_width(model),
             )
             token_BW = diffusion.sample_tokens(filtered_BWV, u_BWV, 1.0)
         else:
@@ -301,7 +301,7 @@ def prepare(cfg, rule, prompts, key, dtype):
         row[: len(ids)] = ids
     id_V = np.arange(cfg.vocab)
     banned_V = np.isin(id_V, (cfg.mask_id, cfg.expand_id)) | (id_V >= (rule.vocab or cfg.vocab))
-    key_B = sample_dream.keys_of_rows(jax.random.key(0) if key is None else key, B)
+    key_B = sample_dream.keys_of_rows(key, B)
     shape = B, cfg.kv_heads, L, cfg.head_size
     state = State(
         token_BL=token_BL,

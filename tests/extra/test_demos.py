@@ -289,6 +289,15 @@ def test_a_penalty_keeps_end_tokens_from_an_empty_text_and_not_from_a_full_one()
     assert ends == {0.0: 8, 3.0: 6}
 
 
+def test_a_hole_grows_up_to_the_positions_of_the_model():
+    logits_LV = np.zeros((12, 48))
+    logits_LV[:, 46] = 20.0  # every mask would become two
+    reader = Fixed(logits_LV, mask_id=47, expand_id=46, pad_id=0, bos_id=1, eos_id=2, positions=12)
+    cfg = demos.settle(demos.Config(like="dreamon", max_new=64, temperature=0.0))
+    row = np.array([1, 5, 47, 47, 2])
+    assert len(demos.dreamon(reader, row, cfg, np.random.default_rng(0))) == 12
+
+
 FOLDERS = {
     "llada": "llada",
     "fast_dllm": "llada",
@@ -334,3 +343,17 @@ def test_a_demo_for_a_model_of_another_kind_is_one_line(folder_of):
     said = refused_by(demos, f"--ckpt={folder_of('sdar')}", "--like=llada", "--compile_cache=")
     assert said.endswith("is a sdar; python generate_dream.py samples as its demo does")
     says(run("extra/demos.py", "--like=llada", "--ckpt=nowhere"), "nowhere")
+
+
+def test_settings_that_do_not_fit_are_one_line(folder_of):
+    folder = folder_of("llada")
+    for flags, part in (
+        ("--like=llada --steps=3 --block_length=8 --max_new=32", "--steps=3: fewer than blocks"),
+        ("--like=llada --steps=0 --max_new=32000", "tokens do not fit the model's"),
+        ("--like=llada --max_new=0", "--max_new=0 is not in 1"),
+        ("--like=dreamon --hole=0", "--hole=0 is not in 1"),
+        ("--like=llada --chat", f"--chat: {folder} holds no chat template"),
+        ("--like=fast_dllm --block_length=0 --max_new=32", "--block_length=0 does not divide"),
+    ):
+        said = refused_by(demos, f"--ckpt={folder}", "--compile_cache=", *flags.split())
+        assert part in said, flags
