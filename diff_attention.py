@@ -282,11 +282,14 @@ def attention_tpu(
     L and both blocks are multiples of 128. Blocks shrink to the largest such number that divides L,
     and query blocks so that the rows fit: 512 to L = 4096, 256 to 8192.
     """
-    _, I, _, L, _ = q_BIPLK.shape
+    _, I, P, L, _ = q_BIPLK.shape
+    _, J, _, _ = v_BJLE.shape
     assert I == 2, f"{I} maps: the kernel is for two; see plain_tpu"
+    assert P % J == 0, f"{P} heads, {J} key/value groups"
     if L % 128 or block_q % 128 or block_k % 128:
         raise ValueError(
-            f"rows of {L} tokens, blocks {block_q}, {block_k}: a TPU takes multiples of 128"
+            f"rows of {L} tokens, blocks {block_q}, {block_k}: a TPU takes multiples of 128 "
+            "(--seq_len)"
         )
     # float32 numerators of both maps and da, [3, L, block_q], take 24 MiB of VMEM at most, up to L
     # = 16384

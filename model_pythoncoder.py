@@ -183,8 +183,7 @@ class Block(nnx.Module):
     def __call__(
         self, x_BLD, layer, rope, index_BL, start_BL, row_B=None, seed_32=None, cache=None
     ):
-        """One layer: (new x, new cache). A query attends to slots start_BL to index_BL; index None:
-        its own slot.
+        """One layer: (new x, new cache). Queries attend to slots start_BL to index_BL, None: own.
 
         seed_32 None: no dropout. New keys and values go to slots index_BL of the cache.
         """
@@ -386,7 +385,6 @@ class PythonCoder(nnx.Module):
         seed_N32 = None  # two seeds for each of the three dropouts of each layer
         if key is not None and self.compute.dropout:
             seed_N32 = jax.random.bits(key, (self.cfg.layers, 3, 2), jnp.uint32)
-
         graph, params = nnx.split(self.layers)
 
         def apply_layer(x_BLD, params, layer, seed_32):
@@ -428,9 +426,7 @@ class PythonCoder(nnx.Module):
         return jnp.einsum("BLD,VD->BLV", hidden_BLD, weight_VD, preferred_element_type=jnp.float32)
 
     def losses(self, token_BL, segment_BL, position_BL, key=None, row_B=None, mtp=True, sums=None):
-        """Summed losses (main, mtp) of both heads in nats, over `target_masks`. For key, row_B and
-        sums see `hidden`.
-        """
+        """Summed losses (main, mtp) in nats, over `target_masks`. For the others see `hidden`."""
         embed_BLD = self.lookup(token_BL)
         chunk = self.compute.loss_tokens or (8192 if self.compute.tpu else 2048)
         hidden_BLD = self.hidden(embed_BLD, segment_BL, position_BL, key, row_B, sums)
@@ -477,7 +473,6 @@ class PythonCoder(nnx.Module):
 
 def target_masks(segment_BL):
     """Float32 masks [B, L] of the positions whose target, 1 or 2 on, is of their document."""
-
     L = segment_BL.shape[-1]
 
     def mask(ahead):
@@ -604,8 +599,11 @@ def flops_per_token(cfg, length):
 def read_config(folder, meta):
     """The Config of a checkpoint in `folder`, from its metadata. ValueError for another family."""
     try:
+        for name in "vocab width layers heads kv_heads head_size ffn".split():
+            if meta["model"].get(name, 1) < 1:
+                raise ValueError(f"{name} is below 1")
         return Config(**meta["model"])
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         advice = "is it a Dream, or of another version?"
         raise ValueError(f"{folder} holds no PythonCoder ({error}); {advice}") from None
 
@@ -807,7 +805,9 @@ def generate(model, prompts, max_new, rule, key, on_tokens=None, chunk=16):
     longest = int(length_B.max()) + max_new
     reach = int(cfg.positions * cfg.yarn_factor)
     if longest > reach:
-        raise ValueError(f"{longest} tokens do not fit: the model reaches {reach} positions")
+        raise ValueError(
+            f"{longest} tokens do not fit: the model reaches {reach} positions; lower max_new"
+        )
     if length_B.min() == 0:
         raise ValueError("an empty prompt: give at least one token")
 
