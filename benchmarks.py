@@ -292,10 +292,8 @@ class PythonCoder:
 
 def end_of_text(run, tokenizer):
     """The id that ends a text: by generation_config.json, else <|endoftext|>; -1: there is none."""
-    token = tokenizer.token_to_id("<|endoftext|>")
-    path = run / "generation_config.json"
-    if path.is_file():
-        token = runs.read_json(path).get("eos_token_id", token)
+    default = tokenizer.token_to_id("<|endoftext|>")
+    token = runs.read_about(run, "generation_config.json").get("eos_token_id", default)
     if isinstance(token, list):
         token = token[0]
     return -1 if token is None else token
@@ -790,6 +788,10 @@ MOVED = {
     "since": "python extra/livecodebench.py",
     "chat": "python extra/protocols.py --protocol=ours_chat",
     "json": "summary.json in --out is the report",
+    "until": "python extra/livecodebench.py",
+    "shots": "python extra/protocols.py",
+    "trim_prefix": "python extra/protocols.py",
+    "hole": "--max_new is the number of masks of a hole",
 }
 
 if __name__ == "__main__":

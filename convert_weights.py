@@ -252,7 +252,7 @@ def find_qwen2(folder, block_length=0, repository=""):
         mask_id = max(ids.values(), default=rows - 1) + 1
         table_rows = rows
     eos_id = int(np.ravel(keys.get("eos_token_id"))[0])
-    pad = tokenizer_config(folder).get("pad_token")
+    pad = runs.read_about(folder, "tokenizer_config.json").get("pad_token")
     if isinstance(pad, dict):
         pad = pad["content"]
     changes = {
@@ -477,12 +477,6 @@ def config_to_write(source, dtype):
     return keys
 
 
-def tokenizer_config(folder):
-    """The content of tokenizer_config.json, empty without it."""
-    path = folder / "tokenizer_config.json"
-    return runs.read_json(path) if path.is_file() else {}
-
-
 def open_tokenizer(folder, vocab=2**31):
     """(tokenizer of a folder, the file that it was read from); (None, None) without one."""
     path = folder / "tokenizer.json"
@@ -499,7 +493,8 @@ def from_merges(folder):
     Dream's has.
     """
     added = {i: {"content": name} for name, i in dream.special_ids(folder).items()}
-    for i, token in tokenizer_config(folder).get("added_tokens_decoder", {}).items():
+    config = runs.read_about(folder, "tokenizer_config.json")
+    for i, token in config.get("added_tokens_decoder", {}).items():
         added[int(i)] = token
     vocab = folder / "vocab.json"
     try:
@@ -651,7 +646,7 @@ def to_safetensors(source, out):
         config = config_to_write(source, dtype)
         runs.write(partial / "config.json", with_code(config, files, source.origin))
         if "tokenizer_config.json" in files:
-            settings = tokenizer_config(source.folder)
+            settings = runs.read_about(source.folder, "tokenizer_config.json")
             files["tokenizer_config.json"] = with_code(settings, files, source.origin)
         for name, data in files.items():
             runs.write(partial / name, data)

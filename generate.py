@@ -40,7 +40,7 @@ MOVED = {
     "repair": "python extra/repair.py",
     "draft": "python extra/draft.py",
 }
-for name in ("threshold", "steps", "block_length", "cache", "chat", "valid", "int8", "int4"):
+for name in "threshold steps block_length cache chat valid int8 int4 schedule regrow".split():
     MOVED[name] = "it is a Dream's, python generate_dream.py"
 
 
@@ -110,7 +110,7 @@ def prepare(cfg):
     if not cfg.ckpt and not cfg.step:
         folder = checkpoints.default_folder(folder, "pythoncoder")
     prompts.check_family(folder, "a PythonCoder")
-    own = prompts.read_about(folder, "generation_config.json")
+    own = runs.read_about(folder, "generation_config.json")
     return settle(cfg, folder, own.get("max_new_tokens"))
 
 

@@ -146,7 +146,7 @@ def prepare(cfg):
     """The settings as they count. Reads what the model's folder says."""
     folder = runs.as_path(cfg.ckpt or checkpoints.default_folder("out/train_dream", "dream"))
     config = prompts.check_family(folder, "a Dream")
-    own = prompts.read_about(folder, "generation_config.json")
+    own = runs.read_about(folder, "generation_config.json")
     # what was converted, or the folder's own name, not that of a link
     name = config.get("source") or f"{folder.resolve().name} {config.get('_name_or_path', '')}"
     has_template = prompts.chat_template(folder) is not None
@@ -184,7 +184,7 @@ def settle(cfg, folder, own_max_new, name, has_template):
         chat = "off"
     if (cfg.system and chat == "off") or (cfg.bos and chat != "off"):
         raise ValueError(
-            "--system goes before a conversation: say --chat=on; --bos before plain text"
+            "--system goes before a conversation, say --chat=on; --bos before plain text, --chat=off"
         )
 
     max_new = cfg.max_new
@@ -409,6 +409,8 @@ class Dream:
         shape holds the sampler's rows and widths.
         """
         ids = [blank.ids for blank in canvases]
+        if self.cfg.show_steps:  # fewer rows would be another program
+            ids += [[]] * (shape["rows"] - len(ids))
         self.key, key = jax.random.split(self.key)
         self.compile_s = 0.0
         started = time.perf_counter()
@@ -429,6 +431,7 @@ class Dream:
                 stats = step.stats
             else:
                 filled, stats = self.sampler.generate(self.model, ids, 0, self.rule, key, **shape)
+            filled = filled[: len(canvases)]
             if self.cfg.valid:
                 filled = self.mended(canvases, filled, stats)
         stats["compile_s"] = self.compile_s

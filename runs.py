@@ -198,6 +198,12 @@ def read_json(path, *needed):
     return found
 
 
+def read_about(folder, name):
+    """The JSON object in a file of a model's folder; empty where there is no file."""
+    path = as_path(folder) / name
+    return read_json(path) if path.is_file() else {}
+
+
 @contextlib.contextmanager
 def naming(path):
     """The error of a full disk, which names no file, names this path."""

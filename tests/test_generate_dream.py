@@ -24,6 +24,7 @@ import generate_dream
 import infill
 import model_dream as md
 import runs
+import sample_block
 import sample_dream
 
 pytestmark = pytest.mark.usefixtures("no_compile_cache")
@@ -339,6 +340,21 @@ def test_steps_are_shown_and_recorded(coder, capsys):
     assert silent == row["text"] + "\n"  # watching changes nothing
 
 
+@pytest.mark.parametrize(("model", "sampler"), [("model", sample_dream), ("blocks", sample_block)])
+def test_a_shown_batch_of_fewer_texts_takes_the_same_program(
+    coder, capsys, tmp_path, model, sampler
+):
+    path = tmp_path / "in.jsonl"
+    programs = set()
+    for texts in (2, 3):
+        path.write_text(texts * '{"prompt": "def"}\n')
+        settings = {"file": str(path), "batch_size": 2, "show_steps": True}
+        out, _ = dream_says(capsys, coder / model, **settings)
+        assert out.count("----") == texts
+        programs.add(sampler.one_step._cache_size())
+    assert len(programs) == 1
+
+
 @pytest.mark.slow
 def test_tokens_are_coloured_by_the_probability_they_had(coder, capsys, monkeypatch):
     settings = {"prompt": "def [MASK:4](x)"}
@@ -467,7 +483,7 @@ def test_out_of_memory_is_one_line_that_says_what_to_lower(coder, monkeypatch):
         ({"block_length": 4, "steps": 3}, "do not divide over 2 blocks"),
         ({"cache": "dual"}, "set block_length"),
         ({"chat": "on", "suffix": "y"}, "a suffix or a hole is plain text"),
-        ({"system": "s"}, "say --chat=on"),
+        ({"system": "s"}, "say --chat=on; --bos before plain text, --chat=off"),
         ({"n": 3}, "--temperature=0 generates the same text 3 times"),
         ({"file": "x.jsonl"}, "give --prompt or --file, not both"),
         ({"prompt": "", "check": True}, "--check needs --prompt or --file"),

@@ -10,6 +10,7 @@ import pytest
 from conftest import ROOT
 from test_generate import new_tokenizer
 
+import benchmarks
 import data_prep
 import generate
 import generate_dream
@@ -84,6 +85,13 @@ def test_special_tokens_in_a_users_text_stay_text(tokenizer, tmp_path):
         ids = prompts.encode_chat(tokenizer, wrap, text)
         assert (ids.count(im_end), ids.count(mask)) == (1, 0)  # the template's own
         assert tokenizer.decode(ids).startswith(f"user\n{text}\n")
+    pad = "{{ pad_token }}{{ messages[0].content }}"
+    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": pad}]
+    config = {"chat_template": named, "pad_token": {"content": "<pad>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert prompts.chat_template(tmp_path)("x") == "<pad>x"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named[:1]}))
+    assert prompts.chat_template(tmp_path) is None
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no') }}")  # it counts
     with pytest.raises(ValueError, match="fails: no"):
         prompts.chat_template(tmp_path)("x")
@@ -111,8 +119,16 @@ def test_a_folder_of_another_family_is_told_with_its_command(tmp_path, config, f
         assert str(error.value) == f"{tmp_path} holds {family}{tmp_path}"
 
 
-@pytest.mark.parametrize("script", [generate, generate_dream])
-def test_a_flag_that_moved_says_where(script, capfd, monkeypatch):
+@pytest.mark.parametrize(
+    ("script", "gone"),
+    [
+        (generate, "schedule regrow"),
+        (generate_dream, "schedule regrow fast_dllm"),
+        (benchmarks, "until shots trim_prefix hole"),
+    ],
+)
+def test_a_flag_that_moved_says_where(script, gone, capfd, monkeypatch):
+    assert {*gone.split()} <= {*script.MOVED}
     assert not {*script.MOVED} & {field.name for field in dataclasses.fields(script.Config)}
     monkeypatch.setattr("os._exit", sys.exit)
     monkeypatch.setattr("sys.argv", ["x.py", "--repair=3"])
@@ -311,6 +327,19 @@ def test_the_first_completion_that_passes_in_the_sandbox_is_taken(capsys):
     wrong = COUNTER.replace("+= k", "+= 2")
     said = prompts.judged(wrong, prompts.examples(COUNTER))
     assert said == ["pass: c.add(2) gives 5", "fail: print(c.add(1)) is not 6"]
+
+
+def test_an_example_that_could_not_run_says_so(monkeypatch):
+    def fail(program, tests):
+        raise RuntimeError("sandbox.py failed: no space")
+
+    monkeypatch.setattr(prompts, "verdicts", fail)
+    found = prompts.checked([({"prompt": ADD}, ADD)], 1, [prompts.examples(ADD)])
+    row, text = next(found)
+    assert (row["passed"], row["examples"]) == (False, ["not run: sandbox.py failed: no space"])
+    assert text.endswith("# not run: sandbox.py failed: no space")
+    with pytest.raises(ValueError, match="no completion passes"):
+        next(found)
 
 
 def test_what_a_program_returns_cannot_steer_the_terminal(monkeypatch):
