@@ -87,7 +87,8 @@ class Compute:
 
     dtype: typing.Any = jnp.float32  # of activations and of weights inside matmuls
     block: int = 256  # queries per block of the attention
-    head_positions: int = 0  # of a row, whose logits the sampler holds; 0: 64, on a CPU 16
+    # masked positions of a row whose logits the sampler holds at a time; 0: 64, on a CPU 16
+    head_positions: int = 0
     remat: typing.Literal["none", "qkvo", "full"] = "none"  # what is recomputed, see REMAT
     loss_tokens: int = 2048  # tokens whose logits the loss holds at a time, on a device
     platform: str = dataclasses.field(default_factory=lambda: platform_of(jax.devices()[0]))
@@ -560,9 +561,8 @@ def join(model):
     a product is bound by reading its weights: a large one is faster.
     """
     for layer in model.layers.values():
-        gate = layer.gate_proj.get_value()
         up = layer.up_proj.get_value()
-        both = jax.tree.map(lambda *rows: jnp.concatenate(rows), gate, up)
+        both = jax.tree.map(lambda *rows: jnp.concatenate(rows), layer.gate_proj.get_value(), up)
         layer.gate_proj.set_value(both)
         layer.up_proj.set_value(jax.tree.map(lambda x: x[:0], up))
         jax.block_until_ready(both)  # the old ones are free then
@@ -672,8 +672,7 @@ def halves(weight):
     """(q [G, S, E], scale [G, E], low [G, E]) of an Int4's left and right columns, G groups."""
     q_GSE = weight.q_FE.reshape(len(weight.scale_GD), -1, weight.q_FE.shape[1])
     q_GSEs = (q_GSE & 15, q_GSE >> 4)
-    scale_GEs = jnp.split(weight.scale_GD, 2, 1)
-    return zip(q_GSEs, scale_GEs, jnp.split(weight.low_GD, 2, 1), strict=True)
+    return zip(q_GSEs, *(jnp.split(x_GD, 2, 1) for x_GD in weight[1:]), strict=True)
 
 
 def unpacked(weight, dtype):
@@ -816,6 +815,7 @@ HF_KEYS = {  # {field of DreamConfig: key in a config.json}
     "block_length": "bd_size", "shift": "shift", "expand_id": "expand_token_id",
     "hole_masks": "hole_masks", "causal": "causal_context", "rope": "rope_parameters"}
 # fmt: on
+SIZES = "vocab width layers heads kv_heads head_size ffn".split()
 # written if not the default
 EXTRAS = {"block_length", "shift", "expand_id", "hole_masks", "causal", "rope"}
 OPTIONAL = {"head_size", "tie", "bos_id", "pad_id"} | EXTRAS  # a config.json may leave these out
@@ -854,7 +854,6 @@ PLAIN = {"bias": False, "shift": False}
 SDAR = PLAIN | {"qk_norm": True, "block_length": 4}
 DIFFCODER = PLAIN | {"block_length": 4, "mask_id": 5}
 NEMOTRON = PLAIN | {"causal": True, "block_length": 32}
-FAST = {"block_length": 32}
 FAMILIES = {
     "dream": Family("Dream", "DreamModel", {}, QWEN2, {}),
     "llada": Family("llada", "LLaDAModelLM", PLAIN, LLADA, LLADA_KEYS, "<|mdm_mask|>"),
@@ -864,7 +863,7 @@ FAMILIES = {
     "nemotron": Family(
         "nemotron_labs_diffusion", "NemotronLabsDiffusionModel", NEMOTRON, LLAMA, BLOCKS),
     "fast_dllm_v2": Family(
-        "Fast_dLLM_Qwen", "Fast_dLLM_QwenForCausalLM", FAST, QWEN2, {}, "|<MASK>|"),
+        "Fast_dLLM_Qwen", "Fast_dLLM_QwenForCausalLM", {"block_length": 32}, QWEN2, {}, "|<MASK>|"),
     "open_dcoder": Family("qwen2", "Qwen2ForCausalLM", {}, QWEN2, {}, "[MASK]"),
 }
 KNOWN = ", ".join(FAMILIES)
@@ -876,20 +875,21 @@ YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", 
 def read_config(folder, meta=None):
     """The DreamConfig in a run's `meta`, or in the folder's config.json; ValueError for others."""
     if meta is None:
-        meta = runs.read_json(runs.as_path(folder) / "config.json")
+        meta = runs.read_json(f"{folder}/config.json")
     if "model" not in meta:
         return config_from_hf(folder)
     try:
         return DreamConfig(**meta["model"])
     except (TypeError, ValueError) as error:
-        advice = "is it a PythonCoder, or of another version?"
-        raise ValueError(f"{folder} holds none of {KNOWN} ({error}); {advice}") from None
+        reason = f"{error}; is it of another version?"
+        if "diff" in meta["model"]:
+            reason = "it is a PythonCoder"
+        raise ValueError(f"{folder} holds none of {KNOWN}: {reason}") from None
 
 
 def config_from_hf(folder, changes=None):
     """The architecture in the config.json of a Hugging Face folder, with `changes` of its keys."""
-    folder = runs.as_path(folder)
-    path = folder / "config.json"
+    path = f"{folder}/config.json"
     keys = runs.read_json(path) | (changes or {})
     try:
         return config_of(folder, keys)
@@ -915,8 +915,10 @@ def config_of(folder, keys):
     for key, value in family.fixed.items():
         if name == "llada" and key not in keys:
             raise ValueError(f"{key} is missing")
-        given = keys.get(key)
-        if given is not None and (given or None) != (value or None):
+        given = keys.get(key, value)
+        if given is None and key == "attention_bias":  # Qwen2's code has one in any case
+            continue
+        if (given or None) != (value or None):
             raise ValueError(f"{key} is {given!r}, not {value!r}")
     for key, value in keys.items():
         if value and re.search("expert|vision", key):
@@ -924,16 +926,16 @@ def config_of(folder, keys):
 
     # LLaDA has its BOS in generation_config.json, SDAR its PAD, DreamOn its expand id
     keys = {key: value for key, value in keys.items() if value is not None}
-    sampling = folder / "generation_config.json"
-    if sampling.is_file():
-        given = runs.read_json(sampling)
-        for key in ("bos_token_id", "pad_token_id", "expand_token_id"):
-            keys.setdefault(key, given.get(key))
+    sampling = runs.read_about(folder, "generation_config.json")
+    for key in ("bos_token_id", "pad_token_id", "expand_token_id"):
+        keys.setdefault(key, sampling.get(key))
     if "mask_token_id" not in keys:
         keys["mask_token_id"] = special_ids(folder).get(family.mask)
     if name == "llada":
         keys.setdefault("n_kv_heads", keys.get("n_heads"))
         keys.setdefault("mlp_hidden_size", int(keys.get("mlp_ratio", 0) * keys.get("d_model", 0)))
+        if not isinstance(keys.get("weight_tying"), bool):
+            raise ValueError("weight_tying is neither true nor false")
 
     fields = {"family": name} | family.model
     for field, key in HF_KEYS.items():
@@ -941,6 +943,8 @@ def config_of(folder, keys):
         value = keys.get(own, keys.get(key))
         if value is not None:
             fields[field] = value
+        if value == 0 and field in SIZES:
+            raise ValueError(f"{own} is 0")
         if field not in fields.keys() | OPTIONAL:
             raise ValueError(f"{own} is missing")
     fields.setdefault("head_size", fields["width"] // fields["heads"])
@@ -951,8 +955,8 @@ def config_of(folder, keys):
 
 def family_of(folder, keys):
     """The key of FAMILIES for a config.json; "" for others, such as a Qwen2 without MASK."""
-    code = json.dumps([keys.get("architectures"), keys.get("auto_map")])
-    code = code.replace("Seed", "Stable")  # a former name
+    # "Seed" is a former name
+    code = json.dumps([keys.get("architectures"), keys.get("auto_map")]).replace("Seed", "Stable")
     for name, family in FAMILIES.items():
         if str(keys.get("model_type")).lower() != family.kind.lower():
             continue
@@ -966,14 +970,9 @@ def family_of(folder, keys):
 def special_ids(folder):
     """{name: id} of the tokens that the tokenizer in a folder has beside its vocabulary."""
     ids = {}
-    tokenizer = folder / "tokenizer.json"
-    if tokenizer.is_file():
-        for token in runs.read_json(tokenizer).get("added_tokens", []):
-            ids[token["content"]] = token["id"]
-    added = folder / "added_tokens.json"
-    if added.is_file():
-        ids |= runs.read_json(added)
-    return ids
+    for token in runs.read_about(folder, "tokenizer.json").get("added_tokens", []):
+        ids[token["content"]] = token["id"]
+    return ids | runs.read_about(folder, "added_tokens.json")
 
 
 def config_to_hf(cfg, dtype="bfloat16"):

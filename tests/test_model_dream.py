@@ -221,6 +221,7 @@ def test_wrong_configs_are_refused_and_unknown_keys_ignored(tmp_path):
     changes = {
         "rope_parameters": rope | {"rope_type": "yarn", "factor": 4.0},
         "hidden_act": "gelu",
+        "num_hidden_layers": 0,
         "model_type": "qwen2",
         "rope_scaling": {"type": "yarn"},
         "use_sliding_window": True,
@@ -235,6 +236,19 @@ def test_wrong_configs_are_refused_and_unknown_keys_ignored(tmp_path):
         with pytest.raises(ValueError, match="does not describe a Dream model") as error:
             read(good | {key: value})
         assert "\n" not in str(error.value)
+    assert read(good | {"attention_bias": None}) == TINY
+    with pytest.raises(ValueError, match="hidden_act is None, not 'silu'"):
+        read(good | {"hidden_act": None})
+    for key in ("vocab_size", "hidden_size", "num_attention_heads", "head_dim"):
+        with pytest.raises(ValueError, match=f"{key} is 0"):
+            read(good | {key: 0})
+    own = {"bias": False, "shift": False, "family": "llada"}
+    good = md.config_to_hf(dataclasses.replace(TINY, **own))
+    for key in ("weight_tying", "rope", "block_group_size"):
+        with pytest.raises(ValueError, match=key):
+            read(good | {key: None})
+        with pytest.raises(ValueError, match=key):
+            read({name: value for name, value in good.items() if name != key})
     for text in ("{", "[1]", ""):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"config\.json is damaged"):
@@ -292,8 +306,10 @@ def quantised(params, dtype=jnp.float32, bits=8):
 
 
 def test_a_run_of_another_family_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"holds none of dream, llada, .*; is it a PythonCoder"):
+    with pytest.raises(ValueError, match=r"holds none of dream, llada, .*: it is a PythonCoder$"):
         md.read_config(tmp_path, {"model": {"vocab": 48, "width": 32, "diff": "seed"}})
+    with pytest.raises(ValueError, match=r"holds none of .*; is it of another version\?"):
+        md.read_config(tmp_path, {"model": {"later": 3}})
     meta = {"model": dataclasses.asdict(TINY)}
     (tmp_path / "config.json").write_text(json.dumps(meta))
     assert md.read_config(tmp_path) == md.read_config(tmp_path, meta) == TINY
