@@ -104,8 +104,8 @@ def _cosine(t):
     return xp.where(t < 0.5, 2 * xp.sin(math.pi / 4 * t) ** 2, 1 - xp.sin(math.pi / 2 * (1 - t)))
 
 
-# A new entry here is a schedule for the bound of Dream and for the samplers of MDLM. `cosine` is
-# that of MDLM; MaskGIT's, sin(pi t / 2), is another function.
+# A new entry here is a schedule for the samplers of MDLM; both trainers' bounds are linear.
+# `cosine` is that of MDLM; MaskGIT's, sin(pi t / 2), is another function.
 SCHEDULES = {
     "linear": Schedule(rate=lambda t: t, slope=lambda t: 0 * t + 1),
     "cosine": Schedule(

@@ -179,7 +179,7 @@ class Sampler:
         """
         rule = self.rule
         row_B1 = jnp.arange(len(slot_BC))[:, None]
-        # With cfg.shift the token at p comes from the state at p - 1, if that is in the window.
+        # With cfg.shift the state at p - 1 counts, or its own where that is padding or not fed.
         see_left_BC = given.see_BL[row_B1, jnp.maximum(slot_BC - 1, 0)]
         shifted_BC = self.cfg.shift & (slot_BC > 0) & see_left_BC
         source_BC = jnp.clip(slot_BC - shifted_BC - start, 0, hidden_BWD.shape[1] - 1)
