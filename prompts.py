@@ -458,7 +458,9 @@ def verdicts(program, tests):
         done = subprocess.run(command, capture_output=True, text=True)
     rows = [json.loads(line) for line in done.stdout.splitlines()]  # the last is of all tests
     if len(rows) <= len(tests):
+        # the last line, without its advice: flags of sandbox.py
         why = rows[-1]["error"] if rows else done.stderr.strip().rpartition("\n")[2]
+        why = why.partition("; ")[0]
         raise RuntimeError(f"sandbox.py failed: {why}")
     return rows[:-1]
 

@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import json
 import re
+import subprocess
 import sys
 
 import pytest
@@ -330,14 +331,13 @@ def test_the_first_completion_that_passes_in_the_sandbox_is_taken(capsys):
 
 
 def test_an_example_that_could_not_run_says_so(monkeypatch):
-    def fail(program, tests):
-        raise RuntimeError("sandbox.py failed: no space")
-
-    monkeypatch.setattr(prompts, "verdicts", fail)
+    said = "sandbox: none\nno seccomp; use --runner=e2b\n"  # a flag of sandbox.py
+    done = subprocess.CompletedProcess("sandbox.py", 1, "", said)
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: done)
     found = prompts.checked([({"prompt": ADD}, ADD)], 1, [prompts.examples(ADD)])
     row, text = next(found)
-    assert (row["passed"], row["examples"]) == (False, ["not run: sandbox.py failed: no space"])
-    assert text.endswith("# not run: sandbox.py failed: no space")
+    assert (row["passed"], row["examples"]) == (False, ["not run: sandbox.py failed: no seccomp"])
+    assert text.endswith("# not run: sandbox.py failed: no seccomp")
     with pytest.raises(ValueError, match="no completion passes"):
         next(found)
 
