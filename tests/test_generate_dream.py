@@ -219,7 +219,10 @@ def test_blocks_are_filled_behind_their_exact_cache(coder, capsys, tmp_path):
     assert 1 in {step for _, step, _ in rows[0]["steps"]}
     for settings, part in (
         ({"prompt": "a[MASK:2]b"}, "does not see the text after a hole"),
-        ({"prompt": "a", "cache": "dual", "block_length": 4}, "without cache: leave it out"),
+        (
+            {"prompt": "a", "cache": "dual", "block_length": 4},
+            "no alg, alg_temp or cache: leave them out",
+        ),
         ({"prompt": "a", "threshold": 0.5, "entropy_bound": 0.5}, "do not go together"),
         ({"prompt": "a", "valid": "python"}, "for a Dream without blocks"),
     ):
