@@ -791,6 +791,7 @@ MOVED = {
     "until": "python extra/livecodebench.py",
     "shots": "python extra/protocols.py",
     "trim_prefix": "python extra/protocols.py",
+    "no_trim_prefix": "python extra/protocols.py",
     "hole": "--max_new is the number of masks of a hole",
 }
 

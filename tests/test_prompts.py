@@ -125,7 +125,7 @@ def test_a_folder_of_another_family_is_told_with_its_command(tmp_path, config, f
     [
         (generate, "schedule regrow"),
         (generate_dream, "schedule regrow fast_dllm"),
-        (benchmarks, "until shots trim_prefix hole"),
+        (benchmarks, "until shots trim_prefix no_trim_prefix hole"),
     ],
 )
 def test_a_flag_that_moved_says_where(script, gone, capfd, monkeypatch):
