@@ -672,7 +672,8 @@ def halves(weight):
     """(q [G, S, E], scale [G, E], low [G, E]) of an Int4's left and right columns, G groups."""
     q_GSE = weight.q_FE.reshape(len(weight.scale_GD), -1, weight.q_FE.shape[1])
     q_GSEs = (q_GSE & 15, q_GSE >> 4)
-    return zip(q_GSEs, *(jnp.split(x_GD, 2, 1) for x_GD in weight[1:]), strict=True)
+    scale_GEs = jnp.split(weight.scale_GD, 2, 1)
+    return zip(q_GSEs, scale_GEs, jnp.split(weight.low_GD, 2, 1), strict=True)
 
 
 def unpacked(weight, dtype):
