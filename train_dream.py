@@ -89,21 +89,21 @@ KEEP = 2  # newest checkpoints to keep, besides the best
 PROMPT = "def read_lines(path):\n"  # prefix of the samples drawn in training
 AR_WEIGHT = 3.3  # of the autoregressive loss where the context is causal: Nemotron's 1 / 0.3
 MICRO_BATCH = {"tiny": 2, "500m": 4}  # rows per device at a time, 1 of any other preset
-MASKS = ("<|mask|>", "<mask>")  # what tokenizers call MASK
+MASKS = "<|mask|>", "<mask>"  # what tokenizers call MASK
 GONE = {
     "context": "--init=DIR of a Nemotron has a causal context",
     "init_adapters": "--init=RUN/merged goes on from adapters",
 }
 
-OF_A_HOST = ("hosts", "data", "out", "resume", "wandb", "compile_cache")  # may differ between hosts
-MACHINE = ("device", "hosts", "fsdp", "tensor")  # not taken from a run by --resume
+OF_A_HOST = "hosts", "data", "out", "resume", "wandb", "compile_cache"  # may differ between hosts
+MACHINE = "device", "hosts", "fsdp", "tensor"  # not taken from a run by --resume
 COLUMNS = (
     "token_ABL",
     "segment_ABL",
     "position_ABL",
     "fixed_ABL",  # of pairs alone
 )
-METRICS = ("loss", "lr", "grad_norm", "ok")  # in the order of the log; jit returns them sorted
+METRICS = "loss", "lr", "grad_norm", "ok"  # in the order of the log; jit returns them sorted
 
 
 def settle(cfg, devices, data=None, mask_id=None):
@@ -182,6 +182,7 @@ def main(flags):
     checkpoints.connect(flags)
     if flags.eval_only:
         return evaluate(flags)
+    check_lora(flags)
     data, heldout, tokenizer_json = find_data(flags)
     tokenizer, mask_id = with_mask(flags, data.meta, tokenizer_json)
     cfg, model, compute, mesh = settle(flags, jax.devices(), data, mask_id=mask_id)
@@ -259,16 +260,18 @@ def main(flags):
     print(f"done: {out}; generate code with: python generate_dream.py --ckpt={out}")
 
 
-def architecture(cfg):
-    """The preset --model, or the model of --init, with the flags' blocks; autoregressive: of 1.
-    ValueError for flags that do not go together.
-    """
-    lora = cfg.init and not cfg.hosts and "://" not in cfg.out and cfg.optimizer != "muon"
-    if (cfg.lora_rank and not lora) or (cfg.base_bits and not cfg.lora_rank):
+def check_lora(cfg):
+    """ValueError for settings of LoRA that do not go together."""
+    fits = cfg.init and not cfg.hosts and "://" not in cfg.out and cfg.optimizer != "muon"
+    if (cfg.lora_rank and not fits) or (cfg.base_bits and not cfg.lora_rank):
         raise ValueError(
             "--base_bits goes with --lora_rank, which goes with --init and adamw, "
             "on one host, and with --out on its own disk"
         )
+
+
+def architecture(cfg):
+    """The preset --model, or the model of --init, with the flags' blocks; autoregressive: of 1."""
     if cfg.init and cfg.model not in ("", "init"):
         raise ValueError(f"--init={cfg.init} says what it is; leave --model={cfg.model} out")
     name = cfg.model or "tiny"
@@ -295,9 +298,7 @@ def architecture(cfg):
 
 
 def batch_sizes(cfg, rows, copies, most):
-    """(rows of a step, rows per device at a time): about `rows`, at most `most`, where not given.
-    `copies` devices hold different rows.
-    """
+    """(rows of a step, about `rows`; of each of `copies` devices at a time, at most `most`)."""
     batch = cfg.batch_size or max(1, rows // copies) * copies
     micro = cfg.micro_batch
     if not micro:

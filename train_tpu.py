@@ -355,9 +355,7 @@ def rows_at_a_time(name, length, fitting):
 
 
 def batch_sizes(cfg, rows, copies, most):
-    """(rows of a step, rows per device at a time): about `rows`, at most `most`, where not given.
-    `copies` devices hold different rows.
-    """
+    """(rows of a step, about `rows`; of each of `copies` devices at a time, at most `most`)."""
     batch = cfg.batch_size or max(1, rows // copies) * copies
     micro = cfg.micro_batch
     if not micro:
