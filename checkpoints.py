@@ -94,7 +94,7 @@ def join_hosts(hosts):
             where = [address, int(count), int(index)]
         # all end when one is killed
         jax.distributed.initialize(*where, heartbeat_timeout_seconds=30)
-    except ValueError as error:
+    except (ValueError, IndexError) as error:
         raise ValueError(
             f"--hosts={hosts} ({error}): ADDRESS:PORT,COUNT,INDEX; auto: TPU, SLURM, MPI"
         ) from None

@@ -84,13 +84,16 @@ class Config:
 
 CLIP = 1.0  # maximum global gradient norm
 WEIGHT_DECAY = 0.1  # of matrices; with adamw of embeddings, too
-SAVE_MINUTES = 30.0  # between checkpoints, checked when it logs
+SAVE_SECONDS = 1800  # between checkpoints, checked when it logs
 KEEP = 2  # newest checkpoints to keep, besides the best
 PROMPT = "def read_lines(path):\n"  # prefix of the samples drawn in training
 AR_WEIGHT = 3.3  # of the autoregressive loss where the context is causal: Nemotron's 1 / 0.3
 MICRO_BATCH = {"tiny": 2, "500m": 4}  # rows per device at a time, 1 of any other preset
 MASKS = "<|mask|>", "<mask>"  # what tokenizers call MASK
 GONE = {
+    **dict.fromkeys(
+        "clip keep prompt save_minutes weight_decay".split(), "it is a constant at the top"
+    ),
     "context": "--init=DIR of a Nemotron has a causal context",
     "init_adapters": "--init=RUN/merged goes on from adapters",
 }
@@ -229,7 +232,7 @@ def main(flags):
             late = False
             if last or done % cfg.log_every == 0 or in_a_row:
                 folder.log({"step": done, **metrics, **meter.row(done), "skipped": skipped})
-                late = checkpoints.host_0_says(time.monotonic() - saved_at > 60 * SAVE_MINUTES)
+                late = checkpoints.host_0_says(time.monotonic() - saved_at > SAVE_SECONDS)
 
             # Logged before the checkpoint, since --resume cuts the log to the newest one.
             scores = {}
@@ -357,12 +360,11 @@ def exact_products(dtype):
 
 def describe(cfg, model, mesh, data):
     """Print what was settled."""
-    kind = jax.devices()[0].device_kind
     params = md.count_params(model)
     tokens = cfg.batch_size * cfg.seq_len
     seen = cfg.steps * tokens
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-    print(f"{mesh.size} x {kind}, mesh {axes}, {cfg.dtype} compute")
+    print(f"{mesh.size} x {jax.devices()[0].device_kind}, mesh {axes}, {cfg.dtype} compute")
     print(f"model {cfg.model} of {params:,} parameters: {seen / params:.1f} tokens for each")
     print(f"{cfg.steps:,} steps of {tokens:,} tokens = {seen / data.tokens:.2f} epochs")
     print(f"{cfg.optimizer}, peak learning rate {cfg.lr:.3g}, LoRA rank {cfg.lora_rank}")

@@ -90,13 +90,15 @@ class Config:
 
 CLIP = 1.0  # maximum global gradient norm
 WEIGHT_DECAY = 0.1  # of matrices; with adamw of embeddings, too
-SAVE_MINUTES = 30.0  # between checkpoints, checked when it logs
+SAVE_SECONDS = 1800  # between checkpoints, checked when it logs
 KEEP = 2  # newest checkpoints to keep, besides the best
 PROMPT = "def read_lines(path):\n"  # prefix of the samples drawn in training
 GONE = {
     "reduce": "the memory of a device decides",
-    "weight_decay": "see WEIGHT_DECAY in train_tpu.py",
-    "prompt": "see PROMPT in train_tpu.py",
+    **dict.fromkeys(
+        "clip keep prompt save_minutes weight_decay".split(), "it is a constant at the top"
+    ),
+    "z_loss": "nothing on file measured a gain",
 }
 
 # Settings that may differ between hosts, and those that --resume does not take from the run.
@@ -234,7 +236,7 @@ def main(flags):
             late = False
             if last or done % cfg.log_every == 0 or in_a_row:
                 folder.log({"step": done, **metrics, **meter.row(done), "skipped": skipped})
-                late = checkpoints.host_0_says(time.monotonic() - saved_at > 60 * SAVE_MINUTES)
+                late = checkpoints.host_0_says(time.monotonic() - saved_at > SAVE_SECONDS)
 
             # Logged before the checkpoint, since --resume cuts the log to the newest one. An epoch
             # ends with an evaluation.

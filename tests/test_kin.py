@@ -80,9 +80,7 @@ def test_every_family_converts_generates_learns_and_goes_back(golden_dir, tmp_pa
     assert theirs.keys() == ours.keys()
     assert all(theirs[name].tobytes() == ours[name].tobytes() for name in theirs)
 
-    said = works(
-        "generate.py", "--model=dream", f"--ckpt={orbax}", "--prompt=w1 w2", "--max_new=8", "--json"
-    )
+    said = works("generate_dream.py", f"--ckpt={orbax}", "--prompt=w1 w2", "--max_new=8", "--json")
     assert json.loads(said)["forwards"] > 0
 
     # Fine-tuning of all weights, and by LoRA.

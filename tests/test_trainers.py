@@ -436,7 +436,7 @@ def test_more_epochs_go_on_with_a_finished_run_and_old_epochs_are_not_kept(
 def test_a_checkpoint_is_written_after_some_minutes(
     trainer, code_rows, one_device, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(trainer, "SAVE_MINUTES", 0)
+    monkeypatch.setattr(trainer, "SAVE_SECONDS", 0)
     monkeypatch.setattr(trainer, "KEEP", 9)
     trainer.main(config(trainer, code_rows, tmp_path / "run", steps=3, eval_every=3))
     assert list(runs.saved_steps(tmp_path / "run")) == [1, 2, 3]
