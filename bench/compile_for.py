@@ -1059,7 +1059,11 @@ class Grpo:
         devices = topology_devices(self.device)
         mesh = checkpoints.mesh_of(devices, (1, len(devices), 1))
         flags = coupled_grpo.Config(
-            preset="7b", lora_rank=self.lora_rank, micro_batch=self.micro_batch
+            preset="7b",
+            ckpt="",  # neither is read
+            prompts="",
+            lora_rank=self.lora_rank,
+            micro_batch=self.micro_batch,
         )
         cfg = coupled_grpo.settle(flags, mesh.size)
 
