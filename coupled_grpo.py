@@ -274,8 +274,9 @@ def main(flags):
                 paths,
                 source,
             )
-    minutes = (perf_counter() - started) / 60
-    print(f"done in {minutes:.1f} min; python generate_dream.py --ckpt={folder}")
+    print(
+        f"done in {(perf_counter() - started) / 60:.1f} min; python generate_dream.py --ckpt={folder}"
+    )
 
 
 # ---- the loop ------------------------------------------------------------------------------------
@@ -323,6 +324,8 @@ def train(run, store, meta, trainer, first):
 
         # log.jsonl has a row per round, rounds.jsonl a row per completion.
         row = {"round": done} | summary(trainer, batch, reward_BF, advantages) | metrics
+        if not metrics and run.rank == 0:
+            print(f"round {done}: no group has completions of different rewards; nothing is learnt")
         due = done % cfg.eval_every == 0 or done == trainer.rounds
         if due:
             row |= trainer.evaluate()
@@ -352,7 +355,7 @@ class Batch(typing.NamedTuple):
     # to and including the first end token
     arrays: dict
     rows: list  # the tasks, with "text", "written", "tokens" and, once rewarded, "verdicts"
-    passes: float  # forward passes over a canvas that generation took, on average
+    passes: float  # forward passes that a text took on average, of the canvas or a window
 
 
 class Trainer:
@@ -380,7 +383,10 @@ class Trainer:
             ends.insert(0, prompts.turn_end(tokenizer))
         ends = tuple(token for token in ends if token is not None)
         self.rule = rule_of(cfg, tokenizer.get_vocab_size(), ends)
+        # A CPU fills 16 rows at a time: texts that have ended leave the batch.
         self.fill = sample_dream.fill
+        if on_cpu:
+            self.fill = functools.partial(sample_dream.fill, rows=16)
         if model_cfg.block_length:  # its own cache is exact
             self.rule = sample_block.settings_of(dataclasses.replace(self.rule, cache=""))
             self.fill = sample_block.fill
@@ -454,7 +460,7 @@ class Trainer:
         devices = self.rollout_mesh.shape["data"]
         size = math.ceil(self.cfg.generation_batch / devices) * devices  # as many rows on each
         filled = []
-        windows = []
+        passes = []
         for i in range(0, len(task_B), size):
             # All batches have one shape, for one compiled program: the last repeats rows.
             canvas = tasks.canvas(np.resize(task_B[i : i + size], size))
@@ -462,13 +468,12 @@ class Trainer:
                 batch_key = jax.random.fold_in(jax.random.wrap_key_data(key_data), i)
                 token_BL, stats = self.fill(policy, *canvas, self.rule, batch_key)
             filled.append(token_BL)
-            windows.append(sum(stats["windows"]))
+            passes.append(stats["passes"])
         token_BL = np.concatenate(filled)[: len(task_B)]
-        see_BL = tasks.canvas(task_B)[1]
         counted_BC = completion_mask(token_BL[:, -self.cfg.max_new :], self.rule.eos_ids)
-        arrays = {"token_BL": token_BL, "see_BL": see_BL, "counted_BC": counted_BC}
+        arrays = {"token_BL": token_BL, "see_BL": tasks.canvas(task_B)[1], "counted_BC": counted_BC}
         rows = tasks.completions(task_B, token_BL, counted_BC)
-        return Batch(arrays, rows, np.mean(windows) / token_BL.shape[1])
+        return Batch(arrays, rows, np.mean(passes))
 
     def to_devices(self, batch, row_R, view):
         """Rows of a batch and of the arrays in view, on the devices; of row -1 no token counts."""

@@ -1155,12 +1155,13 @@ def test_a_lora_is_the_matrix_that_it_merges_into():
             close(grad["b"], layer[name] @ adapter["a"].T, 1e-4)
 
 
-def test_equal_rewards_update_nothing(folder, tmp_path):
+def test_equal_rewards_update_nothing(folder, tmp_path, capsys):
     out = tmp_path / "run"
     coupled_grpo.main(config(folder, out, rounds=1, rewards=(f"{folder / 'own.py'}:same",)))
     (row,) = read_lines(out / "log.jsonl")
     assert row["constant_groups"] == 1
     assert "loss" not in row
+    assert "round 1: no group has completions of different rewards" in capsys.readouterr().out
     before = checkpoints.bit_sums({"params": checkpoints.unflatten(weights_of(folder / "base"))})
     assert before.items() <= sums(out, 1).items()
 
