@@ -161,8 +161,7 @@ def settle(cfg, devices, block_length=0, files=()):
     cfg = dataclasses.replace(cfg, **unset)
 
     # What would fail late, or silently.
-    own = cfg.ckpt != str(DEMO) and cfg.prompts != str(DEMO / "tasks")
-    if cfg.preset == "7b" and not own:
+    if cfg.preset == "7b" and (cfg.ckpt == Config.ckpt or cfg.prompts == Config.prompts):
         raise ValueError("--preset=7b is for a model and tasks of your own: --ckpt, --prompts")
     if block_length not in (0, cfg.block_length):
         raise ValueError(
@@ -274,9 +273,8 @@ def main(flags):
                 paths,
                 source,
             )
-    print(
-        f"done in {(perf_counter() - started) / 60:.1f} min; python generate_dream.py --ckpt={folder}"
-    )
+    minutes = (perf_counter() - started) / 60
+    print(f"done in {minutes:.1f} min; python generate_dream.py --ckpt={folder}")
 
 
 # ---- the loop ------------------------------------------------------------------------------------
@@ -383,10 +381,9 @@ class Trainer:
             ends.insert(0, prompts.turn_end(tokenizer))
         ends = tuple(token for token in ends if token is not None)
         self.rule = rule_of(cfg, tokenizer.get_vocab_size(), ends)
-        # A CPU fills 16 rows at a time: texts that have ended leave the batch.
-        self.fill = sample_dream.fill
-        if on_cpu:
-            self.fill = functools.partial(sample_dream.fill, rows=16)
+        # A CPU fills at most 16 rows at a time: texts that have ended leave the batch.
+        rows = min(16, cfg.generation_batch) if on_cpu else 0
+        self.fill = functools.partial(sample_dream.fill, rows=rows)
         if model_cfg.block_length:  # its own cache is exact
             self.rule = sample_block.settings_of(dataclasses.replace(self.rule, cache=""))
             self.fill = sample_block.fill
@@ -698,8 +695,8 @@ class Tasks:
             self.ids.append(ids)
         if not self.rows:
             raise ValueError(
-                f"{path} has no task within --max_prompt={cfg.max_prompt} tokens; "
-                f"{self.dropped} are longer"
+                f"{path} holds {self.dropped} tasks, "
+                f"none of them within --max_prompt={cfg.max_prompt} tokens"
             )
 
     def canvas(self, task_B):

@@ -249,9 +249,9 @@ def grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, form=Loss()):
     "clip_low" and "clip_high" (shares of tokens without gradient at either side), "ratio_max",
     "tokens".
 
-    A score is no log-probability: its weights are 3/2 on average, and 3 for a token masked at the
-    rate 0.2. exp(d) amplifies that, so a kl of 5 and a gradient norm of 39 can come from a few
-    tokens; clip_low and clip_high say how many have left the trust region.
+    A score is no log-probability: it weighs those of its canvases by 3/2 in all on average, by 3
+    for a token masked at the rate 0.2. exp amplifies that, so "kl" is larger than a divergence
+    per token.
     Refs: PPO, arXiv:1707.06347, eq. 7; k3, http://joschu.net/blog/kl-approx.html.
     """
     counted_BC = counted_BC.astype(bool)

@@ -426,13 +426,16 @@ def test_a_completion_is_its_counted_tokens_and_its_program_stands_in_a_code_blo
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "has no task within"),
+        ("", "holds 0 tasks"),
         ('{"prompt": "x", "test_cases": []}\n', "line 1 has no tests"),
         ('{"prompt": "x", "test_cases": ["assert True"]}\n{"prompt": 3}\n', "line 2 is no task"),
         ('{"prompt": "x", "test_cases": "assert True"}\n', "line 1 is no task"),
         ("[1]\n", "line 1 is no task"),
         ('{"question": "x", "test_cases": ["assert True"]}\n', "has no chat template"),
-        ('{"prompt": "abc", "test_cases": ["x"]}\n', "within --max_prompt=2 tokens; 1 are longer"),
+        (
+            '{"prompt": "abc", "test_cases": ["x"]}\n',
+            "holds 1 tasks, none of them within --max_prompt=2 tokens",
+        ),
     ],
 )
 def test_bad_tasks_are_named(tmp_path, text, words):
