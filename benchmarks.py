@@ -61,8 +61,7 @@ class DreamFlags:
 class SandboxFlags:
     """Where programs run; see sandbox.py."""
 
-    runner: typing.Literal["local", "e2b"] = "local"  # this machine, or the service E2B
-    e2b_router_url: str = ""  # host:port of an Open-R1 router that holds the E2B key
+    runner: str = "local"  # this machine; or e2b, that service; or a router's host:port
     workers: typing.Annotated[int, (0, 1024)] = 0  # programs that run at a time; 0: one per CPU
     timeout_s: Positive | None = None  # CPU seconds of a sample; default: 4 (+: of a call), holes 3
     allow_unsafe: bool = False  # run programs even where the machine offers no safe sandbox
@@ -124,6 +123,7 @@ def settle(cfg):
 
 def check(cfg):
     """ValueError for settings that contradict each other."""
+    sandbox.Options(runner=cfg.sandbox.runner)
     if cfg.model != "dream" and cfg.dream != DreamFlags():
         names = ", ".join(f"--{field.name}" for field in dataclasses.fields(DreamFlags))
         raise ValueError(f"{names} are for --model=dream")
@@ -783,6 +783,7 @@ def describe(row):
 
 
 MOVED = {
+    "e2b_router_url": "--runner=HOST:PORT",
     "repair": "python extra/repair.py",
     "protocol": "python extra/protocols.py",
     "since": "python extra/livecodebench.py",

@@ -105,6 +105,22 @@ def host_0_says(value):
     return bool(multihost_utils.broadcast_one_to_all(value))
 
 
+def by_host_0(shape, make, *inputs):
+    """make(*inputs) on host 0, as an array of this shape on all hosts. All raise its errors."""
+    error = None
+    values = np.zeros(shape)
+    if jax.process_index() == 0:
+        try:
+            values = np.array(make(*inputs), np.float64)
+        except Exception as problem:  # whatever a user's reward raises; others would wait for ever
+            error = problem
+    if multihost_utils.broadcast_one_to_all(np.array(error is not None)):
+        # waits for all hosts: the end of host 0 would end the others before they say why
+        jax.distributed.shutdown()
+        raise error or RuntimeError("host 0 failed, and says why")
+    return np.asarray(multihost_utils.broadcast_one_to_all(values), np.float64)
+
+
 def check_hosts(folder, settings):
     """The same ValueError on all hosts if one has other settings than host 0, or does not see its
     files.

@@ -1,6 +1,6 @@
 """Coupled-GRPO: reinforcement learning of a Dream on code that runs in a sandbox. Prints.
 
-    # weights/dream learns from the tasks beside it; five minutes on a CPU
+    # weights/dream learns from the tasks beside it, and says what it gained; four minutes of a CPU
     python coupled_grpo.py
     # goes on where the run stopped
     python coupled_grpo.py --resume=out/grpo
@@ -18,15 +18,23 @@ A round: --group completions of each of --tasks tasks, their rewards (sandbox.py
 updates, each over all of them under fresh masks (grpo.py). Random numbers are functions of (seed,
 round, row): a run that was killed and resumed on as many devices equals one that was not.
 
-A rollout fills the positions whose largest probability reaches --threshold, whichever token is
-drawn. Choosing by the drawn token's probability, as Fast-dLLM does, makes all completions of a
-group the same at a low temperature, and nothing is learnt (bench/LOG.md). A Dream trained in blocks
+--score=coupled sees a text under random masks, as DiffuCoder does; --score=path sees it as the
+sampler did, in four groups of steps. With weights/dream the path's gradient points twice as much
+along the policy's, and only its held-out reward rises by 0.10 (bench/LOG.md).
+
+A rollout writes one token a forward pass; with --steps as many as that takes; or by --threshold all
+positions whose largest probability reaches it, whichever token is drawn. A policy that learns grows
+surer, writes more at once, and what is written at once does not fit together: by a threshold of 0.9
+the demo loses what it gained, and over the whole canvas it never gains. A Dream trained in blocks
 generates with its exact cache and is scored block by block, at twice the cost.
 
---preset=7b has the settings of DiffuCoder's code. There completions take 256 forward passes
-(--threshold=0 --block_length=0). It cuts long prompts, we drop them. It computes the KL divergence
-of groups of equal rewards, we drop such groups. It rewards text after <|im_end|>, and counts a
-failed sandbox as a wrong answer. Its masks repeat after about a hundred draws.
+--preset=7b has the settings of DiffuCoder's code, but for blocks of 32 and a threshold of 0.9. It
+is not known whether 7B parameters suffer from these as the demo does: watch "passes" in the log.
+DiffuCoder's own rollouts are --steps=256 --block_length=0. Its scores see the padding on the left,
+ours do not. It draws a mask rate for a micro-batch, we one for a group. It cuts long prompts, we
+drop them. It computes the KL divergence of groups of equal rewards, we drop such groups. It rewards
+text after <|im_end|>, and counts a failed sandbox as a wrong answer. Its masks repeat after about a
+hundred draws.
 
 Letters: B sequences, L columns of a canvas, C of them its completion, R rows of a micro-batch, F
 reward functions.
@@ -46,7 +54,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.experimental import multihost_utils
 
 import checkpoints
 import grpo
@@ -82,9 +89,13 @@ class Config:
     max_new: Count | None = None  # tokens of a completion
     temperature: Positive = 1.0  # sampling temperature
     block_length: Natural | None = None  # block size of cached generation; 0: whole canvas
-    threshold: Share = 0.9  # fill positions of this maximum probability; 0: one a forward pass
+    # fill positions of this maximum probability; 0: one a forward pass
+    threshold: Share | None = None
+    steps: Natural = 0  # forward passes of a completion, of equally many tokens; 0: by --threshold
+    # of a completion: by coupled masks, or along the steps that wrote it
+    score: typing.Literal["coupled", "path"] | None = None
     lr: Positive | None = None  # peak learning rate, then a cosine to a tenth of it
-    beta: NonNegative = 0.01  # weight of the KL divergence; 0: no reference model
+    beta: NonNegative | None = None  # weight of the KL divergence; 0: no reference model
     rewards: tuple[str, ...] | None = None  # names in sandbox.py, or your own file.py:function
     # weight of each of --rewards
     reward_weights: typing.Annotated[tuple[float, ...], (-1e9, 1e9)] | None = None
@@ -92,45 +103,32 @@ class Config:
     base_bits: typing.Literal[0, 8, 4] = 0  # with LoRA: bits of frozen matrices; 0: not quantised
     eval_every: Count | None = None  # rounds between evaluations; each saves a checkpoint
     eval_tasks: Count = 96  # held-out tasks of each file
-    runner: typing.Literal["local", "e2b"] = "local"  # sandbox: this machine or E2B's cloud
-    e2b_router_url: str = ""  # host:port of an Open-R1 router with an E2B key
+    runner: str = "local"  # sandbox: this machine; e2b, that cloud; or host:port of its router
     allow_unsafe: bool = False  # run programs even where the machine offers no safe sandbox
     wandb: str = ""  # project name; "" logs to files alone
     hosts: str = ""  # "": one host; auto: TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX
     seed: Natural = 0  # of tasks, completions and masks
 
 
-PRESETS = {
-    "demo": {
-        "rounds": 10,
-        "tasks": 8,
-        "group": 8,
-        "iterations": 2,
-        "max_prompt": 96,
-        "max_new": 64,
-        "block_length": 0,
-        "lr": 3e-5,
-        "rewards": ("code",),
-        "reward_weights": (1.0,),
-        "eval_every": 5,
-    },
-    "7b": {
-        "rounds": 0,
-        "tasks": 8,
-        "group": 10,
-        "iterations": 2,
-        "max_prompt": 200,
-        "max_new": 256,
-        "block_length": 32,
-        "lr": 1e-6,
-        "rewards": ("code", "code_format"),
-        "reward_weights": (2.0, 0.5),
-        "eval_every": 50,
-    },
+PRESETS = {  # of each flag whose default is None: its value in demo, and in 7b
+    "rounds": (20, 0),
+    "tasks": (16, 8),
+    "group": (8, 10),
+    "iterations": (1, 2),
+    "max_prompt": (96, 200),
+    "max_new": (48, 256),
+    "block_length": (8, 32),
+    "threshold": (0.0, 0.9),
+    "score": ("path", "coupled"),
+    "lr": (1e-4, 1e-6),
+    "beta": (0.0, 0.01),
+    "rewards": (("code",), ("code", "code_format")),
+    "reward_weights": ((1.0,), (2.0, 0.5)),
+    "eval_every": (10, 50),
 }
-ON_A_DEVICE = {
-    "demo": {"micro_batch": 64, "generation_batch": 128},
-    "7b": {"micro_batch": 5, "generation_batch": 10},
+ON_A_DEVICE = {  # of each flag whose default is 0: rows of a device in demo, and in 7b
+    "micro_batch": (32, 5),
+    "generation_batch": (128, 10),
 }
 TOP_P = {"demo": 1.0, "7b": 0.95}
 OPTIMIZER = {"demo": (0.0, 1.0), "7b": (0.1, 0.2)}  # weight decay, clip of the gradient's norm
@@ -142,7 +140,7 @@ SYSTEM = "You are a helpful assistant."
 
 # Settings that may differ between hosts: where things are, and the sandbox, which host 0 alone
 # needs.
-OF_A_HOST = "ckpt prompts heldout out resume wandb hosts runner e2b_router_url allow_unsafe".split()
+OF_A_HOST = "ckpt prompts heldout out resume wandb hosts runner allow_unsafe".split()
 
 # ---- what is prepared ----------------------------------------------------------------------------
 
@@ -152,21 +150,34 @@ def settle(cfg, devices, block_length=0, files=()):
 
     block_length is the model's; files are the JSONL files in the folder --prompts.
     """
-    values = dict(PRESETS[cfg.preset])
-    if cfg.preset == "7b" and cfg.lora_rank:
+    large = cfg.preset == "7b"
+    values = {name: pair[large] for name, pair in PRESETS.items()}
+    if large and cfg.lora_rank:
         values["lr"] = 2e-5  # a guess
     if block_length:
         values["block_length"] = block_length
+    if cfg.steps:
+        values["threshold"] = 0.0
     unset = {name: value for name, value in values.items() if getattr(cfg, name) is None}
     cfg = dataclasses.replace(cfg, **unset)
 
     # What would fail late, or silently.
-    if cfg.preset == "7b" and (cfg.ckpt == Config.ckpt or cfg.prompts == Config.prompts):
+    sandbox.Options(runner=cfg.runner)
+    if large and (cfg.ckpt == Config.ckpt or cfg.prompts == Config.prompts):
         raise ValueError("--preset=7b is for a model and tasks of your own: --ckpt, --prompts")
     if block_length not in (0, cfg.block_length):
         raise ValueError(
             f"{cfg.ckpt} was trained in blocks of {block_length}: leave --block_length out"
         )
+    if cfg.steps and cfg.threshold:
+        raise ValueError("--steps and --threshold are two ways to fill a canvas: leave one out")
+    if cfg.threshold and not cfg.block_length:
+        raise ValueError(
+            "rollouts over the whole canvas by a threshold learn nothing (bench/LOG.md); "
+            "give blocks, as --block_length=8, or the number of --steps"
+        )
+    if cfg.steps and not block_length:  # refuses what does not divide over the blocks
+        sample_dream.layout(rule_of(cfg, 0, ()), np.ones((1, cfg.max_new), bool))
     if not len(set(cfg.rewards)) == len(cfg.rewards) == len(cfg.reward_weights):
         raise ValueError(
             f"--rewards={' '.join(cfg.rewards)}: each once, with a weight of its own in "
@@ -190,8 +201,9 @@ def settle(cfg, devices, block_length=0, files=()):
         raise ValueError(f"--heldout={' '.join(cfg.heldout)}: the log needs files of other names")
 
     # Batches grow with the devices, up to a round.
-    for name, on_each in ON_A_DEVICE[cfg.preset].items():
-        size = getattr(cfg, name) or min(on_each * devices, cfg.tasks * cfg.group)
+    for name, pair in ON_A_DEVICE.items():
+        on_all = pair[large] * devices
+        size = getattr(cfg, name) or min(on_all, cfg.tasks * cfg.group)
         cfg = dataclasses.replace(cfg, **{name: size})
     return cfg
 
@@ -222,10 +234,9 @@ def main(flags):
         ids = [tasks.ids for tasks in files]
         same = settings | dict.fromkeys(OF_A_HOST) | {"model": model, "ids": ids}
         checkpoints.check_hosts(run.out, same)
-        names = "runner", "e2b_router_url", "allow_unsafe"
-        options = {name: getattr(cfg, name) for name in names}
+        options = {"runner": cfg.runner, "allow_unsafe": cfg.allow_unsafe}
         if tested:  # before weights are read
-            by_host_0((), functools.partial(sandbox.check, **options))
+            checkpoints.by_host_0((), functools.partial(sandbox.check, **options))
 
         # The model and its programs.
         reward = functools.partial(sandbox.score, rewards=rewards, **options)
@@ -242,8 +253,7 @@ def main(flags):
         # and template lie beside it. Sizes of batches are settled anew where a run goes on.
         source = runs.read_json(runs.as_path(cfg.ckpt) / "config.json").get("source", "")
         settings["model"] = "dream"
-        settings["micro_batch"] = flags.micro_batch
-        settings["generation_batch"] = flags.generation_batch
+        settings |= {name: getattr(flags, name) for name in ON_A_DEVICE}
         meta = {"model": model, "train": settings, "source": source}
         if cfg.lora_rank:  # adapters fit the weights beside which they were trained, and no others
             _, base, step = checkpoints.find_weights(runs.as_path(cfg.ckpt))
@@ -308,7 +318,7 @@ def train(run, store, meta, trainer, first):
             rewards = pool.submit(trainer.reward, batch.rows).result
         views = trainer.score(batch, jax.random.fold_in(key, 1))
         clock.append(perf_counter())
-        reward_BF = by_host_0((len(batch.rows), len(cfg.rewards)), rewards)
+        reward_BF = checkpoints.by_host_0((len(batch.rows), len(cfg.rewards)), rewards)
         clock.append(perf_counter())
 
         # A completion that does better than the others of its task becomes likelier, one that does
@@ -329,7 +339,7 @@ def train(run, store, meta, trainer, first):
             row |= trainer.evaluate()
         if run.rank == 0:
             run.append("rounds.jsonl", completion_lines(done, cfg, batch, reward_BF, advantages))
-        phases = ("generate_s", "score_s", "reward_s", "update_s")
+        phases = "generate_s", "score_s", "reward_s", "update_s"
         run.log(row | dict(zip(phases, np.diff(clock), strict=True)))
 
         # Saving goes on in the background. A signal, to any host, asks for one more checkpoint, of
@@ -341,6 +351,9 @@ def train(run, store, meta, trainer, first):
             store.close()
             jax.distributed.shutdown()  # waits for the other hosts, until all have saved
             run.leave(done)
+    if run.rank == 0:
+        for line in gains(cfg, (run.out / "log.jsonl").read_text()):
+            print(line)
 
 
 # ---- the steps of a round ------------------------------------------------------------------------
@@ -381,8 +394,8 @@ class Trainer:
             ends.insert(0, prompts.turn_end(tokenizer))
         ends = tuple(token for token in ends if token is not None)
         self.rule = rule_of(cfg, tokenizer.get_vocab_size(), ends)
-        # A CPU fills at most 16 rows at a time: texts that have ended leave the batch.
-        rows = min(16, cfg.generation_batch) if on_cpu else 0
+        # One CPU fills at most 16 rows at a time: texts that have ended leave the batch.
+        rows = min(16, cfg.generation_batch) if on_cpu and len(devices) == 1 else 0
         self.fill = functools.partial(sample_dream.fill, rows=rows)
         if model_cfg.block_length:  # its own cache is exact
             self.rule = sample_block.settings_of(dataclasses.replace(self.rule, cache=""))
@@ -411,7 +424,7 @@ class Trainer:
         self.opt = jax.jit(optimizer.init, out_shardings=layouts[1])(self.trained)
         self.updates = 0  # so far
         self.failed = 0  # how many of the last ones had no finite gradient
-        graph, self.rollout_graph = graphs_of(model_cfg, self.dtype, on_cpu)
+        graph, self.rollout_graph = grpo.graphs_of(model_cfg, self.dtype, on_cpu)
         self.scores, self.gradients, self.update = grpo.make_programs(
             graph,
             optimizer,
@@ -457,6 +470,7 @@ class Trainer:
         devices = self.rollout_mesh.shape["data"]
         size = math.ceil(self.cfg.generation_batch / devices) * devices  # as many rows on each
         filled = []
+        groups = []
         passes = []
         for i in range(0, len(task_B), size):
             # All batches have one shape, for one compiled program: the last repeats rows.
@@ -464,17 +478,25 @@ class Trainer:
             with jax.set_mesh(self.rollout_mesh):
                 batch_key = jax.random.fold_in(jax.random.wrap_key_data(key_data), i)
                 token_BL, stats = self.fill(policy, *canvas, self.rule, batch_key)
+            if self.cfg.score == "path":
+                token_BL, group_BL = grpo.path_of(
+                    stats["record"], token_BL, tasks.model_cfg.mask_id
+                )
+                groups.append(group_BL[:, -self.cfg.max_new :])
             filled.append(token_BL)
             passes.append(stats["passes"])
         token_BL = np.concatenate(filled)[: len(task_B)]
-        counted_BC = completion_mask(token_BL[:, -self.cfg.max_new :], self.rule.eos_ids)
+        counted_BC = grpo.completion_mask(token_BL[:, -self.cfg.max_new :], self.rule.eos_ids)
         arrays = {"token_BL": token_BL, "see_BL": tasks.canvas(task_B)[1], "counted_BC": counted_BC}
+        if groups:
+            arrays["group_BC"] = np.concatenate(groups)[: len(task_B)]
         rows = tasks.completions(task_B, token_BL, counted_BC)
         return Batch(arrays, rows, np.mean(passes))
 
     def to_devices(self, batch, row_R, view):
         """Rows of a batch and of the arrays in view, on the devices; of row -1 no token counts."""
-        inputs = {name: x[row_R] for name, x in (batch.arrays | view).items()}
+        arrays = batch.arrays | view
+        inputs = {name: x[row_R] for name, x in arrays.items()}
         inputs["counted_BC"] &= (row_R >= 0)[:, None]
         return jax.device_put(inputs, jax.NamedSharding(self.mesh, md.PS(md.BATCH)))
 
@@ -486,10 +508,12 @@ class Trainer:
         B, C = batch.arrays["counted_BC"].shape
         views = []
         for i in range(cfg.iterations):
-            mask = jax.device_get(grpo.draw_masks(key, i, B, C, cfg.group))
-            old_BC = np.zeros((B + 1, C), np.float32)  # its last row takes what is padding
-            ref_BC = np.zeros((B + 1, C), np.float32)
-            for row_R in micro_batches(np.arange(B), cfg.micro_batch, self.mesh.size):
+            mask = {}
+            if cfg.score == "coupled":
+                mask = jax.device_get(grpo.draw_masks(key, i, B, C, cfg.group))
+            # the last row of each takes what is padding
+            old_BC, ref_BC = np.zeros((2, B + 1, C), np.float32)
+            for row_R in grpo.micro_batches(np.arange(B), cfg.micro_batch, self.mesh.size):
                 inputs = self.to_devices(batch, row_R, mask)
                 if i > 0:  # at first the new score is the old one, see grpo.micro_loss
                     old_BC[row_R] = self.scores(self.trained, self.base, inputs)
@@ -506,7 +530,7 @@ class Trainer:
         kept_B = advantages.counted_B & ~advantages.constant_B
         if not kept_B.any():
             return advantages, {}
-        batches = micro_batches(np.flatnonzero(kept_B), cfg.micro_batch, self.mesh.size)
+        batches = grpo.micro_batches(np.flatnonzero(kept_B), cfg.micro_batch, self.mesh.size)
         advantage_B = advantages.advantage_B.astype(np.float32)
         measured = []
         norms = []
@@ -548,51 +572,17 @@ class Trainer:
         key = jax.random.fold_in(jax.random.key(cfg.seed), 1 << 21)  # the same at each evaluation
         figures = {}
         for tasks in self.heldout:
-            task_B = np.repeat(np.arange(len(tasks.rows))[: cfg.eval_tasks], EVAL_SAMPLES)
+            numbers = np.arange(len(tasks.rows))[: cfg.eval_tasks]
+            task_B = np.repeat(numbers, EVAL_SAMPLES)
             rows = self.rollout(tasks, task_B, key).rows
-            reward_BF = by_host_0((len(rows), len(cfg.rewards)), self.reward, rows)
-            known = reward_BF[~np.isnan(reward_BF[:, 0]), 0]  # the sandbox may have failed
+            reward_BF = checkpoints.by_host_0((len(rows), len(cfg.rewards)), self.reward, rows)
+            reward_B = reward_BF[:, 0]
+            known = reward_B[~np.isnan(reward_B)]  # the sandbox may have failed
             if len(known):
                 name = Path(tasks.path).stem
                 figures[f"{name}_reward"] = known.mean()
                 figures[f"{name}_pass"] = (known == 1).mean()
         return figures
-
-
-def micro_batches(row_R, size, devices):
-    """Nearly equal batches of at most `size` rows; -1 pads each to a multiple of `devices`."""
-    width = math.ceil(size / devices) * devices
-    batches = np.array_split(row_R, math.ceil(len(row_R) / size))
-    return [np.pad(batch, (0, width - len(batch)), constant_values=-1) for batch in batches]
-
-
-def completion_mask(token_BC, end_ids):
-    """True up to and including the first end token; all True where there is none."""
-    ends_BC = np.isin(token_BC, end_ids)
-    return ends_BC.cumsum(-1) - ends_BC == 0
-
-
-def by_host_0(shape, make, *inputs):
-    """make(*inputs) on host 0, as an array of this shape on all hosts. All raise its errors."""
-    error = None
-    values = np.zeros(shape)
-    if jax.process_index() == 0:
-        try:
-            values = np.array(make(*inputs), np.float64)
-        except Exception as problem:  # whatever a user's reward raises; others would wait for ever
-            error = problem
-    if multihost_utils.broadcast_one_to_all(np.array(error is not None)):
-        # waits for all hosts: the end of host 0 would end the others before they say why
-        jax.distributed.shutdown()
-        raise error or RuntimeError("host 0 could not run the programs; it says why")
-    return np.asarray(multihost_utils.broadcast_one_to_all(values), np.float64)
-
-
-def graphs_of(model_cfg, dtype, on_cpu=False, **how):
-    """The model without parameters, for training (it rematerialises, not on a CPU) and rollouts."""
-    rollout = md.Compute(dtype, 64 if on_cpu else 256, **how)
-    training = dataclasses.replace(rollout, remat="none" if on_cpu else "full")
-    return md.graph_of(model_cfg, training), md.graph_of(model_cfg, rollout)
 
 
 def check_memory(cfg, model_cfg, mesh, rollout_mesh, dtype):
@@ -621,11 +611,13 @@ def rule_of(cfg, vocab, ends):
         cache="dual" if cfg.block_length else "",
         temperature=cfg.temperature,
         top_p=TOP_P[cfg.preset],
+        history=cfg.score == "path",
         vocab=vocab,
         eos_ids=ends,
         # Positions are chosen by the maximum of the distribution after top-p, never by the token
         # that is drawn.
         threshold=cfg.threshold,
+        steps=cfg.steps,
         score="distribution",
         filtered=True,
     )
@@ -641,28 +633,6 @@ def question_of(task):
     return f"{task['question']}\nTest cases: {task['test_cases'][0]}"
 
 
-def read_tasks(path, tested=True):
-    """The tasks of a JSONL file. ValueError names a line that is no task, or lacks tests."""
-    tasks = []
-    for number, line in enumerate(runs.as_path(path).read_bytes().splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            task = {"test_cases": []} | json.loads(line)
-            text = task["question"] if "question" in task else task["prompt"]
-            "".join([text] + task["test_cases"])
-        except (ValueError, KeyError, TypeError, RecursionError):
-            form = '{"question" or "prompt": text, "test_cases": [texts]}'
-            raise ValueError(f"{path}, line {number} is no task: {form}") from None
-        if tested and not task["test_cases"]:
-            raise ValueError(
-                f"{path}, line {number} has no tests; "
-                "only --rewards=file.py:function can do without"
-            )
-        tasks.append(task)
-    return tasks
-
-
 class Tasks:
     """Tasks as canvases: left-padded token ids of the prompts, max_new columns of MASK after."""
 
@@ -676,18 +646,18 @@ class Tasks:
         self.dropped = 0  # tasks whose prompt is too long
         self.chat = False
         wrap = prompts.chat_template(runs.as_path(cfg.ckpt))
-        for task in read_tasks(path, tested):
+        for task in prompts.read_tasks(path, tested):
             chat = "question" in task
             if chat and not wrap:
                 raise ValueError(
                     f"{path} asks questions, and the model has no chat template "
                     "(tokenizer_config.json)"
                 )
-            text = wrap(question_of(task), SYSTEM) if chat else task["prompt"]
-            # in a program, the name of a special token is plain text
-            tokenizer.encode_special_tokens = not chat
+            if chat:
+                ids = prompts.encode_chat(tokenizer, wrap, question_of(task), SYSTEM)
+            else:
+                ids = prompts.ids_of(tokenizer, task["prompt"]) or [model_cfg.bos_id]
             self.chat |= chat
-            ids = tokenizer.encode(text, add_special_tokens=False).ids or [model_cfg.bos_id]
             if len(ids) > cfg.max_prompt:
                 self.dropped += 1
                 continue
@@ -737,14 +707,14 @@ def summary(trainer, batch, reward_BF, advantages):
     counted_B = advantages.counted_B
     row = {"reward": np.mean(advantages.reward_B[counted_B])}
     for name, reward_B in zip(cfg.rewards, reward_BF.T, strict=True):
-        known_B = reward_B[~np.isnan(reward_B)]
-        row[f"{name}_mean"] = known_B.mean()
-        row[f"{name}_std"] = known_B.std()
+        row[f"{name}_mean"] = np.nanmean(reward_B)
+        row[f"{name}_std"] = np.nanstd(reward_B)
     token_BC = batch.arrays["token_BL"][:, -cfg.max_new :]
     counted_BC = batch.arrays["counted_BC"]
     # completions that repeat another of their group: a sign of a policy that collapses
-    groups = np.where(counted_BC, token_BC, -1).reshape(-1, cfg.group, cfg.max_new)
-    different = sum(len(np.unique(group_NC, axis=0)) for group_NC in groups)
+    text_BC = np.where(counted_BC, token_BC, -1)
+    groups_GNC = text_BC.reshape(-1, cfg.group, cfg.max_new)
+    different = sum(len(np.unique(group_NC, axis=0)) for group_NC in groups_GNC)
     return row | {
         "constant_groups": advantages.constant_B.mean(),
         "no_reward": int((~counted_B).sum()),
@@ -755,6 +725,33 @@ def summary(trainer, batch, reward_BF, advantages):
         "duplicates": 1 - different / len(token_BC),
         "passes": batch.passes,
     }
+
+
+def gains(cfg, log):
+    """What a run has learnt, in lines: the reward of held-out tasks at the first and the last
+    evaluation, and a warning if that of its rounds fell. log: the text of log.jsonl.
+    """
+    rows = [json.loads(line) for line in log.splitlines()]
+    lines = []
+    for path in cfg.heldout:
+        stem = Path(path).stem
+        values = [row[f"{stem}_reward"] for row in rows if f"{stem}_reward" in row]
+        if values:
+            lines.append(f"held-out reward of {stem}: {values[0]:.3f} -> {values[-1]:.3f}")
+    # Tasks come in random order, so that those of the first and of the last quarter are of one
+    # difficulty, within two standard errors.
+    reward_R = np.array([row["reward"] for row in rows if "reward" in row])
+    quarter = len(reward_R) // 4
+    if quarter > 1:
+        first_R = reward_R[:quarter]
+        last_R = reward_R[-quarter:]
+        error = np.hypot(first_R.std(ddof=1), last_R.std(ddof=1)) / quarter**0.5
+        if first_R.mean() - last_R.mean() > 2 * error:
+            lines.append(
+                f"warning: its rounds were rewarded by {first_R.mean():.3f} in the first quarter "
+                f"and {last_R.mean():.3f} in the last; lower --lr, or give --threshold=0"
+            )
+    return lines
 
 
 def completion_lines(done, cfg, batch, reward_BF, advantages):
@@ -784,6 +781,7 @@ def completion_lines(done, cfg, batch, reward_BF, advantages):
 
 if __name__ == "__main__":
     moved = {
+        "e2b_router_url": "--runner=HOST:PORT",
         "loss": "bnpo is the only form",
         "delta": "nothing on file measured it",
         "scale_rewards": "nothing on file measured it",

@@ -1,8 +1,11 @@
 """The mathematics of Coupled-GRPO: scores of completions, advantages, loss, optimizer. Pure.
 
-A completion is scored on three versions of its canvas: all of it MASK, a random mask m, and the
-complement of m. Each token is MASK in the first and in exactly one of the other two, so its score
-always counts, with about half of the completion around it visible.
+Coupled scores take three versions of a completion's canvas: all of it MASK, a random mask m, and
+the complement of m. Each token is MASK in the first and in exactly one of the other two, so its
+score always counts, with about half of the completion around it visible.
+
+Path scores take GROUPS versions: the steps of the sampler in as many groups, and of each group the
+canvas before it. A token's score is its log-probability there.
 
 It generates no completion, rewards none, and keeps no state: coupled_grpo.py does.
 
@@ -25,6 +28,8 @@ from flax import nnx
 
 import diffusion
 import model_dream as md
+
+GROUPS = 4  # versions of a canvas in a path score: as many make a gradient as dear as a coupled one
 
 # ---- scores --------------------------------------------------------------------------------------
 
@@ -174,15 +179,60 @@ def coupled_scores(model, batch, mask_id, chunk=1024):
     views_BKC, mask_BC = coupled_views(token_BC, completion_BC, batch["u_BC"], ratio_B1, mask_id)
     hidden_BKCD = hidden_of_views(model, batch["token_BL"], batch["see_BL"], views_BKC)
     weights = (0.5, 0.5 / ratio_B1, 0.5 / (1 - ratio_B1))
-    expand = model.cfg.expand_id
-
-    def logits_of(hidden_BTD):
-        logits_BTV = model.logits(hidden_BTD)
-        if expand >= 0:
-            logits_BTV = logits_BTV.at[..., expand].set(-jnp.inf)
-        return logits_BTV
-
+    logits_of = functools.partial(allowed_logits, model)
     return merge_views(logits_of, hidden_BKCD, token_BC, mask_BC, weights, chunk)
+
+
+def allowed_logits(model, hidden_BTD):
+    """Logits without the id that grows holes, which the sampler never draws."""
+    logits_BTV = model.logits(hidden_BTD)
+    if model.cfg.expand_id >= 0:
+        logits_BTV = logits_BTV.at[..., model.cfg.expand_id].set(-jnp.inf)
+    return logits_BTV
+
+
+def path_of(record, token_BL, mask_id):
+    """(token_BL, group_BL) of filled canvases: each token as it was drawn, even where an end
+    replaced it, and its group of steps, 0 .. GROUPS - 1, equally many of its row's steps in each;
+    GROUPS where none was drawn. NumPy's. record: a sample_dream.Record.
+    """
+    drawn_BL = (record.step_BL >= 0) & (record.token_BL != mask_id)
+    group_BL = np.full(token_BL.shape, GROUPS)
+    for group_L, step_L, drawn_L in zip(group_BL, record.step_BL, drawn_BL, strict=True):
+        steps, rank_N = np.unique(step_L[drawn_L], return_inverse=True)
+        group_L[drawn_L] = rank_N * GROUPS // max(GROUPS, len(steps))
+    return np.where(drawn_BL, record.token_BL, token_BL), group_BL
+
+
+def path_scores(model, batch, mask_id, chunk=1024):
+    """Scores of completions as the sampler wrote them, log p of each token on the canvas before its
+    group of steps, and the entropy of the prediction: float32 [B, C].
+
+    batch: token_BL, whose last C columns are what was drawn, see_BL, and group_BC of
+    path_of. With as many groups as steps the sum over a row is the exact log-probability of
+    a path whose positions are chosen by the canvas alone. Ref: TraceRL, arXiv:2509.06949.
+    """
+    group_BC = batch["group_BC"]
+    token_BC = batch["token_BL"][:, -group_BC.shape[1] :]
+    before_BKC = group_BC[:, None] < jnp.arange(GROUPS)[:, None]
+    views_BKC = jnp.where(before_BKC, token_BC[:, None], mask_id)
+    hidden_BKCD = hidden_of_views(model, batch["token_BL"], batch["see_BL"], views_BKC)
+    own_B1C1 = jnp.minimum(group_BC, GROUPS - 1)[:, None, :, None]
+    hidden_B1CD = jnp.take_along_axis(hidden_BKCD, own_B1C1, 1)
+    logits_of = functools.partial(allowed_logits, model)
+    return token_logps(logits_of, hidden_B1CD[:, 0], token_BC, chunk)
+
+
+def scores_of(model, batch, mask_id, chunk=1024):
+    """Path scores where the batch has groups of steps, else coupled ones: (scores, entropy)."""
+    how = path_scores if "group_BC" in batch else coupled_scores
+    return how(model, batch, mask_id, chunk)
+
+
+def completion_mask(token_BC, end_ids):
+    """True up to and including the first end token; all True where there is none."""
+    ends_BC = np.isin(token_BC, end_ids)
+    return ends_BC.cumsum(-1) - ends_BC == 0
 
 
 # ---- advantages ----------------------------------------------------------------------------------
@@ -240,6 +290,12 @@ class Loss:
     limit: float = 20.0  # both logarithms are clipped to +- limit, where their gradients end
 
 
+def mean_of(counted_BC, x_BC):
+    """The mean over the counted tokens; 0 where there is none."""
+    total = jnp.where(counted_BC, x_BC, 0.0).sum()
+    return total / jnp.maximum(counted_BC.sum(), 1)
+
+
 def grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, form=Loss()):
     """(value, metrics): the mean of -min(r A, clip(r, 1 - low, 1 + high) A) + beta KL over the
     counted tokens of the batch ("bnpo" in TRL), float32.
@@ -250,15 +306,14 @@ def grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, form=Loss()):
     "tokens".
 
     A score is no log-probability: it weighs those of its canvases by 3/2 in all on average, by 3
-    for a token masked at the rate 0.2. exp amplifies that, so "kl" is larger than a divergence
-    per token.
+    for a token masked at the rate 0.2. exp amplifies that: "kl" reaches 5, and the gradient's norm
+    39, while the divergence of a token is far below 1. micro_loss has metrics that can be read.
     Refs: PPO, arXiv:1707.06347, eq. 7; k3, http://joschu.net/blog/kl-approx.html.
     """
     counted_BC = counted_BC.astype(bool)
     tokens = counted_BC.sum()
 
-    def mean(x_BC):
-        return jnp.where(counted_BC, x_BC, 0.0).sum() / jnp.maximum(tokens, 1)
+    mean = functools.partial(mean_of, counted_BC)
 
     def logarithm(x_BC):
         return jnp.clip(jnp.where(counted_BC, x_BC, 0.0), -form.limit, form.limit)
@@ -288,24 +343,51 @@ def grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, form=Loss()):
 
 
 def micro_loss(model, batch, mask_id, form=Loss(), chunk=1024):
-    """(value, metrics) of one micro-batch, to be differentiated: grpo_loss of coupled_scores, and
-    the mean entropy.
+    """(value, metrics) of one micro-batch, to be differentiated: grpo_loss of scores_of, and as
+    means of the counted tokens "entropy", "log_ratio" = |l - l_old| and "token_kl" = exp(d) - d
+    - 1 with d = l_ref - l. l is a score divided by the sum of its weights: a log-probability.
 
-    batch: what coupled_scores reads, advantage_B, counted_BC, old_BC, ref_BC if beta is not 0. With
+    batch: what scores_of reads, advantage_B, counted_BC, old_BC, ref_BC if beta is not 0. With
     batch["first"] no update followed old_BC, so that the score itself replaces it.
     """
     counted_BC = batch["counted_BC"]
-    score_BC, entropy_BC = coupled_scores(model, batch, mask_id, chunk)
+    score_BC, entropy_BC = scores_of(model, batch, mask_id, chunk)
     old_BC = jnp.where(batch["first"], score_BC, batch["old_BC"])
     value, metrics = grpo_loss(
         score_BC, old_BC, batch.get("ref_BC"), batch["advantage_B"], counted_BC, form
     )
-    total = jnp.where(counted_BC, entropy_BC, 0.0).sum()
-    metrics["entropy"] = total / jnp.maximum(metrics["tokens"], 1)
+    mean = functools.partial(mean_of, counted_BC)
+    weight_BC = 1.0
+    if "group_BC" not in batch:
+        ratio_B1 = jnp.reshape(batch["ratio_B"], (-1, 1))
+        masked_BC = jnp.where(batch["u_BC"] < ratio_B1, ratio_B1, 1 - ratio_B1)
+        weight_BC = 0.5 + 0.5 / masked_BC
+    metrics["entropy"] = mean(entropy_BC)
+    metrics["log_ratio"] = mean(jnp.abs(score_BC - old_BC) / weight_BC)
+    if form.beta:
+        log_BC = (batch["ref_BC"] - score_BC) / weight_BC
+        metrics["token_kl"] = mean(jnp.exp(log_BC) - log_BC - 1)
     return value, metrics
 
 
 # ---- updates -------------------------------------------------------------------------------------
+
+
+def graphs_of(model_cfg, dtype, on_cpu=False, **how):
+    """The model without parameters, for training (it rematerialises, not on a CPU) and rollouts."""
+    rollout = md.Compute(dtype, 64 if on_cpu else 256, **how)
+    training = dataclasses.replace(rollout, remat="none" if on_cpu else "full")
+    return md.graph_of(model_cfg, training), md.graph_of(model_cfg, rollout)
+
+
+def micro_batches(row_R, size, devices):
+    """Nearly equal batches of at most `size` rows; -1 pads each to a multiple of `devices`."""
+    width = math.ceil(size / devices) * devices
+    padded = []
+    for batch in np.array_split(row_R, math.ceil(len(row_R) / size)):
+        missing = width - len(batch)
+        padded.append(np.pad(batch, (0, missing), constant_values=-1))
+    return padded
 
 
 def make_programs(graph, optimizer, mask_id, form=Loss(), layouts=(None, None)):
@@ -323,7 +405,7 @@ def make_programs(graph, optimizer, mask_id, form=Loss(), layouts=(None, None)):
     @jax.jit
     def scores(trained, base, batch):
         # whole on every device, so on every host
-        return md.shard(coupled_scores(policy(trained, base), batch, mask_id)[0])
+        return md.shard(scores_of(policy(trained, base), batch, mask_id)[0])
 
     @functools.partial(jax.jit, donate_argnums=2, out_shardings=(layouts[0], None))
     def gradients(trained, base, total, batch):

@@ -275,6 +275,28 @@ def on_new_line(prompt):
     return prompt
 
 
+def read_tasks(path, tested=True):
+    """The tasks of a JSONL file. ValueError names a line that is no task, or lacks tests."""
+    tasks = []
+    for number, line in enumerate(runs.as_path(path).read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            task = {"test_cases": []} | json.loads(line)
+            text = task["question"] if "question" in task else task["prompt"]
+            "".join([text] + task["test_cases"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            form = '{"question" or "prompt": text, "test_cases": [texts]}'
+            raise ValueError(f"{path}, line {number} is no task: {form}") from None
+        if tested and not task["test_cases"]:
+            raise ValueError(
+                f"{path}, line {number} has no tests; "
+                "only --rewards=file.py:function can do without"
+            )
+        tasks.append(task)
+    return tasks
+
+
 def interact(complete, end, raw=False):
     """Call complete([(prompt, "")]) for prompts from standard input, each ended by an empty line.
 

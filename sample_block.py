@@ -437,12 +437,23 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0):
 
 def fill(model, token_BL, see_BL, rule, key):
     """Fill the MASKs after left-padded prompts: (token_BL, stats of `generate`, whose texts begin
-    at slot 0).
+    at slot 0, but for the record, which lies as token_BL).
 
     see_BL is False at padding. All canvases of one width take one program.
     """
+
+    def beside_padding(rows, padding):
+        array_BL = np.full(token_BL.shape, padding)
+        array_BL[see_BL] = np.concatenate(rows)
+        return array_BL
+
     prompts = [row[see].tolist() for row, see in zip(token_BL, see_BL, strict=True)]
     rows, stats = generate(model, prompts, 0, rule, key, widths=(token_BL.shape[1],))
-    filled_BL = token_BL.copy()
-    filled_BL[see_BL] = np.concatenate(rows)
-    return filled_BL, stats
+    record = stats["record"]
+    count_B = see_BL.sum(-1)
+    arrays = []
+    for x_BL, padding in zip(record[:3], (-1, model.cfg.pad_id, 0.0), strict=True):
+        arrays.append(
+            beside_padding([x_L[:n] for x_L, n in zip(x_BL, count_B, strict=True)], padding)
+        )
+    return beside_padding(rows, model.cfg.pad_id), stats | {"record": sample_dream.Record(*arrays)}

@@ -520,8 +520,8 @@ def fill(model, token_BL, see_BL=None, rule=None, key=None, rows=0):
 
     see_BL is False at padding, which stays as it is; so does every token that is not MASK. key is
     one for all rows, or [B] one for each. `rows` of them are filled at a time, 0: all; block by
-    block a row whose text has ended makes room for another. With a record all go together, as
-    steps are counted once. Blocks follow from the columns that are masked in any row.
+    block a row whose text has ended makes room for another; a record then counts the steps of all
+    in turn. Blocks follow from the columns that are masked in any row.
 
     stats: "forwards", "steps" (one that cannot change anything costs no forward pass), "windows"
     (slots fed in each pass), "passes" [B] (until a row was full); with rule.history "record", a
@@ -550,8 +550,8 @@ def filling(model, token_BL, see_BL, rule, key=None, rows=0, by_step=False):
     graph, params = nnx.split(model)
     sampler = sampler_of(graph, cfg, rule)
 
-    together = not rows or rule.history
-    rows = B if together else rows
+    together = not rows
+    rows = rows or B
     windows = []
     passes_B = np.zeros(B, int)
     for first, start, width in blocks:
@@ -691,7 +691,8 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0):
     passes_B = np.zeros(len(prompts), int)
     for width, numbers in of_width.items():
         token_BL, see_BL = canvas([prompts[n] for n in numbers], max_new, model.cfg, width)
-        token_BL, stats = fill(model, token_BL, see_BL, rule, key_B[np.array(numbers)], rows)
+        at_a_time = 0 if rule.history else rows
+        token_BL, stats = fill(model, token_BL, see_BL, rule, key_B[np.array(numbers)], at_a_time)
         for name in total:
             total[name] += stats[name]
         passes_B[numbers] = stats["passes"]

@@ -73,10 +73,9 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    # where programs run: this machine, or E2B's cloud
-    runner: typing.Literal["local", "e2b"] = "local"
-    # host:port of an Open-R1 router that holds the E2B key; with --runner=e2b
-    e2b_router_url: str = ""
+    # where programs run: "local", this machine; "e2b", that cloud by a key of one's own; or the
+    # host:port of an Open-R1 router that holds a key
+    runner: str = "local"
     workers: int = 0  # programs that run at a time; 0: one per CPU, or 2 E2B sandboxes
     # processor seconds per test; the limit in wall-clock time is three times as long
     timeout_s: float = 5.0
@@ -89,6 +88,10 @@ class Options:
     # let programs start threads, as many as fit into their memory; still no processes
     threads: bool = False
     main_block: bool = True  # set __name__ to "__main__" in a program, so that its main block runs
+
+    def __post_init__(self):
+        if self.runner not in ("local", "e2b") and ":" not in self.runner:
+            raise ValueError(f"--runner={self.runner}: local, e2b, or a router's host:port")
 
 
 class Result(typing.NamedTuple):
@@ -407,7 +410,7 @@ class E2B:
     """
 
     def __init__(self, options):
-        self.url = options.e2b_router_url
+        self.url = "" if options.runner == "e2b" else options.runner
         self.seconds = int(options.program_s) + 30
         # no layer is required on a machine of one's own
         self.settings = dataclasses.asdict(options) | {"allow_unsafe": True}
@@ -496,7 +499,7 @@ def workers_of(options):
     """Programs that run at a time."""
     if options.workers:
         return options.workers
-    if options.runner == "e2b":
+    if options.runner != "local":
         return 2
     cores = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):  # a container may have a share of their time
@@ -547,7 +550,7 @@ def run_tests(programs, tests, on_result=None, **options):
     if any(isinstance(cases, str) for cases in tests):
         raise ValueError("tests is a list of tests for each program: [[test, ...], ...]")
     try:
-        runner = E2B(options) if options.runner == "e2b" else Local(options)
+        runner = Local(options) if options.runner == "local" else E2B(options)
     except OSError as error:
         print(f"sandbox: nothing can be run: {error}", file=sys.stderr)
         return [Result(None, [], [], str(error))] * len(programs)

@@ -1105,9 +1105,7 @@ class Grpo:
             "advantage_B": row(jnp.float32),
             "first": jax.ShapeDtypeStruct((), bool, sharding=everywhere),
         }
-        graphs = coupled_grpo.graphs_of(
-            model, jnp.dtype("bfloat16"), platform=platform(self.device)
-        )
+        graphs = grpo.graphs_of(model, jnp.dtype("bfloat16"), platform=platform(self.device))
         loss = grpo.Loss(cfg.beta)
         scores, gradients, _ = grpo.make_programs(graphs[0], optimizer, model.mask_id, loss)
         beside_what = f" beside int{self.base_bits}" if self.base_bits else ""

@@ -1,14 +1,14 @@
 """The demo of coupled_grpo.py over several seeds: reward on the held-out splits by round, and the
 time it takes.
 
-    python bench/grpo_run.py                           # three seeds, 15 minutes; keep the machine idle
-    python bench/grpo_run.py --seeds 0 1 2 3 4 5 6 7 8 9 10 11 --out=out/grpo_seeds    # an hour
-    python bench/grpo_run.py --kinds coupled shuffled --out=out/grpo_signal    # is there a signal?
+    python bench/grpo_run.py                           # three seeds; keep the machine idle
+    python bench/grpo_run.py --kinds demo shuffled coupled --seeds 0 1 2 3 4 5 6 7 8 9 10 11 --out=out/grpo_seeds
 
 All runs begin at weights/dream and learn from the demo's tasks; a seed sets the order of tasks and
 the completions. The reward is the mean over `composed` and `phrased`, of which no task is rewarded.
-"coupled" is what coupled_grpo.py does, "shuffled" the same with the advantages of each group in
-random order: updates of the same size that have learnt nothing. With several kinds of runs,
+"demo" is what coupled_grpo.py does, "shuffled" the same with the advantages of each group in random
+order: updates of the same size that have learnt nothing. "coupled" is the demo with
+--score=coupled, which takes as long. With several kinds of runs,
 differences from the first kind are paired by seed. Writes the name of the folder --out with .png
 and, of several kinds, .md, and an entry for each kind in cpu.json, under bench/results/.
 """
@@ -41,6 +41,7 @@ import grpo
 import runs
 
 SPLITS = "composed", "phrased"  # held-out tasks
+SETTINGS = "rounds", "eval_every", "eval_samples", "eval_tasks"
 SCORED = "composed_reward"  # in the rows of evaluations
 
 
@@ -48,9 +49,10 @@ SCORED = "composed_reward"  # in the rows of evaluations
 class Config:
     out: str = "out/grpo_run"  # folder of the runs; those that are finished there are not run again
     seeds: tuple[int, ...] = (0, 1, 2)  # of tasks and completions
-    kinds: tuple[typing.Literal["coupled", "shuffled"], ...] = ("coupled",)  # runs of each seed
-    rounds: int = 10  # of each run
-    eval_every: int = 5  # rounds between evaluations
+    kinds: tuple[typing.Literal["demo", "shuffled", "coupled"], ...] = ("demo",)  # of each seed
+    rounds: int = 20  # of each run
+    eval_every: int = 10  # rounds between evaluations
+    eval_tasks: int = 200  # held-out tasks of each file
     eval_samples: int = 2  # completions of each held-out task
     file: str = "cpu"  # bench/results/<file>.json
 
@@ -61,6 +63,8 @@ def run_demo(kind, settings):
         Path(settings["out"]).parent.absolute() / "compiled"
     )
     coupled_grpo.EVAL_SAMPLES = settings.pop("eval_samples")
+    if kind == "coupled":
+        settings["score"] = "coupled"
     if kind == "shuffled":
         of_rewards = grpo.group_advantages
         rng = np.random.default_rng(settings["seed"])
@@ -77,11 +81,11 @@ def run_demo(kind, settings):
 def finished(cfg, seed, kind):
     """The log of a run and its minutes; runs it if that is not done yet."""
     out = Path(cfg.out) / f"{kind}-{seed}"
-    claim(cfg.out, {name: getattr(cfg, name) for name in ("rounds", "eval_every", "eval_samples")})
+    claim(cfg.out, {name: getattr(cfg, name) for name in SETTINGS})
     if not (out / "minutes.json").exists():
         shutil.rmtree(out, ignore_errors=True)
         started = time.perf_counter()
-        settings = {name: getattr(cfg, name) for name in ("rounds", "eval_every", "eval_samples")}
+        settings = {name: getattr(cfg, name) for name in SETTINGS}
         settings |= {"seed": seed, "out": str(out)}
         process = multiprocessing.get_context("spawn").Process(
             target=run_demo, args=(kind, settings)

@@ -548,7 +548,7 @@ def test_the_official_file_is_downloaded_once_and_only_whole(tmp_path, monkeypat
 def test_programs_run_through_a_router_to_e2b(cloud, tmp_path):  # noqa: F811
     samples = [official("humaneval")[0], ("HumanEval/1", "    return []\n")]
     state = cloud()
-    router = {"runner": "e2b", "e2b_router_url": state.url.removeprefix("http://")}
+    router = {"runner": state.url.removeprefix("http://")}
     cfg = config("humaneval", tmp_path, samples, **router)
     state.works = False
     refused(cfg, "2 samples could not be run", "no sandbox", "run the same command again")

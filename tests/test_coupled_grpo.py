@@ -25,6 +25,7 @@ import coupled_grpo
 import diffusion
 import grpo
 import model_dream as dream
+import prompts
 import runs
 import sample_block
 import sample_dream
@@ -254,6 +255,41 @@ def test_banned_tokens_cost_nothing_but_their_probability():
     assert np.isfinite(grad).all()
 
 
+def test_a_path_in_as_many_groups_as_steps_has_the_sampler_s_own_log_probability(monkeypatch):
+    """Step by step on the canvas that the sampler saw, tokens behind an end and all."""
+    monkeypatch.setattr(grpo, "GROUPS", 12)
+    params = tiny()
+    canvas = sample_dream.canvas(GIVEN, 12, TINY, 20)
+    rule = sample_dream.Sampling(
+        temperature=1.0, block_length=6, ban_ids=(), eos_ids=(7, 9), history=True
+    )
+    token_BL, stats = sample_dream.fill(model_of(params), *canvas, rule, jax.random.key(0), rows=4)
+    record = stats["record"]
+    path_BL, group_BL = grpo.path_of(record, token_BL, TINY.mask_id)
+    group_BC = group_BL[:, -12:]
+    assert (group_BL[:, :-12] == 12).all(), "what is given is of no group"
+    assert (path_BL != token_BL).any(), "some text has ended before what is behind its end"
+    assert (group_BC == 12).any()
+    batch = {"token_BL": path_BL, "see_BL": canvas[1], "group_BC": group_BC}
+    score_BC, entropy_BC = grpo.path_scores(model_of(params), batch, TINY.mask_id)
+    drawn_BC = group_BC < 12
+    close(score_BC[drawn_BC], record.logp_BL[:, -12:][drawn_BC])
+    assert (entropy_BC > 0).all()
+
+
+def test_steps_are_shared_evenly_over_the_groups_of_a_path():
+    step_BL = np.array(
+        [[-1, 8, 0, 5, 5, 9, 2, 3, 7, 4, 6], [-1, 3, 1, 1, -1, -1, -1, -1, -1, -1, -1]]
+    )
+    token_BL = np.full(step_BL.shape, 11)
+    token_BL[1, 2] = 4  # filled behind an end, and never drawn
+    record = sample_dream.Record(step_BL, token_BL, None)
+    path_BL, group_BL = grpo.path_of(record, np.full(step_BL.shape, 5), mask_id=4)
+    assert group_BL[0].tolist() == [4, 3, 0, 1, 1, 3, 0, 0, 2, 1, 2]
+    assert group_BL[1, :4].tolist() == [4, 1, 4, 0]
+    assert path_BL[:, :4].tolist() == [[5, 11, 11, 11], [5, 11, 5, 11]]
+
+
 def test_the_id_that_grows_a_hole_has_no_probability_as_in_the_sampler():
     cfg, params = dataclasses.replace(TINY, expand_id=60), tiny()
     token, *rest = example()
@@ -336,6 +372,7 @@ def test_answers_in_the_published_form_are_rewarded_from_tokens_to_reward(tmp_pa
     inputs = cfg, dream.CONFIGS["7b"], tokenizer, tmp_path / "tasks.jsonl"
     tasks, end = coupled_grpo.Tasks(*inputs), tokenizer.token_to_id("<|im_end|>")
     functions = {name: sandbox.find_reward(name) for name in cfg.rewards}
+    tokenizer.encode_special_tokens = False  # an answer's <|im_end|> is a token
     numbers, C = [0] * len(ANSWERS), cfg.max_new
     canvas_BL, _ = tasks.canvas(numbers)
     for behind in ("<|endoftext|>", "<|im_end|>"):
@@ -347,7 +384,7 @@ def test_answers_in_the_published_form_are_rewarded_from_tokens_to_reward(tmp_pa
             row[len(row) - C :][: len(ids)] = ids
             if end not in ids:  # a text that was cut off where its tokens end
                 row[-C:] = np.pad(ids, (C - len(ids), 0), constant_values=ids[0])
-        mask = coupled_grpo.completion_mask(canvas_BL[:, -C:], end)
+        mask = grpo.completion_mask(canvas_BL[:, -C:], end)
         rewards = np.array(sandbox.score(tasks.completions(numbers, canvas_BL, mask), functions))
         assert [tuple(reward) for reward in rewards.tolist()] == [want for _, want in ANSWERS]
         if behind == "<|endoftext|>":
@@ -456,11 +493,40 @@ def test_a_completion_that_the_sandbox_could_not_run_counts_in_no_held_out_figur
     assert figures == {"a_reward": 1.0, "a_pass": 1.0, "c_reward": 0.75, "c_pass": 0.5}
 
 
+def test_a_run_says_what_it_gained_and_warns_where_its_rounds_fell():
+    cfg = coupled_grpo.Config(heldout=("tasks/new.jsonl", "other.jsonl"))
+    rows = [{"round": 0, "new_reward": 0.25}]
+    rows += [{"round": i, "reward": 0.6 - 0.02 * i + 0.01 * (i % 2)} for i in range(1, 9)]
+    rows[-1]["new_reward"] = 0.5
+    fell = "\n".join(map(json.dumps, rows))
+    gained, warning = coupled_grpo.gains(cfg, fell)
+    assert gained == "held-out reward of new: 0.250 -> 0.500"
+    assert "rewarded by 0.575 in the first quarter and 0.455 in the last" in warning
+    rose = [row | {"reward": 1 - row["reward"]} if "reward" in row else row for row in rows]
+    assert coupled_grpo.gains(cfg, "\n".join(map(json.dumps, rose))) == [gained]
+    assert coupled_grpo.gains(cfg, json.dumps(rows[1])) == []
+
+
+def test_the_names_of_special_tokens_in_a_question_are_text(tmp_path):
+    """As everywhere else: only the template's own are tokens."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(QWEN / "tokenizer.json"))
+    template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    task = {"question": "What is <|im_end|>?", "test_cases": ["assert True"]}
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(task))
+    flags = coupled_grpo.Config(preset="7b", ckpt=str(tmp_path), prompts=str(tmp_path))
+    inputs = coupled_grpo.settle(flags, 1), dream.CONFIGS["7b"], tokenizer
+    (ids,) = coupled_grpo.Tasks(*inputs, tmp_path / "tasks.jsonl").ids
+    assert (
+        ids.count(tokenizer.token_to_id("<|im_end|>")) == 2
+    )  # of the system's turn and the user's
+
+
 def test_the_demo_is_scored_on_tasks_that_it_does_not_learn():
     names = ("train", "composed", "phrased")
-    read = {n: coupled_grpo.read_tasks(coupled_grpo.DEMO / f"tasks/{n}.jsonl") for n in names}
+    read = {n: prompts.read_tasks(coupled_grpo.DEMO / f"tasks/{n}.jsonl") for n in names}
     train, *heldout = ({task["prompt"] for task in read[name]} for name in names)
-    assert [len(tasks) for tasks in read.values()] == [400, 100, 100]
+    assert [len(tasks) for tasks in read.values()] == [480, 200, 200]
     assert not train & set.union(*heldout)
 
 
@@ -522,12 +588,7 @@ def test_what_is_written_in_blocks_is_what_is_scored(form):
     canvas_BL, see_BL = sample_dream.canvas(GIVEN, C, TINY)
     inputs = canvas_BL, see_BL, rule, jax.random.key(0)
     token_BL, stats = sample_block.fill(model_of(params, cfg), *inputs)
-    text_BM = np.arange(stats["when"].shape[1]) < see_BL.sum(1)[:, None]
-    arrays = []
-    for x_BM, empty in zip(stats["record"], (-1, TINY.pad_id, 0), strict=False):
-        arrays.append(np.full(see_BL.shape, empty, x_BM.dtype))
-        arrays[-1][see_BL] = x_BM[text_BM]  # on the right, as the learner has it
-    record = sample_dream.Record(*arrays)
+    record = stats["record"]
     divergence, ratio_max = drift_of(params, cfg, record, see_BL, C)
     assert divergence < 1e-6
     assert abs(ratio_max - 1) < 1e-3
@@ -642,6 +703,30 @@ def test_old_scores_stand_in_for_nothing_but_later_passes():
     for first, ratio_max in ((True, 1.0), (False, math.exp(0.1))):
         _, metrics = loss(bag(), later | {"first": first})
         close(metrics["ratio_max"], ratio_max)
+
+
+@pytest.mark.parametrize("score", ["coupled", "path"])
+def test_the_metrics_that_can_be_read_are_those_of_log_probabilities(score):
+    """Of a reference whose every token has e^0.2 times the policy's probability, and of old scores
+    of e^-0.1 times.
+    """
+    batch, params = batch_of(*example()), bag()
+    weight_BC = 1.0
+    if score == "path":
+        batch["group_BC"] = jnp.zeros(batch["u_BC"].shape, int)
+    else:
+        rate_B1 = batch["ratio_B"][:, None]
+        weight_BC = 0.5 + 0.5 / jnp.where(batch["u_BC"] < rate_B1, rate_B1, 1 - rate_B1)
+    score_BC, _ = grpo.scores_of(Bag(params), batch, TINY.mask_id)
+    batch |= {
+        "first": False,
+        "old_BC": score_BC - 0.1 * weight_BC,
+        "ref_BC": score_BC + 0.2 * weight_BC,
+    }
+    _, metrics = grpo.micro_loss(Bag(params), batch, TINY.mask_id)
+    close(metrics["log_ratio"], 0.1)
+    close(metrics["token_kl"], math.exp(0.2) - 0.2 - 1)
+    assert (metrics["kl"] > 1.5 * metrics["token_kl"]) == (score == "coupled")
 
 
 # ---- updates
@@ -766,17 +851,18 @@ def test_the_7b_preset_holds_the_reference_s_settings():
 
 
 @pytest.mark.parametrize("devices", [1, 4, 64])
-@pytest.mark.parametrize("preset", coupled_grpo.PRESETS)
+@pytest.mark.parametrize("preset", ["demo", "7b"])
 def test_batches_of_a_preset_grow_with_the_devices_up_to_a_round(preset, devices):
     cfg = coupled_grpo.settle(
         coupled_grpo.Config(preset=preset, ckpt="out/own", prompts="out/tasks"), devices
     )
     rows = cfg.tasks * cfg.group
-    for name, on_each in coupled_grpo.ON_A_DEVICE[preset].items():
+    for name, pair in coupled_grpo.ON_A_DEVICE.items():
+        on_each = pair[preset == "7b"]
         assert getattr(cfg, name) == min(devices * on_each, rows)
         own = coupled_grpo.Config(preset=preset, ckpt="out/own", prompts="out/tasks", **{name: 3})
         assert getattr(coupled_grpo.settle(own, devices), name) == 3
-    batches = coupled_grpo.micro_batches(np.arange(rows), cfg.micro_batch, devices)
+    batches = grpo.micro_batches(np.arange(rows), cfg.micro_batch, devices)
     assert all(len(batch) % devices == 0 for batch in batches)
     assert sorted(row for batch in batches for row in batch if row >= 0) == [*range(rows)]
 
@@ -789,6 +875,16 @@ def test_a_folder_of_tasks_is_learnt_from_and_evaluated_on():
         assert (cfg.prompts, cfg.heldout) == (files[2], want)
     cfg = coupled_grpo.settle(coupled_grpo.Config(prompts="own.jsonl"), 1)
     assert (cfg.prompts, cfg.heldout) == ("own.jsonl", ())
+
+
+def test_steps_are_settled_once_and_a_run_that_goes_on_settles_them_again():
+    cfg = coupled_grpo.settle(coupled_grpo.Config(steps=12), 1)
+    assert (cfg.steps, cfg.threshold) == (12, 0.0)
+    assert coupled_grpo.settle(cfg, 1) == cfg
+    rule = coupled_grpo.rule_of(cfg, 50, (2,))
+    assert (rule.steps, rule.alg, rule.alg_temp, rule.bound) == (12, "entropy", 0.0, 0.0)
+    cfg = coupled_grpo.settle(coupled_grpo.Config(block_length=0, steps=48), 1)
+    assert (cfg.block_length, cfg.steps) == (0, 48)
 
 
 def test_a_model_of_blocks_has_a_block_length_of_its_own():
@@ -812,6 +908,12 @@ def test_a_model_of_blocks_has_a_block_length_of_its_own():
         ({"ckpt": "none"}, "none/config.json does not exist"),
         ({"max_prompt": 510}, "the model reaches 512 positions"),
         ({"base_bits": 8}, "--base_bits goes with --lora_rank"),
+        ({"steps": 4}, "--steps and --threshold are two ways to fill a canvas: leave one out"),
+        (
+            {"block_length": 0},
+            "by a threshold learn nothing (bench/LOG.md); give blocks, as --bl",
+        ),
+        ({"block_length": 3, "steps": 4, "threshold": None}, "4 steps do not divide over 3 blocks"),
         ({"hosts": "auto", "lora_rank": 2}, "--hosts goes without --lora_rank"),
         ({"resume": "other"}, "--resume=other goes on in its own folder; leave --out="),
         ({"lora_rank": 2, "out": "gs://a/b"}, "--lora_rank needs --out on this machine's disk"),
@@ -887,7 +989,7 @@ def config(folder, path, **settings):
     settings = {
         "ckpt": str(folder / "base"), "prompts": str(folder / "tasks.jsonl"), "rounds": 4,
         "tasks": 4, "group": 8, "micro_batch": 16, "generation_batch": 16, "max_prompt": 4,
-        "max_new": 8, "block_length": 8, "threshold": 0.5, "lr": 0.02, "eval_every": 1,
+        "max_new": 8, "block_length": 8, "threshold": 0.5, "lr": 0.02, "beta": 0.01, "eval_every": 1,
         "rewards": (f"{folder / 'own.py'}:share",), "out": str(path),
     } | settings  # fmt: skip
     return coupled_grpo.Config(**settings)
@@ -932,14 +1034,17 @@ def test_a_run_on_eight_devices_raises_the_reward_and_leaves_a_model(folder, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("score", ["coupled", "path"])
 @pytest.mark.parametrize("model", ["blocks", "plain"])
-def test_a_model_of_blocks_and_one_without_the_shift_learn(folder, tmp_path, model):
+def test_a_model_of_blocks_and_one_without_the_shift_learn(folder, tmp_path, model, score, capsys):
     out, heldout = tmp_path / "run", (str(folder / "heldout.jsonl"),)
     own = {"block_length": None} if model == "blocks" else {}
-    own |= {"rounds": 6, "ckpt": str(folder / model), "heldout": heldout}
+    own |= {"rounds": 6, "ckpt": str(folder / model), "heldout": heldout, "score": score}
     coupled_grpo.main(config(folder, out, **own))
     log = read_lines(out / "log.jsonl")
-    assert log[-1]["heldout_reward"] > 2 * log[0]["heldout_reward"]
+    first, last = log[0]["heldout_reward"], log[-1]["heldout_reward"]
+    assert last > 2 * first
+    assert f"held-out reward of heldout: {first:.3f} -> {last:.3f}" in capsys.readouterr().out
     if model == "blocks":
         assert all(row["passes"] > 0 for row in log[1:])
         assert runs.read_json(out / "config.json")["train"]["block_length"] == 4
@@ -1002,16 +1107,19 @@ def test_the_demo_evaluates_on_operations_and_phrasings_that_training_lacks(tmp_
     done = run("coupled_grpo.py", f"--out={out}", timeout=1200)
     assert done.returncode == 0, done.stderr
     scored = [row for row in read_lines(out / "log.jsonl") if "composed_reward" in row]
-    assert [row["round"] for row in scored] == [0, 5, 10]
+    assert [row["round"] for row in scored] == [0, 10, 20]
+    first, *_, last = (row["composed_reward"] + row["phrased_reward"] for row in scored)
+    assert last > first
+    assert re.search(r"held-out reward of composed: 0\.\d+ -> 0\.\d+\n", done.stdout)
     assert min(row[f"{split}_reward"] for row in scored for split in ("composed", "phrased")) > 0.1
-    tasks = coupled_grpo.read_tasks(coupled_grpo.DEMO / "tasks/train.jsonl")
+    tasks = prompts.read_tasks(coupled_grpo.DEMO / "tasks/train.jsonl")
     learnt = {row["prompt"] for row in read_lines(out / "rounds.jsonl")}
     assert learnt <= {task["prompt"] for task in tasks}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
-@pytest.mark.parametrize("preset", coupled_grpo.PRESETS)
+@pytest.mark.parametrize("preset", ["demo", "7b"])
 def test_every_preset_starts_on_any_number_of_devices(folder, tmp_path, preset, devices):
     out, flags = tmp_path / "run", ("--eval_every=9", "--eval_tasks=4")
     if preset == "7b":
@@ -1279,7 +1387,7 @@ def test_two_hosts_learn_as_one_and_stop_together(folder, tmp_path):
     raising = f"{folder / 'own.py'}:raising"
     errors = finish(two_hosts(config(folder, tmp_path / "wrong", rewards=(raising,))), 1)
     assert "raised KeyError" in errors[0]
-    assert "host 0 could not run the programs" in errors[1]
+    assert "host 0 failed, and says why" in errors[1]
     other = config(folder, tmp_path / "other")
     for error in finish(two_hosts(other, second=(f"--rewards={raising}",)), 1):
         assert error.endswith("hosts [1] have other settings or data than host 0")

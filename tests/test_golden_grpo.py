@@ -169,7 +169,7 @@ def test_gradient_of_the_logits(golden_dir):
 
 def test_completion_mask(golden_dir):
     for name, case in cases_of(golden_dir("grpo") / "completion_mask.npz").items():
-        mask = coupled_grpo.completion_mask(case["completion_ids"], int(case["eos_id"]))
+        mask = grpo.completion_mask(case["completion_ids"], int(case["eos_id"]))
         np.testing.assert_array_equal(mask, case["completion_mask"] == 1, err_msg=name)
         np.testing.assert_array_equal(mask.sum(-1), case["lengths"], err_msg=name)
 
@@ -339,7 +339,7 @@ def check_run(everything, name, run, variant):
         data, cached = everything[f"{name}.round{r}"], everything[f"{name}.round{r}.{variant}"]
         tokens = jnp.asarray(np.concatenate([data["prompt_ids"], data["completion_ids"]], 1))
         C = data["completion_ids"].shape[1]
-        counted = coupled_grpo.completion_mask(data["completion_ids"], int(run["eos_id"]))
+        counted = grpo.completion_mask(data["completion_ids"], int(run["eos_id"]))
         np.testing.assert_array_equal(counted, data["completion_mask"] == 1)
         advantages = grpo.group_advantages(
             missing_as_zero(data["rewards_per_func"]), run["reward_weights"], group

@@ -1007,12 +1007,13 @@ E2B_TESTS = [*VALUE, "for x in (1,):\n    assert f(x) == 2"]
 
 def run_on_e2b(**options):
     cases = read_cases("e2b")
-    assert not differing(cases, run_cases(cases, E2B_TESTS, runner="e2b", **options))
+    options = {"runner": "e2b"} | options
+    assert not differing(cases, run_cases(cases, E2B_TESTS, **options))
 
 
 def error_of(**options):
     """Why a program that is right could not be run there."""
-    (result,) = sandbox.run_tests([GOOD], [VALUE], runner="e2b", **options)
+    (result,) = sandbox.run_tests([GOOD], [VALUE], **{"runner": "e2b"} | options)
     assert (result.rate, result.verdicts) == (None, [])
     return result.error
 
@@ -1058,14 +1059,19 @@ def test_e2b_without_a_key_is_one_line(closed, e2b, monkeypatch):
         sandbox.run_tests([GOOD], [VALUE], runner="e2b")
 
 
+def test_a_runner_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="--runner=nobody: local, e2b, or a router's host:port"):
+        sandbox.run_tests([GOOD], [VALUE], runner="nobody")
+
+
 def test_a_router_of_open_r1_runs_the_same_harness(closed, cloud):
     state = cloud()
     url = state.url.removeprefix("http://")
-    run_on_e2b(e2b_router_url=url)
+    run_on_e2b(runner=url)
     state.works = False
-    assert error_of(e2b_router_url=url).endswith("no sandbox")
-    assert error_of(e2b_router_url=f"{state.url}/") == f"{state.url}/execute_batch: no sandbox"
-    assert error_of(e2b_router_url="127.0.0.1:1")
+    assert error_of(runner=url).endswith("no sandbox")
+    assert error_of(runner=f"{state.url}/") == f"{state.url}/execute_batch: no sandbox"
+    assert error_of(runner="127.0.0.1:1")
 
 
 # ---- rewards -------------------------------------------------------------------------------------
@@ -1163,7 +1169,7 @@ def test_values_are_shown_and_the_exit_status_says_whether_all_passed(layers, tm
     assert status("def f(x):\n    return x", same) == 0
     assert status("\ufeff" + GOOD, "\ufeffassert f(1) == 2\n") == 0  # byte order marks
     assert status(GOOD, "assert f(1) == 2\n", timeout_s=2) == 0
-    assert status(GOOD, "f(1)\n", runner="e2b", e2b_router_url="127.0.0.1:1") == 2
+    assert status(GOOD, "f(1)\n", runner="127.0.0.1:1") == 2
     for nothing in ("\n", "# only a comment\n"):
         with pytest.raises(ValueError, match="holds no tests"):
             status(GOOD, nothing)
@@ -1185,7 +1191,7 @@ def test_with_json_the_command_prints_an_object_for_every_test(layers, tmp_path,
     ]
     assert last == {"passed": 1, "tests": 4, "rate": 0.25, "error": ""}
     assert done.returncode == 1
-    options = sandbox.Options(runner="e2b", e2b_router_url="127.0.0.1:1")
+    options = sandbox.Options(runner="127.0.0.1:1")
     assert sandbox.main(*paths, options, json=True) == 2
     row = json.loads(capsys.readouterr().out)
     assert row["rate"] is None

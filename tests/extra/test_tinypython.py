@@ -13,8 +13,8 @@ import pytest
 import tinypython
 from conftest import run
 
-import coupled_grpo
 import problems
+import prompts
 
 CONFIG = tinypython.Config(n=3000, tasks=20)
 
@@ -126,7 +126,7 @@ def test_benchmarks_and_coupled_grpo_read_the_tasks(world):
     for split in tinypython.SPLITS:
         path = world / f"{split}.jsonl"
         assert len(problems.parse_problems("humaneval", path.read_bytes())) == len(rows(path)) > 0
-        assert len(coupled_grpo.read_tasks(path)) == len(rows(path))
+        assert len(prompts.read_tasks(path)) == len(rows(path))
 
 
 def test_every_operation_and_template_has_at_least_six_phrasings():
