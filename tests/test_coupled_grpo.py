@@ -507,6 +507,7 @@ def test_a_run_says_what_it_gained_and_warns_where_its_rounds_fell():
     assert coupled_grpo.gains(cfg, json.dumps(rows[1])) == []
 
 
+@pytest.mark.skipif(not QWEN.is_dir(), reason=f"no Qwen2.5 tokenizer in {QWEN}; set SHARED_DATA")
 def test_the_names_of_special_tokens_in_a_question_are_text(tmp_path):
     """As everywhere else: only the template's own are tokens."""
     tokenizer = tokenizers.Tokenizer.from_file(str(QWEN / "tokenizer.json"))
