@@ -60,7 +60,7 @@ OVER = {
     "sample_dream, tokens carried": 20147,
     "model_dream, tokens": 7921,
     "model_dream, tokens carried": 14282,
-    "tests/, lines": 25475,
+    "tests/, lines": 25476,
 }
 
 TEXT = {path.stem: path.read_text() for path in sorted(ROOT.glob("*.py"))}
