@@ -61,7 +61,7 @@ class DreamFlags:
 class SandboxFlags:
     """Where programs run; see sandbox.py."""
 
-    runner: str = "local"  # this machine; or e2b, that service; or a router's host:port
+    runner: str = "local"  # this machine; e2b: E2B's cloud; HOST:PORT: an Open-R1 router
     workers: typing.Annotated[int, (0, 1024)] = 0  # programs that run at a time; 0: one per CPU
     timeout_s: Positive | None = None  # CPU seconds of a sample; default: 4 (+: of a call), holes 3
     allow_unsafe: bool = False  # run programs even where the machine offers no safe sandbox

@@ -4,8 +4,8 @@ Coupled scores take three versions of a completion's canvas: all of it MASK, a r
 the complement of m. Each token is MASK in the first and in exactly one of the other two, so its
 score always counts, with about half of the completion around it visible.
 
-Path scores take GROUPS versions: the steps of the sampler in as many groups, and of each group the
-canvas before it. A token's score is its log-probability there.
+Path scores cut the sampler's steps into GROUPS groups. A token's score is its log-probability on
+the canvas as it was before its group.
 
 It generates no completion, rewards none, and keeps no state: coupled_grpo.py does.
 
@@ -29,7 +29,7 @@ from flax import nnx
 import diffusion
 import model_dream as md
 
-GROUPS = 4  # versions of a canvas in a path score: as many make a gradient as dear as a coupled one
+GROUPS = 4  # versions of a canvas in a path score; an update then takes as long as a coupled one
 
 # ---- scores --------------------------------------------------------------------------------------
 
@@ -208,9 +208,9 @@ def path_scores(model, batch, mask_id, chunk=1024):
     """Scores of completions as the sampler wrote them, log p of each token on the canvas before its
     group of steps, and the entropy of the prediction: float32 [B, C].
 
-    batch: token_BL, whose last C columns are what was drawn, see_BL, and group_BC of
-    path_of. With as many groups as steps the sum over a row is the exact log-probability of
-    a path whose positions are chosen by the canvas alone. Ref: TraceRL, arXiv:2509.06949.
+    batch: token_BL, whose last C columns are what was drawn, see_BL, and group_BC of path_of. With
+    as many groups as steps the sum over a row is the log-probability of the path, at temperature 1
+    and without top-p, if the canvas alone chooses the positions. Ref: TraceRL, arXiv:2509.06949.
     """
     group_BC = batch["group_BC"]
     token_BC = batch["token_BL"][:, -group_BC.shape[1] :]
@@ -306,8 +306,8 @@ def grpo_loss(score_BC, old_BC, ref_BC, advantage_B, counted_BC, form=Loss()):
     "tokens".
 
     A score is no log-probability: it weighs those of its canvases by 3/2 in all on average, by 3
-    for a token masked at the rate 0.2. exp amplifies that: "kl" reaches 5, and the gradient's norm
-    39, while the divergence of a token is far below 1. micro_loss has metrics that can be read.
+    for a token masked at the rate 0.2. exp amplifies that: "kl" and the norm of its gradient may
+    become large (7.9 and 47 in a run of bench/LOG.md). "token_kl" of micro_loss is one per token.
     Refs: PPO, arXiv:1707.06347, eq. 7; k3, http://joschu.net/blog/kl-approx.html.
     """
     counted_BC = counted_BC.astype(bool)

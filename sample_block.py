@@ -443,17 +443,18 @@ def fill(model, token_BL, see_BL, rule, key):
     """
 
     def beside_padding(rows, padding):
+        texts = [row[:n] for row, n in zip(rows, see_BL.sum(-1), strict=True)]
         array_BL = np.full(token_BL.shape, padding)
-        array_BL[see_BL] = np.concatenate(rows)
+        array_BL[see_BL] = np.concatenate(texts)
         return array_BL
 
     prompts = [row[see].tolist() for row, see in zip(token_BL, see_BL, strict=True)]
     rows, stats = generate(model, prompts, 0, rule, key, widths=(token_BL.shape[1],))
-    record = stats["record"]
-    count_B = see_BL.sum(-1)
-    arrays = []
-    for x_BL, padding in zip(record[:3], (-1, model.cfg.pad_id, 0.0), strict=True):
-        arrays.append(
-            beside_padding([x_L[:n] for x_L, n in zip(x_BL, count_B, strict=True)], padding)
-        )
-    return beside_padding(rows, model.cfg.pad_id), stats | {"record": sample_dream.Record(*arrays)}
+    step_BL, drawn_BL, logp_BL, _ = stats["record"]
+    pad_id = model.cfg.pad_id
+    record = sample_dream.Record(
+        beside_padding(step_BL, -1),
+        beside_padding(drawn_BL, pad_id),
+        beside_padding(logp_BL, 0.0),
+    )
+    return beside_padding(rows, pad_id), stats | {"record": record}

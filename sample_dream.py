@@ -673,9 +673,9 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0):
     """
     rule = rule or Sampling()
     lengths = [len(prompt) + max_new for prompt in prompts]
-    size = max(1, len(prompts))
-    if rows and not rule.history:  # with a record all are one batch
-        size = rows
+    if rule.history:  # with a record all are one batch
+        rows = 0
+    size = rows or max(1, len(prompts))
     order = list(range(len(prompts)))
     if len(prompts) > size:
         order.sort(key=lengths.__getitem__)
@@ -691,8 +691,7 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0):
     passes_B = np.zeros(len(prompts), int)
     for width, numbers in of_width.items():
         token_BL, see_BL = canvas([prompts[n] for n in numbers], max_new, model.cfg, width)
-        at_a_time = 0 if rule.history else rows
-        token_BL, stats = fill(model, token_BL, see_BL, rule, key_B[np.array(numbers)], at_a_time)
+        token_BL, stats = fill(model, token_BL, see_BL, rule, key_B[np.array(numbers)], rows)
         for name in total:
             total[name] += stats[name]
         passes_B[numbers] = stats["passes"]

@@ -73,8 +73,8 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    # where programs run: "local", this machine; "e2b", that cloud by a key of one's own; or the
-    # host:port of an Open-R1 router that holds a key
+    # where programs run. local: this machine; e2b: E2B's cloud, with your key; HOST:PORT: an Open-R1
+    # router, with its key
     runner: str = "local"
     workers: int = 0  # programs that run at a time; 0: one per CPU, or 2 E2B sandboxes
     # processor seconds per test; the limit in wall-clock time is three times as long
@@ -91,7 +91,9 @@ class Options:
 
     def __post_init__(self):
         if self.runner not in ("local", "e2b") and ":" not in self.runner:
-            raise ValueError(f"--runner={self.runner}: local, e2b, or a router's host:port")
+            raise ValueError(
+                f"--runner={self.runner}: give local, e2b, or HOST:PORT of an Open-R1 router"
+            )
 
 
 class Result(typing.NamedTuple):

@@ -7,10 +7,10 @@ time it takes.
 All runs begin at weights/dream and learn from the demo's tasks; a seed sets the order of tasks and
 the completions. The reward is the mean over `composed` and `phrased`, of which no task is rewarded.
 "demo" is what coupled_grpo.py does, "shuffled" the same with the advantages of each group in random
-order: updates of the same size that have learnt nothing. "coupled" is the demo with
---score=coupled, which takes as long. With several kinds of runs,
-differences from the first kind are paired by seed. Writes the name of the folder --out with .png
-and, of several kinds, .md, and an entry for each kind in cpu.json, under bench/results/.
+order: updates of the same size that have learnt nothing. "coupled" is the demo with --score=coupled.
+With several kinds of runs, differences from the first kind are paired by seed. Writes the name of
+the folder --out with .png and, of several kinds, .md, and an entry for each kind in cpu.json, under
+bench/results/.
 """
 
 import dataclasses

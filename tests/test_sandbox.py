@@ -1060,7 +1060,9 @@ def test_e2b_without_a_key_is_one_line(closed, e2b, monkeypatch):
 
 
 def test_a_runner_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="--runner=nobody: local, e2b, or a router's host:port"):
+    with pytest.raises(
+        ValueError, match="--runner=nobody: give local, e2b, or HOST:PORT of an Open"
+    ):
         sandbox.run_tests([GOOD], [VALUE], runner="nobody")
 
 
