@@ -667,8 +667,8 @@ class Tasks:
             self.ids.append(ids)
         if not self.rows:
             raise ValueError(
-                f"{path} holds {self.dropped} tasks, "
-                f"none of them within --max_prompt={cfg.max_prompt} tokens"
+                f"{path} holds no task of at most --max_prompt={cfg.max_prompt} tokens; "
+                f"{self.dropped} are longer"
             )
 
     def canvas(self, task_B):

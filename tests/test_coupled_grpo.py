@@ -471,7 +471,7 @@ def test_a_completion_is_its_counted_tokens_and_its_program_stands_in_a_code_blo
         ('{"question": "x", "test_cases": ["assert True"]}\n', "has no chat template"),
         (
             '{"prompt": "abc", "test_cases": ["x"]}\n',
-            "holds 1 tasks, none of them within --max_prompt=2 tokens",
+            "holds no task of at most --max_prompt=2 tokens; 1 are longer",
         ),
     ],
 )
