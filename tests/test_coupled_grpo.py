@@ -463,7 +463,7 @@ def test_a_completion_is_its_counted_tokens_and_its_program_stands_in_a_code_blo
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "holds 0 tasks"),
+        ("", "holds no task of at most"),
         ('{"prompt": "x", "test_cases": []}\n', "line 1 has no tests"),
         ('{"prompt": "x", "test_cases": ["assert True"]}\n{"prompt": 3}\n', "line 2 is no task"),
         ('{"prompt": "x", "test_cases": "assert True"}\n', "line 1 is no task"),
