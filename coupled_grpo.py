@@ -113,12 +113,12 @@ class Config:
 
 
 PRESETS = {  # of each flag whose default is None: its value in demo, and in 7b
-    "rounds": (20, 0),
+    "rounds": (30, 0),
     "tasks": (16, 8),
     "group": (8, 10),
     "iterations": (1, 2),
-    "max_prompt": (96, 200),
-    "max_new": (48, 256),
+    "max_prompt": (64, 200),
+    "max_new": (40, 256),
     "block_length": (8, 32),
     "threshold": (0.0, 0.9),
     "score": ("path", "coupled"),
@@ -129,7 +129,7 @@ PRESETS = {  # of each flag whose default is None: its value in demo, and in 7b
     "eval_every": (10, 50),
 }
 ON_A_DEVICE = {  # of each flag whose default is 0: rows of a device in demo, and in 7b
-    "micro_batch": (32, 5),
+    "micro_batch": (8, 5),
     "generation_batch": (128, 10),
 }
 TOP_P = {"demo": 1.0, "7b": 0.95}

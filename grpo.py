@@ -375,7 +375,7 @@ def micro_loss(model, batch, mask_id, form=Loss(), chunk=1024):
 
 def graphs_of(model_cfg, dtype, on_cpu=False, **how):
     """The model without parameters, for training (it rematerialises, not on a CPU) and rollouts."""
-    rollout = md.Compute(dtype, 64 if on_cpu else 256, **how)
+    rollout = md.Compute(dtype, 128 if on_cpu else 256, **how)
     training = dataclasses.replace(rollout, remat="none" if on_cpu else "full")
     return md.graph_of(model_cfg, training), md.graph_of(model_cfg, rollout)
 

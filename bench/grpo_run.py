@@ -8,9 +8,8 @@ All runs begin at weights/dream and learn from the demo's tasks; a seed sets the
 the completions. The reward is the mean over `composed` and `phrased`, of which no task is rewarded.
 "demo" is what coupled_grpo.py does, "shuffled" the same with the advantages of each group in random
 order: updates of the same size that have learnt nothing. "coupled" is the demo with --score=coupled.
-With several kinds of runs, differences from the first kind are paired by seed. Writes the name of
-the folder --out with .png and, of several kinds, .md, and an entry for each kind in cpu.json, under
-bench/results/.
+Differences between kinds are paired by seed. Writes the name of the folder --out with .png and, of
+several kinds, .md, and an entry for each kind in cpu.json, under bench/results/.
 """
 
 import dataclasses
@@ -102,54 +101,46 @@ def finished(cfg, seed, kind):
     return log, json.loads((out / "minutes.json").read_text())
 
 
-def gains(cfg, curves, kind):
-    """(last reward of each seed, difference to the first kind; two standard errors of their
-    mean).
-    """
-    gain_S = np.array(
-        [curves[kind, seed][-1][1] - curves[cfg.kinds[0], seed][-1][1] for seed in cfg.seeds]
-    )
-    return gain_S, 2 * gain_S.std(ddof=1) / len(gain_S) ** 0.5 if len(gain_S) > 1 else np.nan
-
-
 def table(cfg, curves):
-    """Held-out reward of each kind, and paired by seed with the first."""
-    first, *others = cfg.kinds
-    yield f"| estimator | held-out reward after {cfg.rounds} rounds | difference to {first} | seeds above it |"
-    yield "|---" * 4 + "|"
-    after = {kind: np.mean([curves[kind, seed][-1][1] for seed in cfg.seeds]) for kind in cfg.kinds}
-    yield f"| {first} | {after[first]:.3f} | | |"
-    for kind in others:
-        gain_S, error = gains(cfg, curves, kind)
-        better = f"{(gain_S > 0).sum()} of {len(gain_S)}"
-        yield f"| {kind} | {after[kind]:.3f} | {gain_S.mean():+.3f} ± {error:.3f} | {better} |"
+    """Of each kind the held-out reward at the start and at the end, what was gained, and how much
+    more or less that is than of the first kind, each ± two standard errors of the seeds' mean.
+    """
+    yield f"| | before | after {cfg.rounds} rounds | gain | seeds that gain | less {cfg.kinds[0]}'s |"
+    yield "|---" * 6 + "|"
+    for kind in cfg.kinds:
+        before_S, after_S = ends(cfg, curves, kind)
+        gain_S = after_S - before_S
+        above = f"{(gain_S > 0).sum()} of {len(gain_S)}"
+        less = gain_S - np.subtract(*reversed(ends(cfg, curves, cfg.kinds[0])))
+        gains = [
+            f"{x_S.mean():+.3f} ± {2 * x_S.std(ddof=1) / len(x_S) ** 0.5:.3f}"
+            for x_S in (gain_S, less)
+        ]
+        yield f"| {kind} | {before_S.mean():.3f} | {after_S.mean():.3f} | {gains[0]} | {above} | {gains[1]} |"
+
+
+def ends(cfg, curves, kind):
+    """Held-out reward of each seed before the first round and after the last."""
+    curve_SE = np.array([[reward for _, reward in curves[kind, seed]] for seed in cfg.seeds])
+    return curve_SE[:, 0], curve_SE[:, -1]
 
 
 def plot(cfg, curves, name):
-    """Held-out reward by round, thin for a seed; and with several kinds what each seed gains over
-    the first of them.
-    """
-    figure, axes = plt.subplots(1, 2 if len(cfg.kinds) > 1 else 1, figsize=(9, 4), squeeze=False)
-    left, *right = axes[0]
+    """Held-out reward by round, thin for each seed; the title says what was found."""
+    figure, axis = plt.subplots(figsize=(7, 4.5))
+    found = []
     for i, kind in enumerate(cfg.kinds):
         curve_SE2 = np.array([curves[kind, seed] for seed in cfg.seeds])
         round_E, reward_SE = curve_SE2[0, :, 0], curve_SE2[..., 1]
-        left.plot(round_E, reward_SE.T, color=f"C{i}", lw=0.7, alpha=0.6)
-        left.plot(round_E, reward_SE.mean(0), color=f"C{i}", lw=2.5, marker="o", ms=3, label=kind)
-        for axis in right if i else ():
-            gain_S, error = gains(cfg, curves, kind)
-            axis.plot([i] * len(gain_S), gain_S, ".", color=f"C{i}", alpha=0.5)
-            axis.errorbar(i + 0.15, gain_S.mean(), error, fmt="o", color=f"C{i}", capsize=4)
-    left.set(xlabel="round", ylabel="tests passed, composed and phrased", ylim=(0, 1))
-    left.legend(loc="upper left")
-    for axis in right:
-        axis.axhline(0, color="C0", lw=1)
-        axis.set_xticks(range(1, len(cfg.kinds)), cfg.kinds[1:], rotation=20)
-        axis.set(
-            ylabel=f"after the last round, less {cfg.kinds[0]}", xlim=(0.5, len(cfg.kinds) - 0.4)
-        )
-    for axis in axes[0]:
-        axis.grid(alpha=0.3)
+        axis.plot(round_E, reward_SE.T, color=f"C{i}", lw=0.7, alpha=0.6)
+        axis.plot(round_E, reward_SE.mean(0), color=f"C{i}", lw=2.5, marker="o", ms=4, label=kind)
+        before_S, after_S = ends(cfg, curves, kind)
+        above = f"higher in {(after_S > before_S).sum()} of {len(cfg.seeds)} seeds"
+        found.append(f"{kind}: {before_S.mean():.2f} → {after_S.mean():.2f}, {above}")
+    axis.set_title("\n".join(found), fontsize=10, loc="left")
+    axis.set(xlabel="round", ylabel="tests passed of held-out tasks")
+    axis.legend(loc="upper left")
+    axis.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(RESULTS / f"{name}.png", dpi=120)
 
@@ -175,43 +166,22 @@ def main(cfg):
         )
     print(text)
     for kind in cfg.kinds:
-        what = f"{kind}, {len(cfg.seeds)} seeds"
-        reward_SR = np.array([[reward for _, reward in curves[kind, seed]] for seed in cfg.seeds])
-        rows = [row for seed in cfg.seeds for row in found[kind, seed][0] if "update_s" in row]
-        phases = ("generate_s", "score_s", "reward_s", "update_s")
-        signs = {  # of a policy that collapses, in the last five rounds of each seed
-            name: [
-                float(np.mean([row[name] for row in found[kind, seed][0] if name in row][-5:]))
-                for seed in cfg.seeds
-            ]
-            for name in ("duplicates", "constant_groups")
-        }
-        scored = {
-            seed: [row for row in found[kind, seed][0] if SCORED in row] for seed in cfg.seeds
-        }
-        names = [f"{split}_{what}" for split in SPLITS for what in ("reward", "pass")]
-        gain_S, error = gains(cfg, curves, kind)
+        logs = [found[kind, seed][0] for seed in cfg.seeds]
+        _, after_S = ends(cfg, curves, kind)
         timed = cfg.kinds == Config.kinds  # the others may have shared the machine
+        phases = ("generate_s", "score_s", "reward_s", "update_s")
+        rounds = [row for log in logs for row in log if "update_s" in row]
         record(
             cfg.file,
-            f"coupled-grpo demo of weights/dream, {what}: held-out reward after {cfg.rounds} rounds, "
-            f"{cfg.eval_samples} samples a task",
-            float(np.median(reward_SR[:, -1])),
+            f"coupled-grpo demo of weights/dream, {kind}, {len(cfg.seeds)} seeds: "
+            f"held-out reward after {cfg.rounds} rounds, {cfg.eval_samples} samples a task",
+            float(np.median(after_S)),
             "share of tests passed",
-            spread=[float(reward_SR[:, -1].min()), float(reward_SR[:, -1].max())],
-            before=reward_SR[:, 0].tolist(),
-            after=reward_SR[:, -1].tolist(),
-            splits={
-                name: [[row[name] for row in scored[seed]] for seed in cfg.seeds] for name in names
-            },
-            signs=signs,
-            rounds=[done for done, _ in curves[kind, cfg.seeds[0]]],
-            curves=reward_SR.tolist(),
-            # two standard errors
-            less_the_first_kind=None if kind == cfg.kinds[0] else [gain_S.mean(), error],
+            spread=[float(after_S.min()), float(after_S.max())],
+            curves=[curves[kind, seed] for seed in cfg.seeds],
             minutes=[found[kind, seed][1] for seed in cfg.seeds] if timed else None,
             seconds_of_a_round={
-                name: float(np.median([row[name] for row in rows])) for name in phases
+                name: float(np.median([row[name] for row in rounds])) for name in phases
             }
             if timed
             else None,

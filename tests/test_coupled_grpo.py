@@ -879,11 +879,11 @@ def test_a_folder_of_tasks_is_learnt_from_and_evaluated_on():
 
 
 def test_steps_are_settled_once_and_a_run_that_goes_on_settles_them_again():
-    cfg = coupled_grpo.settle(coupled_grpo.Config(steps=12), 1)
-    assert (cfg.steps, cfg.threshold) == (12, 0.0)
+    cfg = coupled_grpo.settle(coupled_grpo.Config(steps=10), 1)
+    assert (cfg.steps, cfg.threshold) == (10, 0.0)
     assert coupled_grpo.settle(cfg, 1) == cfg
     rule = coupled_grpo.rule_of(cfg, 50, (2,))
-    assert (rule.steps, rule.alg, rule.alg_temp, rule.bound) == (12, "entropy", 0.0, 0.0)
+    assert (rule.steps, rule.alg, rule.alg_temp, rule.bound) == (10, "entropy", 0.0, 0.0)
     cfg = coupled_grpo.settle(coupled_grpo.Config(block_length=0, steps=48), 1)
     assert (cfg.block_length, cfg.steps) == (0, 48)
 
