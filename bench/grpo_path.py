@@ -4,9 +4,9 @@
 
 For rollouts over the whole canvas and in blocks, a token a pass: the gradient of the first update
 by coupled scores, by path scores in four groups of steps, and by path scores of every step, which
-are exact. All take the same completions, rewards and micro-batches. The cosine of a and b is
-a b / sqrt(aa bb), each product the mean over pairs of different sets of completions: noise, which
-is in one set alone, has no part in it. Writes an entry for each block length into cpu.json.
+are exact but for the cache of blocks. All take the same completions, rewards and micro-batches. The
+cosine of a and b is a b / sqrt(aa bb), each product the mean over pairs of different sets of
+completions: noise is in one set alone. Writes an entry for each block length into cpu.json.
 """
 
 import dataclasses
@@ -38,8 +38,7 @@ def gradients(trainer, number):
     task_B = np.repeat(np.arange(number * cfg.tasks, (number + 1) * cfg.tasks), cfg.group)
     key = jax.random.key(number)
     batch = trainer.rollout(trainer.tasks, task_B, key)
-    rewards = {"code": sandbox.find_reward("code")}
-    reward_BF = sandbox.score(batch.rows, rewards)
+    reward_BF = sandbox.score(batch.rows, {"code": sandbox.find_reward("code")})
     advantages = grpo.group_advantages(reward_BF, (1.0,), cfg.group)
     row_R = np.flatnonzero(~advantages.constant_B)
     B, C = batch.arrays["counted_BC"].shape
@@ -81,11 +80,8 @@ def trainer_of(block_length):
 
     trainer.fill = fill_and_keep
     graph, _ = grpo.graphs_of(model_cfg, trainer.dtype, True)
-    optimizer = grpo.make_optimizer(cfg.lr)
-    trainer.programs = {
-        name: grpo.make_programs(graph, optimizer, model_cfg.mask_id, grpo.Loss(0.0))[1]
-        for name in GROUPS
-    }
+    how = graph, grpo.make_optimizer(cfg.lr), model_cfg.mask_id, grpo.Loss(0.0)
+    trainer.programs = {name: grpo.make_programs(*how)[1] for name in GROUPS}
     return trainer
 
 

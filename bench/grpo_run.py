@@ -2,7 +2,7 @@
 time it takes.
 
     python bench/grpo_run.py                           # three seeds; keep the machine idle
-    python bench/grpo_run.py --kinds demo shuffled coupled --seeds 0 1 2 3 4 5 6 7 8 9 10 11 --out=out/grpo_seeds
+    python bench/grpo_run.py --kinds demo shuffled coupled --seeds 0 1 2 3 4 5 6 7 8 9 10 11 --eval_every=15 --out=out/grpo_seeds
 
 All runs begin at weights/dream and learn from the demo's tasks; a seed sets the order of tasks and
 the completions. The reward is the mean over `composed` and `phrased`, of which no task is rewarded.
@@ -49,7 +49,7 @@ class Config:
     out: str = "out/grpo_run"  # folder of the runs; those that are finished there are not run again
     seeds: tuple[int, ...] = (0, 1, 2)  # of tasks and completions
     kinds: tuple[typing.Literal["demo", "shuffled", "coupled"], ...] = ("demo",)  # of each seed
-    rounds: int = 20  # of each run
+    rounds: int = 30  # of each run
     eval_every: int = 10  # rounds between evaluations
     eval_tasks: int = 200  # held-out tasks of each file
     eval_samples: int = 2  # completions of each held-out task

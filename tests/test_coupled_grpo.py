@@ -1108,7 +1108,7 @@ def test_the_demo_evaluates_on_operations_and_phrasings_that_training_lacks(tmp_
     done = run("coupled_grpo.py", f"--out={out}", timeout=1200)
     assert done.returncode == 0, done.stderr
     scored = [row for row in read_lines(out / "log.jsonl") if "composed_reward" in row]
-    assert [row["round"] for row in scored] == [0, 10, 20]
+    assert [row["round"] for row in scored] == [0, 10, 20, 30]
     first, *_, last = (row["composed_reward"] + row["phrased_reward"] for row in scored)
     assert last > first
     assert re.search(r"held-out reward of composed: 0\.\d+ -> 0\.\d+\n", done.stdout)
