@@ -2,7 +2,7 @@
 time it takes.
 
     python bench/grpo_run.py                           # three seeds; keep the machine idle
-    python bench/grpo_run.py --kinds demo shuffled coupled --seeds 0 1 2 3 4 5 6 7 8 9 10 11 --eval_every=15 --out=out/grpo_seeds
+    python bench/grpo_run.py --kinds demo shuffled coupled --seeds {0..11} --eval_every=15 --out=out/grpo_seeds
 
 All runs begin at weights/dream and learn from the demo's tasks; a seed sets the order of tasks and
 the completions. The reward is the mean over `composed` and `phrased`, of which no task is rewarded.
