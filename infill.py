@@ -40,11 +40,14 @@ ENDINGS = (
     # an expression
     *("", "(", " (", "x", " x", "x(", " x(", "=(", "*x", ">x:", " in(", " else(", " x in("),
     # a statement
-    *(":", ":(", ": x", " x:", "\n", " def x(", " import(", "x import(", " x import("),
+    *(":", ":(", ": x", " x:", "x: x", "*x: x", "\n"),
+    *(" def x(", " import(", "x import(", " x import("),
     # a string or a number
     *("'", '"', "''", '""', "}'", '}"', "':", '":', "0]}'", '0]}"', "0", "."),
+    *("r}'", 'r}"', "' else x", '" else x'),
 )
 WORDS = *keyword.kwlist, "match", "case"
+DIGITS = {"x": 2, "u": 4, "U": 8}  # hexadecimal, of an escape in a string
 
 
 def parses(text, whole=True):
@@ -77,15 +80,27 @@ def can_go_on(text):
     """Whether a text is a valid prefix of a program, by the parser of the running Python.
 
     Where the parser does not say so, some endings are tried, and all keywords that the last word
-    begins.
+    begins. An escape in a string is completed first; \\N{ may go on with any name.
     """
     text = text.rstrip("\ufffd")  # half a character
+    escape = re.search(r"\\(?:([xuU])([\da-fA-F]*)|N(?:\{[a-zA-Z\d -]*)?)\Z", text)
+    if escape:
+        completed = text[: escape.start()] + r"\N{SPACE}"
+        if escape[1]:
+            completed = text + "0" * (DIGITS[escape[1]] - len(escape[2]))
+        if any(parses(completed + end, whole=False) for end in ENDINGS):
+            return True
+    begun = text
     words = [""]
     if found := re.search(r"[^\W\d]\w*\Z", text):
-        text = text[: found.start()]
+        begun = text[: found.start()]
         words = [found[0]]
         words += [word for word in WORDS if word.startswith(found[0]) and word != found[0]]
-    return any(parses(text + word + end, whole=False) for word in words for end in ENDINGS)
+    if any(parses(begun + word + end, whole=False) for word in words for end in ENDINGS):
+        return True
+    # Before Python 3.12 an f-string is read when it is complete, so its last expression goes alone.
+    field = re.search(r"\{([^{}'\"\\\n]*)\Z", text)
+    return bool(field) and can_go_on(text[: field.start()] + "{r}") and can_go_on("(" + field[1])
 
 
 def swallows(before, hole, behind):

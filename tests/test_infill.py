@@ -44,9 +44,22 @@ CODE = textwrap.dedent('''
 ''')
 
 
+ESCAPES = r'''
+x = "a\x41\x42" '\101' if "\u1234" else b"\x41\7\\x" b'\N{ \u1 \U2'
+y = f"\x41{a}\U0001F600{b:\x3e4}\N{EN DASH}" + '\N{LATIN SMALL LETTER A}' + f"{c(1)!r:>{d}} {{"
+z = rf'\d{x}\x' + r"\x\N{" + """\x41\N{SPACE}
+\u1234"""
+w = a if '\x41' else b'\x41'
+lambda *a, **k: (lambda *, b: '\x41', lambda a, /, *b, c=1, **d: 1, lambda **k: 2)
+def f(a, /, *b, c, **k): print(*b, **k, sep='\x41')
+def g(*, a): return lambda *b: [*b, {**a}]
+'''
+
+
 def test_every_beginning_of_python_can_go_on():
     texts = [
         CODE,
+        ESCAPES,
         inspect.getsource(statistics.fmean),
         inspect.getsource(textwrap.TextWrapper._split_chunks),
     ]
@@ -67,6 +80,17 @@ WRONG = [
     "a b",
     "x = $",
     "1 = x\n",
+    r'"\xg',
+    r'"\u12"',
+    r'b"\xz',
+    r'f"\x4{',
+    r'"\U0011',
+    r'"\N{NO NAME}"',
+    r"a\x",
+    "lambda **,",
+    "lambda *)",
+    "def f(*)",
+    'f"{a b',
 ]
 WRONG += [
     "def f():\n    x\n      y",
