@@ -252,9 +252,8 @@ def find_qwen2(folder, block_length=0, repository=""):
         mask_id = max(ids.values(), default=rows - 1) + 1
         table_rows = rows
     eos_id = int(np.ravel(keys.get("eos_token_id"))[0])
-    pad = runs.read_about(folder, "tokenizer_config.json").get("pad_token")
-    if isinstance(pad, dict):
-        pad = pad["content"]
+    roles, *_ = runs.named_tokens(folder)
+    pad = roles["pad_token"].content if "pad_token" in roles else None
     changes = {
         "model_type": "Dream",
         "vocab_size": max(rows, mask_id + 1),
@@ -510,6 +509,7 @@ def from_merges(folder):
     # in the order of their ids, as the library numbers them from the end of the vocabulary
     defaults = {"normalized": False, "special": True}
     tokenizer.add_tokens([tokenizers.AddedToken(**defaults | added[i]) for i in sorted(added)])
+    runs.add_named_tokens(tokenizer, folder)
     return tokenizer
 
 

@@ -976,9 +976,12 @@ def family_of(folder, keys):
 def special_ids(folder):
     """{name: id} of the tokens that the tokenizer in a folder has beside its vocabulary."""
     ids = {}
+    *_, listed = runs.named_tokens(folder)
+    for i, token in listed.items():
+        ids[token.content] = i
     for token in runs.read_about(folder, "tokenizer.json").get("added_tokens", []):
         ids[token["content"]] = token["id"]
-    return ids | runs.read_about(folder, "added_tokens.json")
+    return ids
 
 
 def config_to_hf(cfg, dtype="bfloat16"):

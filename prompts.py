@@ -12,6 +12,7 @@ no model, samples nothing, and needs no JAX.
 
 import ast
 import dataclasses
+import datetime
 import doctest
 import functools
 import json
@@ -19,6 +20,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import typing
 import warnings
 from pathlib import Path
@@ -29,6 +31,7 @@ import runs
 
 STEERS = r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f]"  # control characters
 HOLE = re.compile(r" ?\[MASK(?::([1-9]\d*))?\]")  # a token brings its own space
+ENCODES = threading.Lock()  # a tokenizer is told for all threads what names of tokens in a text are
 MASKS = 64  # of a [MASK] without a number, where the model's config has no hole_masks
 
 
@@ -172,14 +175,15 @@ def end_of_text(folder, tokenizer):
 def chat_template(folder):
     """wrap(prompt, system=None, before=()) -> text, by a folder's chat template; None: it has none.
 
-    The prompt is a user's turn, after system and the (prompt, answer) pairs of `before`. ValueError
-    if it fails.
+    The prompt is a user's turn, after system and the (prompt, answer) pairs of `before`; or a list
+    of messages, {"role", "content"}, of which the template alone decides whether it takes them.
+    ValueError if it fails.
     """
     config = runs.read_about(folder, "tokenizer_config.json")
     template = config.get("chat_template")
     jinja = folder / "chat_template.jinja"
     if jinja.exists():
-        template = jinja.read_text()
+        template = jinja.read_text("utf-8")
     if isinstance(template, list):  # one for each purpose, by name
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     if not template:
@@ -189,51 +193,116 @@ def chat_template(folder):
     def refuse(message):  # templates call it raise_exception
         raise jinja2.TemplateError(message)
 
+    def strftime_now(form):
+        return datetime.datetime.now().strftime(form)
+
     # The template is code of whoever made the model: it runs in jinja2's sandbox.
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    extensions = ["jinja2.ext.loopcontrols", generation_blocks()]
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=extensions
+    )
+    # what transformers gives to templates
+    environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
-    for name in ("bos_token", "eos_token", "pad_token"):
-        token = config.get(name) or ""
-        environment.globals[name] = token["content"] if isinstance(token, dict) else token
+    environment.globals["strftime_now"] = strftime_now
+    for role, token in runs.named_tokens(folder)[0].items():
+        environment.globals[role] = token.content
     compiled = functools.cache(environment.from_string)  # compiling takes 5 ms, rendering 0.07
 
     def wrap(prompt, system=None, before=()):
-        messages = []
-        if system is not None:
-            messages.append({"role": "system", "content": system})
-        for question, answer in before:
-            messages.append({"role": "user", "content": question})
-            messages.append({"role": "assistant", "content": answer})
-        messages.append({"role": "user", "content": prompt})
+        given = {"messages": conversation(prompt, system, before), "tools": None, "documents": None}
         try:
-            return compiled(template).render(messages=messages, add_generation_prompt=True)
-        except (jinja2.TemplateError, TypeError) as error:
-            raise ValueError(f"the chat template of {folder} fails: {error}") from None
+            return compiled(template).render(given, add_generation_prompt=True)
+        except Exception as error:  # a template is a program, which may raise anything
+            reason = " ".join(str(error).split()) or repr(error)
+            raise ValueError(f"the chat template of {folder} fails: {reason}") from None
 
     return wrap
 
 
-def encode_chat(tokenizer, wrap, prompt, system=None, before=()):
-    """Token ids of a prompt in a chat template, after a system turn and (prompt, answer) pairs.
+def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    """The filter tojson of transformers; jinja2's own escapes what HTML has other uses for."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
-    Special tokens are the template's alone. Their names in what was written stay text: HIDDEN
-    breaks them until the template's have become tokens.
+
+def generation_blocks():
+    """An extension of jinja2: {% generation %} marks what an assistant wrote, and adds no text."""
+    import jinja2.ext
+
+    class Generation(jinja2.ext.Extension):
+        tags = frozenset({"generation"})
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            return jinja2.nodes.Scope(body, lineno=line)
+
+    return Generation
+
+
+def conversation(prompt, system=None, before=()):
+    """The messages of a user's prompt after a system turn and (prompt, answer) pairs; a prompt that
+    is a list of messages stays as it is.
     """
+    if isinstance(prompt, list):
+        return prompt
+    messages = []
+    if system is not None:
+        messages.append({"role": "system", "content": system})
+    for question, answer in before:
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": answer})
+    return [*messages, {"role": "user", "content": prompt}]
+
+
+def encode_chat(tokenizer, wrap, prompt, system=None, before=()):
+    """Token ids of a conversation() in a chat template.
+
+    Special tokens are the template's alone: their names in what was written stay text.
+    """
+    hide = hiding(tokenizer)
+    messages = []
+    for message in conversation(prompt, system, before):
+        messages.append({key: hide(text) for key, text in message.items()})
+    return ids_of_template(tokenizer, wrap(messages))
+
+
+def encode_answer(tokenizer, prompt_ids, answer):
+    """Token ids of an answer and of the token that ends its turn, behind those of encode_chat."""
+    special = tokenizer.get_added_tokens_decoder()
+    # A special token at either side may strip the answer.
+    before = [special[i].content for i in prompt_ids[-1:] if i in special]
+    end = tokenizer.id_to_token(turn_end(tokenizer))
+    text = "".join([*before, hiding(tokenizer)(answer), end])
+    return ids_of_template(tokenizer, text)[len(before) :]
+
+
+def hiding(tokenizer):
+    """hide(text) -> text in which HIDDEN breaks the names of special tokens."""
     added = tokenizer.get_added_tokens_decoder().values()
     names = sorted((token.content for token in added if token.special), key=len, reverse=True)
-    special = re.compile(f"({'|'.join(map(re.escape, names))})")
+    special = re.compile("|".join(map(re.escape, names)) or "(?!)")  # of no names: matches nothing
+    return lambda text: special.sub(lambda name: name[0][0] + HIDDEN + name[0][1:], text)
 
-    def hide(text):
-        return special.sub(lambda name: name[0][0] + HIDDEN + name[0][1:], text)
 
-    pairs = [(hide(question), hide(answer)) for question, answer in before]
+def ids_of_template(tokenizer, text):
+    """Token ids of a text with special tokens, of which HIDDEN breaks those that were written."""
+    encoding = encoding_of(tokenizer, text, names_are_text=False)
+    if HIDDEN not in text:
+        return encoding.ids
+    # The texts between special tokens are encoded again, without HIDDEN.
+    added = tokenizer.get_added_tokens_decoder()
+    special = {i: token for i, token in added.items() if token.special}
     ids = []
-    for part in special.split(wrap(hide(prompt), system and hide(system), pairs)):
-        if part in names:
-            ids.append(tokenizer.token_to_id(part))
-        else:
-            ids += ids_of(tokenizer, part.replace(HIDDEN, ""))
-    return ids
+    begin = 0
+    for i, (first, end) in zip(encoding.ids, encoding.offsets, strict=True):
+        if i in special and special[i].content in text[first:end]:  # not <unk>, of HIDDEN
+            ids += ids_of(tokenizer, text[begin:first].replace(HIDDEN, ""))
+            ids.append(i)
+            begin = end
+    return ids + ids_of(tokenizer, text[begin:].replace(HIDDEN, ""))
 
 
 # ---- prompts in ----------------------------------------------------------------------------------
@@ -328,8 +397,16 @@ def interact(complete, end, raw=False):
 
 def ids_of(tokenizer, text):
     """Token ids of a text. The names of special tokens in it stay text."""
-    tokenizer.encode_special_tokens = True
-    return tokenizer.encode(text, add_special_tokens=False).ids
+    return encoding_of(tokenizer, text).ids
+
+
+def encoding_of(tokenizer, text, names_are_text=True):
+    """The Encoding of a text, with the names of special tokens in it as text or as tokens."""
+    with ENCODES:
+        tokenizer.encode_special_tokens = names_are_text
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        tokenizer.encode_special_tokens = True
+    return encoding
 
 
 def encode(tokenizer, prompt, suffix):

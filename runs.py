@@ -38,6 +38,8 @@ Share = typing.Annotated[float, (0, 1)]
 TopP = typing.Annotated[float, (1e-9, 1)]
 
 SAVED = ".saved"  # a file in the folder of a run that has had a checkpoint
+# of special tokens, in the order in which transformers adds them
+ROLES = "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
 
 
 # ---- the command line --------------------------------------------------------------------------
@@ -319,8 +321,8 @@ def newest(folder, step=0):
 
 
 def read_tokenizer(folder, vocab=2**31):
-    """The tokenizer in a folder. ValueError if there is none, or a damaged one, or one with ids
-    from `vocab` on.
+    """The tokenizer in a folder, with what add_named_tokens adds. ValueError if there is none, or a
+    damaged one, or one with ids from `vocab` on.
     """
     import tokenizers
 
@@ -333,13 +335,89 @@ def read_tokenizer(folder, vocab=2**31):
         raise ValueError(
             f"{path} cannot be read ({error}); put the tokenizer.json of the model there"
         ) from None
+    added = add_named_tokens(tokenizer, folder)
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= vocab:
+        beside = " with the tokens that the files beside it name" if added else ""
         raise ValueError(
-            f"{path} does not fit: its ids reach {largest:,}, the model has {vocab:,}; "
+            f"{path}{beside} does not fit: its ids reach {largest:,}, the model has {vocab:,}; "
             "copy its own there"
         )
     return tokenizer
+
+
+def added_token(value, **flags):
+    """The AddedToken of a text, or of an object of JSON as transformers writes it."""
+    import tokenizers
+
+    if isinstance(value, str):
+        value = {"content": value}
+    names = "single_word", "lstrip", "rstrip", "normalized", "special"
+    flags = {name: value[name] for name in names if name in value} | flags
+    return tokenizers.AddedToken(value["content"], **flags)
+
+
+def named_tokens(folder, known=()):
+    """({"bos_token": AddedToken}, [AddedToken without a role], {id: AddedToken}) of the files
+    beside a tokenizer.json. ValueError for damaged ones.
+
+    As in transformers, special_tokens_map.json and added_tokens.json count where
+    tokenizer_config.json has no added_tokens_decoder, as older versions wrote it; of the second not
+    the ids `known` from tokenizer.json.
+    """
+    keys = read_about(folder, "tokenizer_config.json")
+    decoder = keys.get("added_tokens_decoder")
+    if decoder is None:
+        keys = keys | read_about(folder, "special_tokens_map.json")
+    extra = keys.get("extra_special_tokens") or keys.get("additional_special_tokens") or []
+    if isinstance(extra, dict):  # of roles
+        keys = keys | extra
+        extra = []
+    roles = {}
+    try:
+        for role in (*ROLES, *keys):  # the first name of a token decides its flags
+            value = keys.get(role)
+            if role.endswith("_token") and isinstance(value, str | dict):  # not add_bos_token
+                roles[role] = added_token(value, special=True)
+        extra = [added_token(value, special=True) for value in extra]
+        if decoder is not None:
+            listed = {int(i): added_token(value) for i, value in decoder.items()}
+        else:
+            listed = {}
+            special = {token.content for token in (*roles.values(), *extra)}
+            for content, i in read_about(folder, "added_tokens.json").items():
+                if i not in known:
+                    listed[int(i)] = added_token(content, special=content in special)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"the added tokens of {folder} cannot be read: {error!r}") from None
+    return roles, extra, listed
+
+
+def add_named_tokens(tokenizer, folder):
+    """Add the tokens that the files beside a tokenizer.json name, in the order of transformers:
+    [AddedToken], those that were new or changed.
+
+    ValueError for a token that would get another id than they say.
+    """
+    known = tokenizer.get_added_tokens_decoder()
+    roles, extra, listed = named_tokens(folder, known)
+    contents = {token.content for token in known.values()}
+    unchanged = [*map(repr, known.values())]
+    new = [token for _, token in sorted(listed.items()) if repr(token) not in unchanged]
+    present = contents | {token.content for token in new}
+    new += [token for token in (*roles.values(), *extra) if token.content not in present]
+    special = {token.content for token in roles.values()}
+    for token in new:
+        token.special |= token.content in special
+    tokenizer.add_tokens(new)
+    for i, token in listed.items():
+        found = tokenizer.token_to_id(token.content)
+        if token.content not in contents and found != i:
+            raise ValueError(
+                f"{folder}: {token.content} is to have the id {i}, but it follows the tokens of "
+                f"tokenizer.json as {found}; put the tokenizer.json of the model there"
+            )
+    return new
 
 
 # ---- the folder of a run -----------------------------------------------------------------------

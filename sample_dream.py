@@ -731,13 +731,15 @@ def load_tokenizer(folder, cfg):
     for name in ("mask_id", "eos_id"):
         i = getattr(cfg, name)
         token = tokenizer.id_to_token(i)
-        is_special = i in added and added[i].special
         # MASK may have no name; the end token needs one
-        if not is_special and (token or name == "eos_id"):
+        if i not in added and (token or name == "eos_id"):
             raise ValueError(
                 f"the tokenizer of {folder} does not fit: {i}, the model's {name}, "
                 f"is {token!r} in it"
             )
+        if i in added and not added[i].special:  # as added_tokens.json leaves it
+            added[i].special = True
+            tokenizer.add_tokens([added[i]])
     return tokenizer
 
 

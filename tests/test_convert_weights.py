@@ -33,6 +33,7 @@ import convert_weights as convert
 import model_dream as dream
 import model_pythoncoder as pc
 import runs
+import sample_dream
 
 ROOT = Path(__file__).resolve().parent.parent
 IDS = {"mask_id": 4, "pad_id": 0, "bos_id": 1, "eos_id": 2}
@@ -615,6 +616,26 @@ def test_a_tokenizer_that_does_not_fit_is_refused(special, words, cfg, said):
     tokenizer = tokenizers.Tokenizer.from_str(data)
     with pytest.raises(ValueError, match=f"does not fit: it has {said}"):
         convert.add_dream_tokens(tokenizer, cfg, "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", {"added_tokens_decoder": {"5": {"content": "<|mask|>"}}}),
+        ("added_tokens.json", {"<|mask|>": 5}),
+        ("special_tokens_map.json", {"mask_token": "<|mask|>"}),
+    ],
+)
+def test_mask_may_be_named_beside_tokenizer_json(name, content, tmp_path):
+    cfg = dataclasses.replace(SMALL, mask_id=5)
+    write_hub_folder(tmp_path / "hub", cfg)
+    special = {"<pad>": 0, "<b>": 1, "<e>": 2}
+    (tmp_path / "hub" / "tokenizer.json").write_bytes(tokenizer_of(special))
+    (tmp_path / "hub" / name).write_text(json.dumps(content))
+    for source, out in (("hub", "orbax"), ("orbax", "back")):
+        convert.main(convert.Config(str(tmp_path / source), str(tmp_path / out)))
+        tokenizer = sample_dream.load_tokenizer(tmp_path / out, cfg)
+        assert tokenizer.encode("<|mask|>").ids == [5]
 
 
 @pytest.mark.skipif(not QWEN.is_dir(), reason=f"no Qwen2.5 tokenizer in {QWEN}; set SHARED_DATA")

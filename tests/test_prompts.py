@@ -8,8 +8,10 @@ import subprocess
 import sys
 
 import pytest
+import transformers
 from conftest import ROOT
 from test_generate import new_tokenizer
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 import benchmarks
 import data_prep
@@ -19,6 +21,7 @@ import prompts
 import runs
 
 TEMPLATE = """{%- for message in messages %}
+    {%- if message['role'] == 'tool' %}{{ raise_exception('no tools here') }}{%- endif %}
     {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
@@ -86,6 +89,20 @@ def test_special_tokens_in_a_users_text_stay_text(tokenizer, tmp_path):
         ids = prompts.encode_chat(tokenizer, wrap, text)
         assert (ids.count(im_end), ids.count(mask)) == (1, 0)  # the template's own
         assert tokenizer.decode(ids).startswith(f"user\n{text}\n")
+    # of a tokenizer for which HIDDEN is no letter that it knows
+    model = models.WordLevel({"a": 0, "<": 1, "s": 2, ">": 3, "<s>": 4, "<unk>": 5}, "<unk>")
+    words = Tokenizer(model)
+    words.pre_tokenizer = pre_tokenizers.Split(Regex("[<>]"), "isolated")
+    words.add_special_tokens(["<s>", "<unk>"])
+    assert prompts.encode_chat(words, lambda chat: f"<s>{chat[0]['content']}<s>", "a<s>a") == [
+        4,
+        0,
+        1,
+        2,
+        3,
+        0,
+        4,
+    ]
     pad = "{{ pad_token }}{{ messages[0].content }}"
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": pad}]
     config = {"chat_template": named, "pad_token": {"content": "<pad>"}}
@@ -96,6 +113,169 @@ def test_special_tokens_in_a_users_text_stay_text(tokenizer, tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no') }}")  # it counts
     with pytest.raises(ValueError, match="fails: no"):
         prompts.chat_template(tmp_path)("x")
+
+
+TURNS = """{{ bos_token }}{%- for m in messages %}
+    {%- if m.role == 'tool' %}{{ raise_exception('no\\ntools') }}{%- endif %}
+    {{- '<|turn|>' + m.role + '\\n ' + m.content + ' <|end|>\\n' }}
+{%- endfor %}{%- if add_generation_prompt %}{{ '<|turn|>\\n' }}{%- endif %}"""
+PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+TURN = PLAIN | {"content": "<|turn|>", "rstrip": True, "special": True}
+END = PLAIN | {"content": "<|end|>", "lstrip": True, "special": True}
+WORD = PLAIN | {"content": "<word>", "special": False}
+ROLES = {"bos_token": "<s>", "eos_token": END, "additional_special_tokens": ["<|turn|>"]}
+BESIDE = {  # files beside a tokenizer.json whose added tokens are the names, and new ids
+    "tokenizer_config.json": (
+        ["<s>"],
+        {"tokenizer_config.json": {"added_tokens_decoder": {"300": TURN, "301": END, "302": WORD}}},
+        {"<|turn|>": 300, "<|end|>": 301, "<word>": 302},
+    ),
+    "tokenizer_config.json overrides tokenizer.json": (
+        ["<s>", "<|turn|>", "<|end|>"],
+        {"tokenizer_config.json": {"added_tokens_decoder": {"1": TURN, "2": END}}},
+        {"<|turn|>": 1, "<|end|>": 2},
+    ),
+    "added_tokens.json": (
+        ["<s>", "<|end|>"],
+        {
+            "added_tokens.json": {"<|end|>": 1, "<|turn|>": 300, "<word>": 301},
+            "special_tokens_map.json": ROLES,
+        },
+        {"<|end|>": 1, "<|turn|>": 300, "<word>": 301},
+    ),
+    "special_tokens_map.json": (
+        [],
+        {"special_tokens_map.json": ROLES},
+        {"<s>": 300, "<|end|>": 301, "<|turn|>": 302},
+    ),
+    "roles of tokenizer_config.json": (
+        ["<|turn|>", "<|end|>"],
+        {"tokenizer_config.json": {"bos_token": "<s>", "pad_token": "<pad>"}},
+        {"<s>": 300, "<pad>": 301},
+    ),
+}
+ORDERS = ["user"], ["user", "user"], ["user", "system"], ["assistant", "user", "assistant"]
+
+
+def write_beside(folder, names, files, template=TURNS):
+    """A folder with a tokenizer.json that has the added tokens `names`, and files beside it."""
+    tokenizer = new_tokenizer(names, prompts.__doc__)
+    assert tokenizer.get_vocab_size() == 300
+    tokenizer.save(str(folder / "tokenizer.json"))
+    files = {"tokenizer_config.json": {}} | files
+    for name, content in files.items():
+        if name == "tokenizer_config.json":
+            content = content | {"chat_template": template}
+        (folder / name).write_text(json.dumps(content))
+
+
+def hub_tokenizer(folder):
+    return transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_ids_are_those_of_transformers_whatever_file_names_the_tokens(case, tmp_path):
+    names, files, ids = BESIDE[case]
+    write_beside(tmp_path, names, files)
+    ours, hub = runs.read_tokenizer(tmp_path), hub_tokenizer(tmp_path)
+    assert {name: ours.token_to_id(name) for name in ids} == ids
+    text = "a <|turn|> \n b <|end|><s> <word> <pad> \u00e9"
+    assert ours.encode(text, add_special_tokens=False).ids == hub(text)["input_ids"]
+    wrap = prompts.chat_template(tmp_path)
+    for order in ORDERS:
+        messages = [{"role": role, "content": "  a dragon\n\n "} for role in order]
+        want = hub.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        assert prompts.encode_chat(ours, wrap, messages) == want
+        if order != ["user"]:
+            continue
+        # An answer continues them, as in the whole conversation.
+        assert prompts.encode_chat(ours, wrap, messages[0]["content"]) == want
+        special = [i for i, token in ours.get_added_tokens_decoder().items() if token.special]
+        names = [name for name in ("<|turn|>", "<|end|>") if ours.token_to_id(name) in special]
+        for name in names:
+            text = f"{name} a {name}"
+            ids = prompts.encode_chat(ours, wrap, text)
+            assert [i for i in ids if i in special] == [i for i in want if i in special]
+            assert f"{name} a {name}" in ours.decode(ids)
+
+
+def test_an_answer_has_the_ids_that_it_has_in_the_whole_conversation(tmp_path, monkeypatch):
+    monkeypatch.setattr(prompts, "TURN_ENDS", ("<|end|>",))
+    write_beside(tmp_path, *BESIDE["tokenizer_config.json"][:2])
+    ours, hub = runs.read_tokenizer(tmp_path), hub_tokenizer(tmp_path)
+    prompt = prompts.encode_chat(ours, prompts.chat_template(tmp_path), "a")
+    begun = hub.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    for answer in ("b", " \n b \n", ""):
+        whole = hub(f"{begun}<|turn|>\n{answer}<|end|>", add_special_tokens=False)["input_ids"]
+        assert prompt + prompts.encode_answer(ours, prompt, answer) == whole
+    ids = prompts.encode_answer(ours, prompt, " <|end|> <|turn|> ")
+    assert ids.count(301) == 1
+    assert ids[-1] == 301
+    assert ours.decode(ids) == "<|end|> <|turn|>"
+
+
+@pytest.mark.parametrize(
+    ("files", "part"),
+    [
+        ({"tokenizer_config.json": {"added_tokens_decoder": {"305": TURN}}}, "as 300"),
+        ({"added_tokens.json": {"<|turn|>": 305}}, "have the id 305"),
+        ({"tokenizer_config.json": {"added_tokens_decoder": ["<|turn|>"]}}, "cannot be read"),
+        ({"tokenizer_config.json": {"added_tokens_decoder": {"300": 3}}}, "cannot be read"),
+        ({"special_tokens_map.json": {"additional_special_tokens": 3}}, "cannot be read"),
+        ({"special_tokens_map.json": {"pad_token": {"id": 3}}}, "cannot be read"),
+        ({"added_tokens.json": {"<|turn|>": 300}}, "the files beside it name does not fit"),
+    ],
+)
+def test_tokens_that_would_get_other_ids_are_refused(files, part, tmp_path):
+    write_beside(tmp_path, ["<s>"], files)
+    with pytest.raises(ValueError, match=re.escape(part)) as error:
+        runs.read_tokenizer(tmp_path, 300)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{%- for m in messages %}{% generation %}{{ m.content }}{% set x = 1 %}{% endgeneration %}\n"
+        "{{ x is defined }}{%- endfor %}",
+        "{%- for m in messages %}{%- generation -%} {{ m.role }}{% if loop.last %}!{% endif %}"
+        "{%- endgeneration %}{%- endfor %}",
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+        "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}{% endfor %}",
+        "{{ strftime_now('%Y') }}{{ strftime_now is defined }}",
+        "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}",
+        "{{ messages | tojson(ensure_ascii=true, separators=(',', ':'), sort_keys=true) }}",
+        "{{ tools is defined }}{{ tools is none }}{{ documents is none }}",
+        "{{ bos_token is defined }}{{ bos_token }}{{ eos_token is defined }}{{ image_token }}",
+    ],
+)
+def test_templates_give_the_text_of_transformers(template, tmp_path):
+    roles = {"bos_token": "<s>", "image_token": "<i>"}
+    write_beside(tmp_path, [], {"special_tokens_map.json": roles}, template)
+    messages = [{"role": role, "content": "a <b> & 'c' \u00e9"} for role in ("user", "assistant")]
+    want = hub_tokenizer(tmp_path).apply_chat_template(messages, tokenize=False)
+    assert want
+    assert prompts.chat_template(tmp_path)(messages) == want
+
+
+@pytest.mark.parametrize(
+    ("template", "part"),
+    [
+        (TURNS, "fails: no tools"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ messages[9].content.x }}", "no element 9"),
+        ("{{ ''.join(3) }}", "fails: can only join an iterable"),
+        ("{{ strftime_now(3) }}", "fails: strftime"),
+        ("{% if x %}\n{{ y }}", "Unexpected end of template"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    ],
+)
+def test_errors_of_a_template_are_one_line(template, part, tmp_path):
+    write_beside(tmp_path, [], {}, template)
+    with pytest.raises(ValueError, match=part) as error:
+        prompts.chat_template(tmp_path)([{"role": "tool", "content": "a"}])
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

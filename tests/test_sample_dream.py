@@ -61,6 +61,11 @@ def test_tokenizers_that_do_not_fit_are_refused(tmp_path):
             sd.load_tokenizer(tmp_path, dataclasses.replace(cfg, **change))
     # MASK needs no name
     assert sd.load_tokenizer(tmp_path, dataclasses.replace(cfg, mask_id=9)).get_vocab_size() == 8
+    # MASK of added_tokens.json, which does not say that it is special
+    (tmp_path / "added_tokens.json").write_text('{"<m>": 8}')
+    tokenizer = sd.load_tokenizer(tmp_path, dataclasses.replace(cfg, mask_id=8))
+    assert tokenizer.get_added_tokens_decoder()[8].special
+    assert tokenizer.decode([8, 0]) == "a"
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match="cannot be read"):
         sd.load_tokenizer(tmp_path, cfg)
