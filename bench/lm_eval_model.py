@@ -202,16 +202,12 @@ class Unmask(TemplateLM):
         return self.tokenizer.encode(string, add_special_tokens=False).ids
 
     def apply_chat_template(self, chat_history, add_generation_prompt=True):
-        """The model's own template, of turns that end with the user's, perhaps after a system
-        turn.
-        """
-        turns = [turn["content"] for turn in chat_history]
-        system = turns.pop(0) if chat_history[0]["role"] == "system" else None
-        if not self.wrap or len(turns) % 2 == 0:
+        """The model's own template, of turns before an answer that it begins."""
+        if not self.wrap or not add_generation_prompt:
             raise ValueError(
-                f"{self.ckpt} has no chat template, or the last turn is not the user's"
+                f"{self.ckpt} has no chat template, or the task begins the answer itself"
             )
-        return self.wrap(turns[-1], system, list(zip(turns[:-1:2], turns[1::2], strict=True)))
+        return self.wrap(chat_history)
 
     # ---- likelihoods
 

@@ -279,26 +279,28 @@ def canvases_of(ask, page, model):
 
 
 def encode_messages(tokenizer, wrap, messages):
-    """Token ids of OpenAI's messages in a chat template. ValueError for those that are no
-    conversation.
+    """Token ids of OpenAI's messages in a chat template, which decides what order it takes.
+    ValueError for what it refuses, and for what are no texts.
     """
     if wrap is None:
         raise ValueError("the model has no chat template: use /v1/completions")
     try:
-        roles = []
-        texts = []
+        conversation = []
         for turn in messages:
-            roles.append(turn["role"])
+            role = turn["role"]
+            if role == "developer":  # OpenAI's newer name
+                role = "system"
             text = turn["content"]
-            texts.append(text if isinstance(text, str) else "".join(part["text"] for part in text))
-        system = texts.pop(0) if roles[0] in ("system", "developer") else None
-        if roles[-len(texts) :] != (["user", "assistant"] * len(texts))[: len(texts) | 1]:
+            if not isinstance(text, str):
+                text = "".join(part["text"] for part in text)
+            "".join((role, text))  # TypeError for what is no text
+            conversation.append({"role": role, "content": text})
+        if not conversation:
             raise ValueError
-    except (TypeError, KeyError, IndexError, ValueError):
-        problem = "messages have to be texts of user and assistant in turn, the last of user"
+    except (TypeError, KeyError, ValueError):
+        problem = "messages have to be texts, each with a role"
         raise ValueError(problem) from None
-    before = list(zip(texts[:-1:2], texts[1::2], strict=True))
-    return prompts.encode_chat(tokenizer, wrap, texts[-1], system, before)
+    return prompts.encode_chat(tokenizer, wrap, conversation)
 
 
 # ---- what is answered ----------------------------------------------------------------------------

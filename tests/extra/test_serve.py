@@ -393,9 +393,20 @@ def test_a_conversation_takes_the_checkpoints_template(dream_server):
     pieces = [chunk.choices[0].delta.content for chunk in chunks]
     assert "".join(pieces) == answer.choices[0].message.content
     no_text = [{"role": "user", "content": 3}]
-    for wrong in ([], messages[:3], messages[1:] + messages[1:2], [{"role": "user"}], no_text):
+    no_role = [{"role": 3, "content": "a"}]
+    for wrong in ([], [{"role": "user"}], no_text, no_role):
         with pytest.raises(openai.BadRequestError, match="messages"):
             client.chat.completions.create(**settings | {"messages": wrong})
+    # The template decides which order of turns it takes.
+    for order in (messages[:3], [*messages[1:], messages[1]], [messages[2], messages[1]]):
+        told = client.chat.completions.create(**settings | {"messages": order})
+        ids = prompts.encode_chat(model.tokenizer, model.wrap, order)
+        assert told.usage.prompt_tokens == len(ids)
+        turns = [f"{turn['role']}\n{turn['content']}\n" for turn in order]
+        assert model.tokenizer.decode(ids) == "".join([*turns, "assistant\n"])
+    tool = [{"role": "tool", "content": "a"}]
+    with pytest.raises(openai.BadRequestError, match="fails: no tools here"):
+        client.chat.completions.create(**settings | {"messages": tool})
     # OpenAI's helper joins a streamed conversation
     settings |= {"n": 2, "messages": messages[-1:]}
     whole = client.chat.completions.create(**settings)
