@@ -335,19 +335,19 @@ def gather_pairs(found, cfg):
 
 
 def read_pair(line, number, cfg):
-    """(prompt, response) or (prompt, response, suffix) of a line, () of an empty one."""
+    """(prompt, response), and a suffix or with --chat a system turn, of a line; () of an empty."""
     if not line.strip():
         return ()
+    third, other = ("system", "suffix") if cfg.chat else ("suffix", "system")
+    wanted = f'{cfg.source}, line {number}: not {{"prompt": TEXT, "response": TEXT}} in UTF-8'
     try:
         pair = json.loads(line)
-        texts = pair["prompt"], pair["response"], pair.get("suffix") or ""
+        texts = pair["prompt"], pair["response"], pair.get(third) or ""
         "".join(texts).encode()  # fails for numbers, lists, and half a surrogate pair
-        if cfg.chat and texts[2]:
-            raise ValueError("a turn of a chat has no suffix")
     except (ValueError, KeyError, TypeError, RecursionError):
-        chat = ', without "suffix" as --chat is set' if cfg.chat else ""
-        wanted = f'{{"prompt": TEXT, "response": TEXT}} in UTF-8{chat}'
-        raise ValueError(f"{cfg.source}, line {number}: not {wanted}") from None
+        raise ValueError(wanted) from None
+    if pair.get(other):
+        raise ValueError(f'{wanted}, without "{other}" as --chat={cfg.chat}')
     if not texts[2]:
         return texts[:2]
     return texts

@@ -13,8 +13,8 @@
 python reads .py files, or the rows of a text column in .parquet and .jsonl files or a data set; see
 corpus.py for what it drops. text splits files of any size at <|endoftext|>. pairs reads lines
 {"prompt": TEXT, "response": TEXT}; a "suffix" follows the response and is given to the model, as
-the prompt is. acecode writes tasks with tests for coupled_grpo.py: questions of AceCode-87K, or of
-files in its form.
+the prompt is; with --chat a "system" is the system turn, instead of the template's own. acecode
+writes tasks with tests for coupled_grpo.py: questions of AceCode-87K, or of files in its form.
 
 Packed rows (PythonCoder, Dream) hold documents one after the other, each ended by EOS. Padded rows
 (MDLM) hold one document each: BOS, tokens, EOS, PAD. A long document goes on in the next row; a
@@ -238,7 +238,7 @@ def prepare(cfg, out):
         cfg = dataclasses.replace(cfg, benchmarks=corpus.benchmark_files(cfg))
     vocabulary = None
     if cfg.tokenizer:
-        vocabulary = load_vocabulary(runs.as_path(cfg.tokenizer).read_bytes(), cfg)
+        vocabulary = load_vocabulary(tokenizer_json(cfg.tokenizer), cfg)
     if cfg.chat:
         next(chat_turns([], cfg, vocabulary), None)  # fails here where it fails at all
     settings = settings_of(cfg, vocabulary)
@@ -542,6 +542,15 @@ def load_vocabulary(data, cfg):
     return Vocabulary(data, encoder, size, special, None if None in fim.values() else fim)
 
 
+def tokenizer_json(path):
+    """The bytes of a tokenizer.json, with the tokens that the files beside it name."""
+    data = runs.as_path(path).read_bytes()
+    tokenizer = read_tokenizer(data, path)
+    if runs.add_named_tokens(tokenizer, runs.as_path(path).parent):
+        data = tokenizer.to_str().encode()
+    return data
+
+
 def read_tokenizer(data, path):
     """The Tokenizer of the bytes of a tokenizer.json. ValueError if they are something else."""
     try:
@@ -585,9 +594,9 @@ def text_ids(items, split, cfg, vocabulary):
 
 
 def chat_files(cfg):
-    """{name: bytes} of the files beside --tokenizer that hold a chat template, for --chat."""
+    """{name: bytes} of the files beside --tokenizer that a chat template needs, for --chat."""
     found = {}
-    for name in CHAT_FILES:
+    for name in (*CHAT_FILES, "special_tokens_map.json"):
         path = Path(cfg.tokenizer).parent / name
         if cfg.chat and path.is_file():
             found[name] = path.read_bytes()
@@ -602,14 +611,14 @@ def chat_turns(documents, cfg, vocabulary):
     encoder = vocabulary.encoder
     folder = Path(cfg.tokenizer).parent
     wrap = prompts.chat_template(folder)
-    turn_end = prompts.turn_end(encoder)
-    if turn_end is None:
+    if prompts.turn_end(encoder) is None:
         raise ValueError(f"--chat: {cfg.tokenizer} has no token {' or '.join(prompts.TURN_ENDS)}")
     if wrap is None:
         raise ValueError(f"--chat: {folder} holds no chat template ({' or '.join(CHAT_FILES)})")
-    for prompt, response in documents:
-        answer = [*encoder.encode(response, add_special_tokens=False).ids, turn_end]
-        yield [prompts.encode_chat(encoder, wrap, prompt), answer], text_bytes((prompt, response))
+    for prompt, response, *system in documents:
+        ids = prompts.encode_chat(encoder, wrap, prompt, *system)
+        answer = prompts.encode_answer(encoder, ids, response)
+        yield [ids, answer], text_bytes((prompt, response, *system))
 
 
 def pair_ids(items, split, cfg, vocabulary):
@@ -735,7 +744,7 @@ def write_acecode(cfg):
     settings = vars(cfg) | {"roots": [item.sha256 for item in items], "out": ""}
     tokenizer = None
     if cfg.tokenizer:
-        data = runs.as_path(cfg.tokenizer).read_bytes()
+        data = tokenizer_json(cfg.tokenizer)
         tokenizer = read_tokenizer(data, cfg.tokenizer)
         settings["tokenizer"] = sha256(data)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -31,6 +31,7 @@ from tokenizers.normalizers import NFC
 
 import corpus as cp
 import data_prep as dp
+import prompts
 import runs
 from data_prep import pack, packed_blocks, pad_rows
 from rows import Rows, open_data, token_bytes
@@ -1304,6 +1305,32 @@ def test_pairs_of_a_chat_are_turns_and_special_tokens_are_the_templates_alone(
     assert said in refused(dataclasses.replace(cfg, **changes))
     save(chat_model, {"chat_template.jinja": b"Q: {{ messages[0].content }}"})
     assert "other settings (chat " in refused(cfg)
+
+
+def test_the_system_of_a_pair_is_the_system_turn_of_the_chat(chat_model, tmp_path):
+    template = b"{{ bos_token }}" + CHAT_TEMPLATE.encode()
+    save(chat_model, {"chat_template.jinja": template})
+    save(chat_model, {"special_tokens_map.json": b'{"bos_token": "<|begin|>"}'})
+    rows = [{"prompt": "a", "response": "b", "system": text} for text in ("Be brief.", "", None)]
+    rows += [{"prompt": "a", "response": "b"}]
+    write_lines(tmp_path / "pairs.jsonl", rows)
+    cfg = chat_config(tmp_path, chat_model, seq_len=128, heldout=0.0)
+    dp.main(cfg)
+    tokenizer = tokenizer_of(tmp_path / "out")  # with the token that is named beside it
+    texts = []
+    for token_T, _, fixed_T in segments_of(tmp_path / "out", "train"):
+        texts.append(tokenizer.decode(token_T[fixed_T == 1].tolist(), skip_special_tokens=False))
+        assert token_T[0] == tokenizer.token_to_id("<|begin|>")
+    turns = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    system = "<|im_start|>system\nBe brief.<|im_end|>\n"
+    assert texts == [f"<|begin|>{text}{turns}" for text in (system, "", "", "")]
+    assert prompts.chat_template(tmp_path / "out")("a") == f"<|begin|>{turns}"
+    write_lines(tmp_path / "pairs.jsonl", rows[1:])
+    without = {"chat": False, "tokenizer": "", "out": str(tmp_path / "new")}
+    dp.main(dataclasses.replace(cfg, **without, eos_to=8, vocab_size=300))
+    write_lines(tmp_path / "pairs.jsonl", rows)
+    said = 'line 1: not {"prompt": TEXT, "response": TEXT} in UTF-8, without "system" as --chat'
+    assert said in refused(dataclasses.replace(cfg, **without | {"out": str(tmp_path / "other")}))
 
 
 def test_a_response_ends_with_lladas_token_where_the_tokenizer_has_that(chat_model):
