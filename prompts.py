@@ -31,7 +31,7 @@ import runs
 
 STEERS = r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f]"  # control characters
 HOLE = re.compile(r" ?\[MASK(?::([1-9]\d*))?\]")  # a token brings its own space
-ENCODES = threading.Lock()  # a tokenizer is told for all threads what names of tokens in a text are
+ENCODES = threading.Lock()  # encode_special_tokens is set for all threads that share a tokenizer
 MASKS = 64  # of a [MASK] without a number, where the model's config has no hole_masks
 
 
@@ -222,9 +222,10 @@ def chat_template(folder):
 
 def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
     """The filter tojson of transformers; jinja2's own escapes what HTML has other uses for."""
-    return json.dumps(
+    text = json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    return text.replace(json.dumps(HIDDEN)[1:-1], HIDDEN)  # stays one code point, to be taken out
 
 
 def generation_blocks():

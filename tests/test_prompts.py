@@ -103,6 +103,10 @@ def test_special_tokens_in_a_users_text_stay_text(tokenizer, tmp_path):
         0,
         4,
     ]
+    as_json = "{{ messages[0].content | tojson(ensure_ascii=true) }}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": as_json}))
+    ids = prompts.encode_chat(tokenizer, prompts.chat_template(tmp_path), "<mask> \u00e9")
+    assert tokenizer.decode(ids) == '"<mask> \\u00e9"'
     pad = "{{ pad_token }}{{ messages[0].content }}"
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": pad}]
     config = {"chat_template": named, "pad_token": {"content": "<pad>"}}
