@@ -21,6 +21,7 @@ import collections
 import dataclasses
 import functools
 import hashlib
+import io
 import json
 import math
 import os
@@ -457,8 +458,7 @@ def read_own(path, key):
     if complete != data:
         os.truncate(path, len(complete))
     try:
-        lines = complete.decode().split("\n")
-        return [*tasks.parse_lines(lines, ("task_id", "sample", key), SAMPLE)]
+        return [*tasks.parse_rows(io.BytesIO(complete), ("task_id", "sample", key), SAMPLE)]
     except ValueError as error:
         raise ValueError(f"{path}: {error}; remove it, or choose another --out") from None
 
@@ -496,9 +496,9 @@ def given_samples(cfg, problems, protocol):
 def given_rows(cfg, problems, protocol):
     """{(key, number): row} of --samples; a problem may have several."""
     samples, count, others = {}, collections.Counter(), []
-    lines = runs.as_path(cfg.samples).read_bytes().split(b"\n")
+    data = runs.as_path(cfg.samples).read_bytes()
     try:
-        rows = [*tasks.parse_lines(lines, ["task_id"], SAMPLE)]
+        rows = [*tasks.parse_rows(io.BytesIO(data), ["task_id"], SAMPLE)]
     except ValueError as error:
         raise ValueError(f"--samples={cfg.samples}: {error}") from None
     for row in rows:

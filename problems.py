@@ -16,6 +16,7 @@ import builtins
 import contextlib
 import gzip
 import http.client
+import io
 import json
 import keyword
 import random
@@ -115,7 +116,7 @@ def parse_problems(task, data, split="test", count=0):
         raise ValueError(f"broken gzip: {error}") from None
     problems = {}
     try:
-        rows = rows_of(task, data.decode())
+        rows = rows_of(task, data)
         shots = []
         if task == "mbpp":  # the solved problems of the prompt are not in the test split
             shots = [mbpp_problem(row) for row in rows if row["task_id"] in SHOTS]
@@ -135,11 +136,9 @@ def parse_problems(task, data, split="test", count=0):
     return problems
 
 
-def rows_of(task, text):
+def rows_of(task, data):
     """The rows of an official file. ValueError for that of another benchmark."""
-    if task == "mbpp" and text.lstrip().startswith("["):  # the full MBPP is JSON lines
-        return json.loads(text)
-    rows = [*parse_lines(text.split("\n"), ["task_id"])]
+    rows = [*parse_rows(io.BytesIO(data), ["task_id"])]
     if task in PUBLISHED:
         name, version, count = PUBLISHED[task]
         for row in rows:
@@ -157,14 +156,11 @@ def key_of(task_id):
     return parts[-1] if len(parts) < 3 else str(task_id)
 
 
-def parse_lines(lines, keys, either=()):
-    """The objects of JSON lines. ValueError names a line that lacks a key, or all of `either`."""
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        row = None
-        with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(line)
+def parse_rows(file, keys, either=()):
+    """The objects of JSON lines, or of a list. ValueError names a line that lacks a key, or all of
+    `either`.
+    """
+    for number, row in runs.json_rows(file):
         complete = isinstance(row, dict) and row.keys() >= {*keys}
         if either:
             texts = [row[key] for key in either if key in row] if complete else []

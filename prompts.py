@@ -15,6 +15,7 @@ import dataclasses
 import datetime
 import doctest
 import functools
+import io
 import json
 import re
 import subprocess
@@ -316,14 +317,11 @@ def read_requests(name):
     else:
         data = runs.as_path(name).read_bytes()
     requests = []
-    for number, line in enumerate(data.splitlines(), 1):
-        if not line.strip():
-            continue
+    for number, row in runs.json_rows(io.BytesIO(data)):
         try:
-            row = json.loads(line)
             request = (row["prompt"], row.get("suffix") or "")
             "".join(request).encode()  # TypeError for what is no text; half a surrogate is none
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(
                 f'{name}, line {number} is not a JSON object with the text "prompt"'
             ) from None
@@ -348,14 +346,12 @@ def on_new_line(prompt):
 def read_tasks(path, tested=True):
     """The tasks of a JSONL file. ValueError names a line that is no task, or lacks tests."""
     tasks = []
-    for number, line in enumerate(runs.as_path(path).read_bytes().splitlines(), 1):
-        if not line.strip():
-            continue
+    for number, row in runs.json_rows(io.BytesIO(runs.as_path(path).read_bytes())):
         try:
-            task = {"test_cases": []} | json.loads(line)
+            task = {"test_cases": []} | row
             text = task["question"] if "question" in task else task["prompt"]
             "".join([text] + task["test_cases"])
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (KeyError, TypeError):
             form = '{"question" or "prompt": text, "test_cases": [texts]}'
             raise ValueError(f"{path}, line {number} is no task: {form}") from None
         if tested and not task["test_cases"]:

@@ -10,9 +10,11 @@ checkpoints.py) or step_<n>/ (PyTorch, in safetensors). This file writes no chec
 neither JAX nor PyTorch. It also reads the tokenizer in a model's folder.
 """
 
+import codecs
 import contextlib
 import dataclasses
 import fcntl
+import gzip
 import io
 import json
 import os
@@ -27,6 +29,7 @@ import textwrap
 import time
 import traceback
 import typing
+import zlib
 from pathlib import Path
 
 # Numbers of a Config with their lowest and highest value, for `check`: neither NaN nor infinite.
@@ -198,6 +201,54 @@ def read_json(path, *needed):
             f"{path} is damaged or another file: it has no {' and no '.join(sorted(missing))}"
         )
     return found
+
+
+def json_rows(file):
+    """(line number, value) of a binary file of JSON lines, or of a list or objects on many lines.
+
+    The file may be in gzip. The value is None where a line is no JSON in UTF-8. Lines end at line
+    feeds alone: a text may hold U+2028. A byte order mark and empty lines are skipped.
+    """
+    packed = file.read(2) == b"\x1f\x8b"
+    file.seek(0)
+    if packed:
+        file = gzip.open(file)
+    number = 0
+    lines = False  # whether the first line has shown that there is an object a line
+    try:
+        for number, line in enumerate(file, 1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if not line.strip():
+                continue
+            value = None
+            with contextlib.suppress(ValueError, RecursionError):
+                value = json.loads(line)
+            if not lines and not isinstance(value, dict):
+                yield from json_values(line + file.read(), number)
+                return
+            lines = True
+            yield number, value
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        yield number + 1, None
+
+
+def json_values(data, number):
+    """(line number, value) of JSON values, or of the items of a list, that begin in this line."""
+    try:
+        text = data.decode().strip()
+        closing = "]" if text.startswith("[") else ""
+        end = len(closing)
+        while True:
+            start = re.compile(r"[\s,]*").match(text, end).end()
+            number += text.count("\n", end, start)
+            if text[start : start + 2] == closing:  # and nothing follows
+                return
+            value, end = json.JSONDecoder().raw_decode(text, start)
+            yield number, value
+            number += text.count("\n", start, end)
+    except (ValueError, RecursionError):
+        yield number, None
 
 
 def read_about(folder, name):

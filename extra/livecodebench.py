@@ -171,9 +171,9 @@ def read_problems(cfg):
     problems = {}
     for file in files(cfg):
         opened = gzip.open if file.suffix == ".gz" else open
-        with opened(file, "rt", encoding="utf-8") as lines:
+        with opened(file, "rb") as rows:
             try:
-                for row in tasks.parse_lines(lines, KEYS):
+                for row in tasks.parse_rows(rows, KEYS):
                     wanted = cfg.since <= row["contest_date"] <= last
                     if wanted and len(problems) < (cfg.problems or math.inf):
                         problems[tasks.key_of(row["question_id"])] = problem_of(row)

@@ -10,6 +10,7 @@ SVG file: blue tokens came first, red ones last. This program asks no model.
 
 import dataclasses
 import html
+import io
 import json
 import re
 import sys
@@ -34,10 +35,10 @@ def main(cfg):
     if out.suffix not in (".html", ".svg"):
         raise ValueError(f"--out={out} is neither .html nor .svg")
     texts = []
-    for line in runs.as_path(cfg.file).read_bytes().splitlines():
+    for _, row in runs.json_rows(io.BytesIO(runs.as_path(cfg.file).read_bytes())):
         try:
-            texts.append([(text, int(step), p) for text, step, p in json.loads(line)["steps"]])
-        except (ValueError, TypeError, KeyError, RecursionError):
+            texts.append([(text, int(step), p) for text, step, p in row["steps"]])
+        except (ValueError, TypeError, KeyError):
             raise ValueError(
                 f"{cfg.file} holds no steps; generate_dream.py --json --show_steps writes them"
             ) from None

@@ -403,7 +403,7 @@ def test_an_out_folder_takes_no_other_settings_and_no_second_run(tmp_path, monke
     (out / "results.jsonl").write_bytes(b"nonsense\n" + before)
     refused(cfg, "results.jsonl: line 1 is not a JSON object")
     (out / "results.jsonl").write_bytes(b"\xff\n" + before)
-    refused(cfg, "results.jsonl: 'utf-8' codec", "remove it")
+    refused(cfg, "results.jsonl: line 1 is not a JSON object", "remove it")
     settings.write_text("{")
     refused(cfg, "config.json is damaged")
 

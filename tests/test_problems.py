@@ -137,6 +137,25 @@ def test_official_solutions_pass_the_examples_found_in_docstrings():
         assert (result.rate == 1) != (int(tasks.key_of(problem.id)) in WRONG), problem.id
 
 
+@pytest.mark.parametrize("task", ["humaneval", "mbpp"])
+def test_official_files_are_read_in_any_form(task):
+    row = {"prompt": 'def f():\n    """Go\u2028\x85."""\n', "entry_point": "f", "test": "x = 1"}
+    if task == "mbpp":
+        row = {"text": "Go\u2028\x85.", "code": "x = 1", "test_list": ["assert f(1) == 2"]}
+    rows = [{"task_id": 11 + i} | row for i in range(2)]
+    lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode()
+    forms = [lines, b"\xef\xbb\xbf" + lines + b"\r\n\n", json.dumps(rows).encode()]
+    forms += [b"\xef\xbb\xbf\n" + json.dumps(rows, indent=1).encode(), gzip.compress(lines)]
+    want = tasks.parse_problems(task, lines)
+    assert [*want] == ["11", "12"]
+    assert "\u2028" in want["11"].text + want["11"].prompt
+    for data in forms:
+        assert tasks.parse_problems(task, data) == want
+    for data in (lines + b"\n{", json.dumps(rows, indent=1).encode()[:-1]):
+        with pytest.raises(ValueError, match=r"line \d+ is not a JSON object with task_id"):
+            tasks.parse_problems(task, data)
+
+
 def test_problems_of_one_number_are_refused():
     row = {"prompt": 'def f():\n    """Go."""\n', "entry_point": "f", "test": "def check(f): pass"}
     lines = "\n".join(json.dumps(row | {"task_id": f"{split}/0"}) for split in ("easy", "hard"))

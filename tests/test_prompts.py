@@ -337,7 +337,7 @@ def test_a_file_of_prompts_is_checked_while_it_is_read(tmp_path):
         path.write_text(line + text)
         with pytest.raises(ValueError, match=r"in\.jsonl, line 2 is not a JSON object"):
             prompts.read_requests(str(path))
-    for data in (line.encode("utf-16"), gzip.compress(line.encode()), b"[" * 100_000):
+    for data in (line.encode("utf-16"), gzip.compress(line.encode())[:-9], b"[" * 100_000):
         path.write_bytes(data)
         with pytest.raises(ValueError, match="is not a JSON object with the text"):
             prompts.read_requests(str(path))
@@ -346,6 +346,11 @@ def test_a_file_of_prompts_is_checked_while_it_is_read(tmp_path):
     # as of files that were joined, and as pandas writes it
     path.write_text(f"\n{line}\n" + '{"prompt": "x", "suffix": null}')
     assert prompts.read_requests(str(path)) == [("x", ""), ("x", "")]
+    # as a list, and as JSON lines whose text holds what str.splitlines() splits at
+    path.write_text("[\n  " + line + ',\n  {\n    "prompt": "y"\n  }\n]\n')
+    assert prompts.read_requests(str(path)) == [("x", ""), ("y", "")]
+    path.write_bytes(gzip.compress('{"prompt": "a\u2028b\x85c"}\n\n'.encode()))
+    assert prompts.read_requests(str(path)) == [("a\u2028b\x85c", "")]
     with pytest.raises(ValueError, match="/dev/zero is no regular file"):
         prompts.read_requests("/dev/zero")
 

@@ -4,6 +4,8 @@ short or of others.
 
 import contextlib
 import dataclasses
+import gzip
+import io
 import json
 import os
 import re
@@ -566,3 +568,47 @@ def test_a_gpu_that_jax_leaves_idle_is_found(tmp_path, monkeypatch, path, enviro
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert ("requirements-cuda.txt" in checkpoints.idle_accelerator()) == found
+
+
+ROWS = [{"a": "x\u2028\x85\x0b\x1cy", "b": [1, {"c": "]"}]}, {"a": 2}, {}]
+LINES = [json.dumps(row, ensure_ascii=False).encode() for row in ROWS]
+BOM = b"\xef\xbb\xbf"
+
+
+@pytest.mark.parametrize(
+    ("data", "numbers"),
+    [
+        (b"\n".join(LINES), [1, 2, 3]),
+        (b"\n".join(LINES) + b"\n \n", [1, 2, 3]),
+        (BOM + b"\n" + b"\r\n\r\n".join(LINES), [2, 4, 6]),
+        (json.dumps(ROWS).encode(), [1, 1, 1]),
+        (BOM + b"\n" + json.dumps(ROWS, indent=1).encode() + b"\n", [3, 12, 15]),
+        (b"[\n" + b"\n,\n".join(LINES) + b"\n]", [2, 4, 6]),
+        (b"\n".join(json.dumps(row, indent="\t").encode() for row in ROWS), [1, 10, 13]),
+    ],
+)
+def test_rows_of_json_are_read_in_any_form(data, numbers):
+    for form in (data, gzip.compress(data)):
+        found = [*runs.json_rows(io.BytesIO(form))]
+        assert found == [*zip(numbers, ROWS, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (b"", []),
+        (b" \n\n", []),
+        (BOM, []),
+        (b"[]", []),
+        (b'{"a": 1}\n[1]\n"b"\n{', [(1, {"a": 1}), (2, [1]), (3, "b"), (4, None)]),
+        (b'["a", 1]', [(1, "a"), (1, 1)]),
+        (b'[{"a": 1},\n{"a": 2}', [(1, {"a": 1}), (2, {"a": 2}), (2, None)]),
+        (b'[{"a": 1},\n{"a": [2]', [(1, {"a": 1}), (2, None)]),
+        (b'{\n"a": 1}\nx = 1', [(1, {"a": 1}), (3, None)]),
+        (b"\n\xff", [(2, None)]),
+        (b"[" * 99_999, [(1, None)]),
+        (gzip.compress(b'{"a": 1}\n' * 3)[:-4], [(i, {"a": 1}) for i in (1, 2, 3)] + [(4, None)]),
+    ],
+)
+def test_what_is_no_json_is_none_with_its_line(data, found):
+    assert [*runs.json_rows(io.BytesIO(data))] == found
