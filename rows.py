@@ -18,6 +18,7 @@ import collections
 import concurrent.futures
 import functools
 import hashlib
+import re
 import time
 
 import numpy as np
@@ -26,6 +27,9 @@ import pyarrow.parquet as pq
 
 import runs
 
+PROBE = "A b  c_1\n\n\t\u00e9\u00df \u4e2d\u6587 \U0001f600\n    d"  # a text of 1 to 4 bytes a character
+BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+MARK = re.compile(r"<.*>|\[.*\]")  # an added token of this form is no text, special or not
 COLUMNS = ["input_ids", "segments", "positions", "fixed"]  # of a shard; the last of pairs only
 
 
@@ -146,7 +150,10 @@ def open_data(folder, seq_len=0):
             f"{folder} has rows of {found} tokens, the run wants {seq_len}; "
             f"prepare it again with data_prep.py --seq_len={seq_len} and another --out"
         )
-    return train, Rows(folder, "heldout"), content
+    heldout = Rows(folder, "heldout")
+    if heldout.total:
+        token_bytes(runs.read_tokenizer(folder), train.meta["vocab_size"])  # fails here, not later
+    return train, heldout, content
 
 
 def standard_library(cfg, seq_len, name, *flags):
@@ -202,10 +209,29 @@ def prefetch(make, first, last):
 
 
 def token_bytes(tokenizer, vocab):
-    """Bytes of each token of a byte-level BPE, float32 [V]: one for each character; a special token
-    has none.
+    """Bytes of text that each token stands for, float32 [V]; a special token has none.
+
+    In a byte-level BPE each character of a token is a byte; elsewhere a token is its text, in which
+    U+2581 is a space, or <0x41>, a byte. The space that some put before a text counts. ValueError
+    if neither gives the bytes of PROBE: the tokenizer changes texts, or leaves something out.
     """
-    added = tokenizer.get_added_tokens_decoder().items()
-    special = {id for id, token in added if token.content.strip(" \n\t")}
-    names = {id: name for name, id in tokenizer.get_vocab().items() if id not in special}
-    return np.array([len(names.get(id, "")) for id in range(vocab)], np.float32)
+    added = tokenizer.get_added_tokens_decoder()
+    characters_V = np.zeros(vocab, np.float32)
+    text_V = np.zeros(vocab, np.float32)
+    for name, id in tokenizer.get_vocab().items():
+        size = len(name.replace("\u2581", " ").encode())
+        if BYTE.fullmatch(name):
+            size = 1
+        elif id in added and (added[id].special or MARK.fullmatch(name)):
+            size = 0
+        if id < vocab:
+            characters_V[id] = size if id in added else len(name)
+            text_V[id] = size
+    ids = tokenizer.encode(PROBE, add_special_tokens=False).ids
+    for bytes_V in (characters_V, text_V):
+        if bytes_V[ids].sum() - len(PROBE.encode()) in (0, 1):  # 1: a space before the text
+            return bytes_V
+    raise ValueError(
+        "bits per byte cannot be told, as this tokenizer does not keep all of a text; "
+        "take a byte-level one, one with byte fallback, or rows of data_prep.py --heldout=0"
+    )

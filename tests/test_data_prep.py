@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tyro
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from tokenizers.normalizers import NFC
 
 import corpus as cp
@@ -1472,5 +1472,77 @@ def test_bytes_of_the_tokens_of_a_text_are_its_bytes(rows_of_text):
     for text in stories(20, seed=4):
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         assert bytes_V[ids].sum() == len(text.encode())
-    tokenizer.add_tokens(["    "])  # as GPT-NeoX's tokenizer has them
-    assert token_bytes(tokenizer, 512)[tokenizer.token_to_id("    ")] == 4
+    # as the tokenizers of GPT-NeoX, of Gemma and of Qwen have them
+    tokenizer.add_tokens(["    ", "\u2581\u2581", "\u65e5\u672c", "<tool_call>"])
+    assert token_bytes(tokenizer, 512)[400:404].tolist() == [4, 2, 6, 0]
+
+
+HARD = """A caf\u00e9, \u00a35 \u2014 \u201cna\u00efve\u201d  twice.
+\tdef f(x):
+        return '\u4e2d\u6587\u5b57 \ud55c\uad6d\uc5b4 \u0440\u0443\u0441'
+
+\U0001f600\U0001f468\u200d\U0001f469 <0x41> </s>
+"""
+
+
+def sentencepiece(kind, bytes_are_special):
+    """(a tokenizer as Llama has it, the bytes that it puts before a text)."""
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    vocab = {name: id for id, name in enumerate(["<unk>", "<s>", "</s>", *byte_tokens])}
+    merges = [
+        ("\u2581", "d"),
+        ("\u2581d", "e"),
+        ("\u2581", "\u2581"),
+        ("c", "a"),
+        ("\u4e2d", "\u6587"),
+    ]
+    for name in [*"\u2581decafxturn\u4e2d\u6587\u00a3", *map("".join, merges)]:
+        vocab.setdefault(name, len(vocab))
+    model = models.BPE(vocab, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    tokenizer = Tokenizer(model)
+    if kind == "prepended":
+        spaces = normalizers.Replace(" ", "\u2581")
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>", *byte_tokens * bytes_are_special])
+    tokenizer.encode_special_tokens = True  # as data_prep.py has it
+    return tokenizer, int(kind != "never")
+
+
+@pytest.mark.parametrize("kind", ["prepended", "first", "never"])
+@pytest.mark.parametrize("bytes_are_special", [False, True])
+def test_bytes_of_a_tokenizer_with_byte_fallback_are_those_of_the_text(kind, bytes_are_special):
+    tokenizer, before = sentencepiece(kind, bytes_are_special)
+    bytes_V = token_bytes(tokenizer, 320)
+    assert [bytes_V[tokenizer.token_to_id(name)] for name in ("<0x41>", "\u2581", "</s>")] == [
+        1,
+        1,
+        0,
+    ]
+    for text in (HARD, *HARD.split("\n"), *stories(5, seed=4)):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        put = before and (kind == "prepended" or not text.startswith(" ")) and bool(text)
+        assert bytes_V[ids].sum() == len(text.encode()) + put
+
+
+def test_a_tokenizer_that_loses_text_is_refused_before_a_run(rows_of_text, tmp_path):
+    lossy = Tokenizer.from_file(str(rows_of_text / "tokenizer.json"))
+    lossy.normalizer = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
+    words = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    letters, _ = sentencepiece("first", True)
+    letters.model = models.BPE({"<unk>": 0, "A": 1}, [], unk_token="<unk>")
+    for tokenizer in (Tokenizer.from_str(lossy.to_str()), words, letters):
+        with pytest.raises(ValueError, match=r"bits per byte cannot be told.*byte-level one"):
+            token_bytes(tokenizer, 512)
+    shutil.copytree(rows_of_text, tmp_path / "rows")
+    words.save(str(tmp_path / "rows/tokenizer.json"))
+    meta = meta_of(tmp_path / "rows")
+    meta["tokenizer_sha256"] = cp.sha256((tmp_path / "rows/tokenizer.json").read_bytes())
+    runs.write(tmp_path / "rows/meta.json", meta)
+    with pytest.raises(ValueError, match="bits per byte cannot be told"):
+        open_data(tmp_path / "rows")
+    meta["splits"]["heldout"]["shards"] = []  # nothing is scored
+    runs.write(tmp_path / "rows/meta.json", meta)
+    assert open_data(tmp_path / "rows")[0].total
