@@ -1,8 +1,8 @@
 """Which documents and tasks are kept, for data_prep.py. Reads the disk.
 
-Dropped are generated, minified, huge, non-UTF-8 and unparsable files, exact and near duplicates,
-rows under a licence that is not permissive, and rows and packages that share ten words in a row
-with a problem of HumanEval or MBPP. Each reason is counted. It makes no tokens.
+Dropped are generated, minified, huge, non-UTF-8, JSON and unparsable files, exact and near
+duplicates, rows under a licence that is not permissive, and rows and packages that share ten words
+in a row with a problem of HumanEval or MBPP. Each reason is counted. It makes no tokens.
 
 Several processes filter Python. They copy what stays to --out/.rows, with a MinHash signature of
 256 bytes for each document. A killed run continues with the next input; a finished run deletes the
@@ -18,9 +18,9 @@ import concurrent.futures
 import contextlib
 import functools
 import gc
-import gzip
 import hashlib
 import http.client
+import io
 import itertools
 import json
 import multiprocessing
@@ -66,17 +66,14 @@ GENERATED = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 LETTERS = bytes(b for b in range(256) if b >= 128 or chr(b).isalnum())  # and digits
-# odd numbers, one for each hash function
 MULTIPLIER_P = np.random.default_rng(0).integers(0, 1 << 63, 128, np.uint64)
-MULTIPLIER_P = MULTIPLIER_P * np.uint64(2) + np.uint64(1)
+MULTIPLIER_P = MULTIPLIER_P * np.uint64(2) + np.uint64(1)  # odd, one for each hash function
 # what ast.parse raises: ValueError for NUL bytes, the last two for deep nesting
 NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
 ACECODE = "TIGER-Lab/AceCode-87K"  # the data set on Hugging Face, or a folder of the same
-# the columns of AceCode that a task keeps
-TASK = ("id", "source", "question", "test_cases", "context_messages")
+TASK = "id source question test_cases context_messages".split()  # columns that a task keeps
 COUNTED = ("qwen_coder_2.5", "llama3_instruct")  # the models whose pass rates say how hard a row is
-# Qwen2.5's template, as coupled_grpo.py asks
-CHAT = (
+CHAT = (  # Qwen2.5's template, as coupled_grpo.py asks
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
     "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
@@ -84,7 +81,10 @@ EXAMINED_BYTES = 1_000_000  # of .py files that a process examines at a time
 SPM_RATE = 0.5  # share of the rearranged documents in the order suffix, prefix, middle
 SEPARATOR = "<|endoftext|>"  # between the documents of a text file
 SEPARATOR_BYTES = SEPARATOR.encode()
-ROWS = (".parquet", ".jsonl")  # files whose rows hold documents
+JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+ROWS = (".parquet", *JSON_LINES)  # files of a folder whose rows hold documents
+ROWS_NAME = re.compile(r"(?i)\.(parquet|jsonl?|ndjson)(\.(gz|zst|bz2|xz|zip))?\Z")  # if named
+JSON_START = re.compile(r'\ufeff?\s*(\[\s*(?=[{\["])|(?={))')  # to a list's first item
 TINYSTORIES = "roneneldan/TinyStories"  # the data set on Hugging Face, or a folder of the same
 NO_DOCUMENT = re.compile(rb"(?:\s|%b)*" % re.escape(SEPARATOR_BYTES))
 LONG_BYTES = 4_000_000  # longer documents of a text file are split at a line end
@@ -114,35 +114,42 @@ class Item(typing.NamedTuple):
     start: int = 0  # the first byte; of a data set the number of the shard
 
 
-# ---- files ---------------------------------------------------------------------------------------
-
-
 def files_below(roots, suffixes, out):
-    """Items of all files with these suffixes below the roots, sorted, without the folder `out`.
+    """(Items of all files with these suffixes below the roots, sorted; {suffix: other files}).
 
-    A root that is a file is taken as it is. No roots are the standard library.
+    A root that is a file is taken as it is. Linked folders are entered, `out` is not. No roots are
+    the standard library, whose other files are not counted.
     """
     paths = []
-    own = os.path.realpath(out)
-    skipped = set()
-    if not roots:
-        roots = [sysconfig.get_paths()["stdlib"]]
-        skipped = NOT_THE_LIBRARY
-    for root in roots:
-        runs.as_path(root).stat()  # raises if it does not exist, where os.walk is silent
-        if not os.path.isdir(root):
-            paths.append((os.path.basename(root), root))
+    others = collections.Counter()
+    entered = {os.path.realpath(out)}
+    skipped = set() if roots else NOT_THE_LIBRARY
+    folders = [(root, root) for root in roots or [sysconfig.get_paths()["stdlib"]]]
+    for root, start in folders:  # links are appended, so that each folder has its own name
+        runs.as_path(start).stat()  # raises if it does not exist, where os.walk is silent
+        if not os.path.isdir(start):
+            paths.append((os.path.basename(start), start))
             continue
-        for folder, folders, files in os.walk(root, onerror=left_out):
-            if os.path.realpath(folder) == own:
-                folders.clear()  # os.walk enters the folders of this list
+        for folder, below, files in os.walk(start, onerror=left_out):
+            real = os.path.realpath(folder)
+            if real in entered:
+                below.clear()  # os.walk enters the folders of this list
                 continue
-            folders[:] = [name for name in folders if name not in skipped]
-            found = [os.path.join(folder, name) for name in files if name.endswith(suffixes)]
-            paths += [(os.path.relpath(path, root), path) for path in found]
+            entered.add(real)
+            below[:] = sorted(set(below) - skipped)
+            linked = (os.path.join(folder, name) for name in below)
+            folders += [(root, path) for path in linked if os.path.islink(path)]
+            for name in files:
+                path = os.path.join(folder, name)
+                suffix = os.path.splitext(name)[1].lower()
+                if name.lower().endswith(suffixes):
+                    paths.append((os.path.relpath(path, root), path))
+                elif roots:
+                    others[suffix if suffix[1:].isidentifier() else "other"] += 1
     if not paths:
         kinds = ", ".join(suffixes)
-        raise ValueError(f"no {kinds} files below {', '.join(roots)}; name other folders")
+        found = f"below {', '.join(roots)} (there: {', '.join(others) or 'nothing'})"
+        raise ValueError(f"no {kinds} files {found}; name other folders, or files")
     items = []
     for name, path in tqdm(sorted(paths), "hashing", unit=" files", disable=None, delay=1):
         digest = ""
@@ -153,7 +160,7 @@ def files_below(roots, suffixes, out):
                     digest = hashlib.file_digest(file, "sha256").hexdigest()
                     size = file.tell()
         items.append(Item(name, path, digest, size))
-    return items
+    return items, dict(others)
 
 
 def sha256(data):
@@ -224,19 +231,27 @@ def download(name, otherwise, **options):
     except ImportError:
         raise ValueError(f"{name} is downloaded by datasets: pip install datasets") from None
     except Exception as error:  # datasets, huggingface_hub, the network: no narrower class
-        reason = runs.first_line(error)
-        raise ValueError(f"{name} cannot be downloaded ({reason}); {otherwise}") from None
+        problem = f"{name} cannot be downloaded ({runs.first_line(error)})"
+        raise ValueError(f"{problem}; {otherwise}") from None
 
 
-# ---- text files ----------------------------------------------------------------------------------
+# ---- text files, and pairs of prompt and response ------------------------------------------------
 
 
 def gather_text(found, cfg):
     """Ranges of the text files, the same in both splits: a document's hash decides its split."""
     readable = [file for file in found if file.sha256]
     items = []
-    dropped = {"unreadable": len(found) - len(readable), "binary": 0, "empty": 0}
+    dropped = collections.Counter(unreadable=len(found) - len(readable), binary=0, empty=0)
     for file in readable:
+        with open(file.path, "rb") as opened:
+            head = opened.read(1 << 20)
+        if is_json(head.decode(errors="ignore")):
+            dropped["json"] += 1
+            continue
+        if SEPARATOR_BYTES not in head and file.path == getattr(cfg, "source", ""):
+            lacking = f"no {SEPARATOR} in the first {len(head):,} bytes"
+            print(f"{file.path}: {lacking}; without it a file is one document", file=sys.stderr)
         try:
             ranges = text_ranges(file, cfg.shard_bytes)
             items += ranges
@@ -246,7 +261,16 @@ def gather_text(found, cfg):
     groups = {"train": list(batched(items, cfg.shard_bytes)), "heldout": []}
     if cfg.heldout:  # a range of this size holds about one shard of held-out documents
         groups["heldout"] = list(batched(items, cfg.shard_bytes / cfg.heldout))
-    return groups, dropped
+    return groups, dict(dropped)
+
+
+def is_json(text):
+    """Whether a text is JSON, of one line or of several, or begins with an item of a JSON list."""
+    if start := JSON_START.match(text):
+        with contextlib.suppress(ValueError, RecursionError):
+            end = json.JSONDecoder().raw_decode(text, start.end())[1]
+            return text[end:].lstrip()[:1] in ("", *",]{[")
+    return False
 
 
 def text_ranges(item, limit):
@@ -299,20 +323,6 @@ def text_documents(items, split, cfg):
                 yield (text,)
 
 
-def tinystories(out):
-    """The file of all stories in the folder --out, downloaded if it is not there."""
-    path = os.path.join(out, "tinystories.txt")
-    if not os.path.exists(path):
-        stories = download(TINYSTORIES, "prepare a text file with: python data_prep.py text FILE")
-        with runs.writing(path) as file:
-            for story in tqdm(stories, "writing", unit=" stories", disable=None):
-                file.write(f"{story['text'].strip()}\n{SEPARATOR}\n".encode())
-    return path
-
-
-# ---- pairs of prompt and response ----------------------------------------------------------------
-
-
 def gather_pairs(found, cfg):
     """Ranges of whole lines, the same in both splits: a prompt's hash decides its split."""
     with open(cfg.source, "rb") as file:
@@ -328,10 +338,8 @@ def gather_pairs(found, cfg):
                 name = f"{found[0].name}@{start}"
                 items.append(Item(name, found[0].path, sha256(data), len(data), start))
             start += len(data)
-    groups = {"train": [[item] for item in items], "heldout": []}
-    if cfg.heldout:
-        groups["heldout"] = [items]
-    return groups, {}
+    heldout = [items] if cfg.heldout else []
+    return {"train": [[item] for item in items], "heldout": heldout}, {}
 
 
 def read_pair(line, number, cfg):
@@ -345,12 +353,10 @@ def read_pair(line, number, cfg):
         texts = pair["prompt"], pair["response"], pair.get(third) or ""
         "".join(texts).encode()  # fails for numbers, lists, and half a surrogate pair
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise ValueError(wanted) from None
+        raise ValueError(f"{wanted}; one a line, unpacked") from None
     if pair.get(other):
         raise ValueError(f'{wanted}, without "{other}" as --chat={cfg.chat}')
-    if not texts[2]:
-        return texts[:2]
-    return texts
+    return texts if texts[2] else texts[:2]
 
 
 def pair_documents(items, split, cfg):
@@ -376,7 +382,7 @@ def gather_python(found, cfg):
     texts = []
     for path in cfg.benchmarks:
         for problem in read_problems(runs.as_path(path).read_bytes(), f"--benchmarks: {path}"):
-            texts += [problem[key] for key in PROBLEM if key in problem]
+            texts += [problem[key] for key in PROBLEM if isinstance(problem.get(key), str)]
     rules = {name: getattr(cfg, name) for name in ("hf", "column", "licences", "max_bytes")}
 
     # Examine. A copy has another name if its inputs or the rules are others.
@@ -446,12 +452,8 @@ def benchmark_files(cfg):
 def read_problems(data, path):
     """The problems, dictionaries, in the bytes of a file of HumanEval or MBPP."""
     try:
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
-        text = data.decode()
-        rows = json.loads(text) if text.startswith("[") else map(json.loads, text.splitlines())
-        rows = [row for row in rows if row.keys() & set(PROBLEM)]
-    except (ValueError, AttributeError, EOFError, RecursionError, gzip.BadGzipFile, zlib.error):
+        rows = [row for _, row in runs.json_rows(io.BytesIO(data)) if row.keys() & set(PROBLEM)]
+    except AttributeError:  # of what is no object
         rows = []
     if not rows:
         raise ValueError(f"{path} holds no problems; HumanEval.jsonl.gz and MBPP's do")
@@ -468,14 +470,13 @@ def documents_of(item, rules):
             yield file.read(rules.max_bytes + 1), ""  # what is larger, judge() drops
         return
     columns = rules.column.split(",")
-    for row in rows_of(item, rules):
-        values = [row[name] for name in columns if name in row]
-        texts = [value for value in values if value is not None and value == value]  # or NaN
-        text = texts[0] if texts else ""
+    for where, row in rows_of(item, rules):
+        values = [row[name] for name in columns if name in row]  # None or NaN: no value
+        text = next((value for value in values if value is not None and value == value), "")
         if not values or not isinstance(text, str):
             found = ", ".join(f"{name} {value!r:.50}" for name, value in row.items())
             problem = f"has no text in a column {' or '.join(columns)} (it has {found}"
-            raise ValueError(f"{item.path or item.name} {problem}; name one with --column)")
+            raise ValueError(f"{where} {problem}; name one with --column)")
         # Half a surrogate pair is not UTF-8: judge() drops it.
         data = text.encode("utf-8", "surrogatepass")
         yield data, "" if rules.licences == "any" or is_allowed(row) else "licence"
@@ -495,7 +496,7 @@ def is_allowed(row):
 
 
 def rows_of(item, rules):
-    """The rows, dictionaries, of a shard of a data set, a Parquet file or JSON lines."""
+    """(where it is, row) of a shard of a data set, a Parquet file, JSON lines or a JSON list."""
     wanted = [*rules.column.split(","), *LICENCE_COLUMNS]
     where = item.path or item.name
     try:
@@ -503,18 +504,21 @@ def rows_of(item, rules):
             dataset = stream(rules.hf)
             shard = dataset.shard(num_shards=dataset.num_shards, index=item.start)
             columns = [name for name in wanted if name in (shard.column_names or ())]
-            yield from shard.select_columns(columns) if columns else shard
-        elif item.path.endswith(".parquet"):
+            for row in shard.select_columns(columns) if columns else shard:
+                yield where, row
+        elif item.path.lower().endswith(".parquet"):
             with pq.ParquetFile(item.path, pre_buffer=False) as file:
                 columns = [name for name in wanted if name in file.schema_arrow.names]
                 for batch in file.iter_batches(256, columns=columns or None):
-                    yield from batch.to_pylist()
+                    for row in batch.to_pylist():
+                        yield where, row
         else:
             with open(item.path, "rb") as file:
-                for number, line in enumerate(file, 1):
+                for number, row in runs.json_rows(file):
                     where = f"{item.path}, line {number},"
-                    if line.strip():
-                        yield dict(json.loads(line))
+                    if not isinstance(row, dict):
+                        raise ValueError("no JSON object in UTF-8; unpack what is packed")
+                    yield where, row
     except Exception as error:  # json, pyarrow, datasets, the network: no narrower class
         if isinstance(error, OSError) and error.errno:
             raise
@@ -593,9 +597,6 @@ def begin_work(parent):
     threading.Thread(target=watch, daemon=True).start()
 
 
-# ---- is a document fit? --------------------------------------------------------------------------
-
-
 def judge(data, rules):
     """Why a document is dropped, or "". The limits for minified files are StarCoder's."""
     if len(data) > rules.max_bytes:
@@ -606,6 +607,8 @@ def judge(data, rules):
         return "non_utf8"
     if not text.strip():
         return "empty"
+    if is_json(text) and text.rstrip().endswith(("]", "}")):  # it may parse as Python
+        return "json"
     # A generated file says so in its first ten lines.
     lines = text.splitlines()
     if GENERATED.search("\n".join(lines[:10])):
@@ -729,18 +732,15 @@ def acecode_rows(items):
         return
     for item in items:
         with open(item.path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
+            for number, row in runs.json_rows(file):
                 try:
-                    row = json.loads(line)
                     texts = [row[name] for name in TASK[:3]] + row["test_cases"]
                     row["context_messages"]  # of any form
                     for answer in row["inferences"]:
                         texts += [answer["model_name"], answer["completion"]]
                         answer["pass_rate"] + 0.0
                     "".join(texts).encode()  # fails for numbers, and half a surrogate pair
-                except (ValueError, RecursionError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError):
                     names = ", ".join((*TASK, "inferences"))
                     problem = f"{item.path}: line {number} is no row of AceCode"
                     raise ValueError(f"{problem}, {names} in JSON") from None

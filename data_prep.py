@@ -10,11 +10,13 @@
     python data_prep.py pairs chat.jsonl --chat --tokenizer=MODEL/tokenizer.json --out=data/chat
     python data_prep.py acecode --tokenizer=MODEL/tokenizer.json --out=data/acecode
 
-python reads .py files, or the rows of a text column in .parquet and .jsonl files or a data set; see
-corpus.py for what it drops. text splits files of any size at <|endoftext|>. pairs reads lines
-{"prompt": TEXT, "response": TEXT}; a "suffix" follows the response and is given to the model, as
-the prompt is; with --chat a "system" is the system turn, instead of the template's own. acecode
-writes tasks with tests for coupled_grpo.py: questions of AceCode-87K, or of files in its form.
+python reads .py files, or the rows of a text column in .parquet, .jsonl and .ndjson files, packed
+by gzip or not, in a .json file that is named, or in a data set; see corpus.py for what it drops.
+Linked folders are entered; files of other endings are counted as left out. text splits files of any
+size at <|endoftext|>. pairs reads lines {"prompt": TEXT, "response": TEXT}; a "suffix" follows the
+response and is given to the model, as the prompt is; with --chat a "system" is the system turn,
+instead of the template's own. acecode writes tasks with tests for coupled_grpo.py: questions of
+AceCode-87K, or of files in its form.
 
 Packed rows (PythonCoder, Dream) hold documents one after the other, each ended by EOS. Padded rows
 (MDLM) hold one document each: BOS, tokens, EOS, PAD. A long document goes on in the next row; a
@@ -92,7 +94,7 @@ class Python(Documents):
     roots: tuple[str, ...] = ()  # folders that are searched for .py files, or files
     rows: typing.Literal["packed", "padded"] = "packed"  # for PythonCoder and Dream | for MDLM
     max_bytes: Count = 1_000_000  # larger files are dropped
-    # text column of .parquet and .jsonl files or --hf; "" looks for content, text, code
+    # text column of files of rows or --hf; "" looks for content, text, code
     column: str = ""
     # data set on Hugging Face, which is streamed: NAME, NAME:FOLDER of it, or a local folder
     hf: str = ""
@@ -230,10 +232,10 @@ def prepare(cfg, out):
     A run may be killed at any moment: a file gets its name when it is whole, and meta.json is the
     last one.
     """
-    found = find(cfg)
+    found, others = find(cfg)
     inputs = sha256(json.dumps([(item.name, item.sha256) for item in found]).encode())
     if isinstance(cfg, Python):  # what its flags leave open
-        if not cfg.column and (cfg.hf or found[0].path.endswith(corpus.ROWS)):
+        if not cfg.column and (cfg.hf or corpus.ROWS_NAME.search(found[0].path)):
             cfg = dataclasses.replace(cfg, column=corpus.TEXT_COLUMNS)
         cfg = dataclasses.replace(cfg, benchmarks=corpus.benchmark_files(cfg))
     vocabulary = None
@@ -249,11 +251,14 @@ def prepare(cfg, out):
 
     # All files are read through once, so that what is bad is known before anything is written.
     groups, dropped = gather(found, cfg)
+    dropped |= others
     left_out = [f"{count:,} {reason}" for reason, count in dropped.items() if count]
     reasons = ", ".join(left_out) or "nothing"
     if not groups["train"]:
+        where = f"{found[0].path}: " if len(found) == 1 else ""
         raise ValueError(
-            f"no document to train on (left out: {reasons}); lower --heldout or name more to read"
+            f"{where}no document to train on (left out: {reasons}); "
+            "lower --heldout or name more to read, neither JSON nor packed"
         )
     print(f"shards of training documents: {len(groups['train']):,}; left out: {reasons}")
     vocabulary = vocabulary or new_vocabulary(cfg, groups["train"])
@@ -439,27 +444,40 @@ def counted(documents, counts, path, cfg):
 
 
 def find(cfg):
-    """Items of the input files, sorted; a data set of Hugging Face has none."""
+    """(Items of the input files, sorted, {suffix: number of other files}); --hf has none."""
     if isinstance(cfg, TinyStories):
-        return corpus.files_below((corpus.tinystories(cfg.out),), (".txt",), cfg.out)
+        return corpus.files_below((tinystories(cfg.out),), (".txt",), cfg.out)
     if not isinstance(cfg, Python):
         return corpus.files_below((cfg.source,), (".txt", ".text", ".md", ".py"), cfg.out)
     if cfg.hf:
-        return []
+        return [], {}
     if cfg.column:
         return corpus.files_below(cfg.roots, corpus.ROWS, cfg.out)
-    found = corpus.files_below(cfg.roots, (".py", *corpus.ROWS), cfg.out)
-    code = [item for item in found if not item.path.endswith(corpus.ROWS)]
+    found, others = corpus.files_below(cfg.roots, (".py", *corpus.ROWS), cfg.out)
+    code = [item for item in found if not corpus.ROWS_NAME.search(item.path)]
     if not code:  # rows where there are no .py files
-        return found
+        return found, others
     for root in cfg.roots:
-        if root.endswith(corpus.ROWS):
+        if corpus.ROWS_NAME.search(root):
             problem = "holds rows, other --roots hold .py files"
             raise ValueError(f"{root} {problem}: prepare each in an --out of its own")
     if len(code) < len(found):
         rows = f"{len(found) - len(code):,} files of rows"
         print(f"left out: {rows}; --column=NAME reads them", file=sys.stderr)
-    return code
+    return code, others
+
+
+def tinystories(out):
+    """The file of all stories in the folder --out, downloaded if it is not there."""
+    path = os.path.join(out, "tinystories.txt")
+    if not os.path.exists(path):
+        stories = corpus.download(
+            corpus.TINYSTORIES, "prepare a text file with: python data_prep.py text FILE"
+        )
+        with runs.writing(path) as file:
+            for story in tqdm(stories, "writing", unit=" stories", disable=None):
+                file.write(f"{story['text'].strip()}\n{corpus.SEPARATOR}\n".encode())
+    return path
 
 
 def gather(found, cfg):
@@ -738,8 +756,9 @@ def write_acecode(cfg):
     """Write train.jsonl, heldout.jsonl and meta.json, all or none of them, in an empty folder."""
     out = Path(cfg.out)
     items = []
+    dropped = {}
     if cfg.roots:
-        items = corpus.files_below(cfg.roots, (".jsonl",), out)
+        items, dropped = corpus.files_below(cfg.roots, corpus.JSON_LINES, out)
     # The same inputs give the same bytes, wherever they are.
     settings = vars(cfg) | {"roots": [item.sha256 for item in items], "out": ""}
     tokenizer = None
@@ -756,12 +775,11 @@ def write_acecode(cfg):
             return
         if out.exists() and any(out.iterdir()):
             raise FileExistsError(f"{out} is not empty; delete it, or choose another --out")
-        write_tasks(cfg, out, items, settings, tokenizer)
+        write_tasks(cfg, out, items, settings, tokenizer, dropped)
 
 
-def write_tasks(cfg, out, items, settings, tokenizer):
+def write_tasks(cfg, out, items, settings, tokenizer, dropped):
     """Write the tasks of AceCode, or of the files in `items`, into a new folder."""
-    dropped = {}
     with runs.new_folder(out) as folder:
         splits = {"train": [], "heldout": []}
         for task in corpus.acecode_tasks(cfg, items, tokenizer, dropped):

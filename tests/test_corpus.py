@@ -1,9 +1,11 @@
 """corpus.py on rows of files and on data sets in folders; licences and benchmarks."""
 
 import dataclasses
+import gzip
 import json
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -295,3 +297,128 @@ def test_rows_and_packages_are_cleaned_of_humaneval_and_mbpp_unless_these_cannot
     dp.main(dataclasses.replace(cfg, out=str(tmp_path / "two")))
     assert "documents that hold problems of HumanEval.jsonl.gz stay in: " in capsys.readouterr().err
     assert [path.name for path in Path(cp.TASKS).iterdir()] == ["sanitized-mbpp.json"]
+
+
+# ---- which files are read
+
+
+OTHERS = {
+    "b.jsonl.gz": gzip.compress,
+    "B.JSONL": bytes,
+    "b.ndjson": bytes,
+    "b.NDJSON.GZ": gzip.compress,
+    "gzip.jsonl": gzip.compress,
+    "bom.jsonl": b"\xef\xbb\xbf".__add__,
+    "blank.jsonl": lambda lines: b"\n" + lines.replace(b"\n", b"\r\n\n"),
+    "list.jsonl": lambda lines: json.dumps([*map(json.loads, lines.splitlines())]).encode(),
+    "indented.jsonl": lambda lines: json.dumps(
+        [*map(json.loads, lines.splitlines())], indent=2
+    ).encode(),
+    "objects.jsonl": lambda lines: b"\n".join(
+        json.dumps(json.loads(line), indent=2).encode() for line in lines.splitlines()
+    ),
+}
+
+
+def lines_of(texts):
+    return "".join(json.dumps({"code": text}) + "\n" for text in texts).encode()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_rows_in_any_form_are_read(tmp_path, name):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / name).write_bytes(OTHERS[name](lines_of(MODULES[6:])))
+    (tmp_path / "rows/a.jsonl").write_bytes(lines_of(MODULES[:6]))
+    for column in ("", "code"):
+        cfg = config(tmp_path, roots=(str(tmp_path / "rows"),), column=column)
+        cfg = dataclasses.replace(cfg, out=str(tmp_path / f"out_{column}"))
+        dp.main(cfg)
+        assert texts_of(cfg.out) == sorted(MODULES)
+    # the same in a file that is named .json
+    path = tmp_path / "b.json"
+    path.write_bytes((tmp_path / "rows" / name).read_bytes())
+    cfg = config(tmp_path, roots=(str(path), str(tmp_path / "rows/a.jsonl")))
+    dp.main(cfg)
+    assert texts_of(cfg.out) == sorted(MODULES)
+
+
+def test_files_that_are_not_read_are_counted_and_linked_folders_are_read_once(tmp_path, capsys):
+    root, elsewhere = tmp_path / "src", tmp_path / "elsewhere"
+    root.mkdir()
+    (elsewhere / "deep").mkdir(parents=True)
+    for folder, texts in ((root, MODULES[:4]), (elsewhere, MODULES[4:8])):
+        for i, text in enumerate(texts):
+            (folder / f"m{i}.{'Py' if i % 2 else 'py'}").write_text(text)
+    (elsewhere / "deep/m.PY").write_text(MODULES[8])
+    links = {"more": elsewhere, "again": elsewhere, "deeper": elsewhere / "deep", "loop": root}
+    for name, target in links.items():
+        (root / name).symlink_to(target)
+    (elsewhere / "back").symlink_to(root)
+    others = ["a.py.gz", "a.csv", "b.CSV", "a.json", "README", "x.20240101", "bad.\udcff"]
+    for name in others:
+        (root / name).write_text("text")
+    cfg = config(tmp_path, roots=(str(root),))
+    dp.main(cfg)
+    assert texts_of(cfg.out) == sorted(MODULES[:9])
+    dropped = {name: n for name, n in Rows(cfg.out, "train").meta["dropped"].items() if n}
+    assert dropped == {".gz": 1, ".csv": 2, ".json": 1, "other": 3}
+    said = capsys.readouterr().out
+    assert all(f"{n} {name}" in said for name, n in dropped.items())
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "lists/a.json").write_bytes(lines_of(MODULES[:4]))
+    stops(
+        r"no \.py, .* files below .*lists \(there: \.json\)", cfg, roots=(str(tmp_path / "lists"),)
+    )
+
+
+CRYPTIC = "dictionary update|Expecting|0x8b|invalid start byte"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("a.jsonl.zst", b"\x28\xb5\x2f\xfd", "line 1, cannot be read .*unpack what is packed"),
+        ("a.csv", b"code\nx = 1\n", "line 1, cannot be read .*no JSON object"),
+        ("a.jsonl", b"[1, 2]", "line 1, cannot be read .*no JSON object"),
+        ("a.jsonl", b'{"code": "x = 1"}\n\n"text"\n', "line 3, cannot be read .*no JSON object"),
+        (
+            "a.json",
+            b'[\n {"code": "x = 1"},\n {"text": 2}\n]',
+            "line 3, has no text in a column code",
+        ),
+        ("a.json", b'[\n {"code": "x = 1"},\n {"code": ', "line 3, cannot be read"),
+        ("a.json", b'{\n "data": [{"code": "x = 1"}]\n}', "line 1, has no text in a column code"),
+        ("a.jsonl.gz", gzip.compress(b'{"code": "x = 1"}\n' * 999)[:-20], "cannot be read"),
+    ],
+)
+def test_what_holds_no_rows_is_named_with_its_line(tmp_path, name, data, said):
+    (tmp_path / name).write_bytes(data)
+    cfg = config(tmp_path, roots=(str(tmp_path / name),), column="code")
+    with pytest.raises(ValueError, match=rf"{name}, {said}|{name}, line \d+, {said}") as error:
+        dp.main(cfg)
+    assert not re.search(CRYPTIC, str(error.value))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_problems_to_decontaminate_from_are_read_in_any_form(tmp_path, name):
+    words = "take the list of numbers and return those whose sum with both neighbours is even"
+    row = {"task_id": 1, "prompt": f"{words}\u2028\x85\x0c\x1e {words}"}
+    line = json.dumps(row, ensure_ascii=False).encode()
+    forms = [line, b"\xef\xbb\xbf" + line + b"\r\n\n", b"\n" + line + b"\n" + line]
+    forms += [json.dumps([row] * 2, indent=indent).encode() for indent in (None, 1, "\t")]
+    forms += [b"\xef\xbb\xbf\n" + forms[-1], json.dumps({"prompt": None, "text": words}).encode()]
+    for data in forms:
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+        rows = cp.read_problems(path.read_bytes(), str(path))
+        assert rows[0].get("prompt") in (row["prompt"], None)
+        (tmp_path / "src").mkdir(exist_ok=True)
+        (tmp_path / "src/a.py").write_text(f"# {words}\nx = 1\n")
+        (tmp_path / "src/b.py").write_text(MODULES[0])
+        cfg = config(tmp_path, roots=(str(tmp_path / "src"),), benchmarks=(str(path),), heldout=0)
+        shutil.rmtree(cfg.out, ignore_errors=True)
+        dp.main(cfg)
+        assert texts_of(cfg.out) == [MODULES[0]]
+    for data in (forms[1][:-8], b'{"prompt": "x"}\n{"prompt": ', line + b"\n[1]"):
+        with pytest.raises(ValueError, match="holds no problems"):
+            cp.read_problems(data, "x")
