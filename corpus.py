@@ -48,9 +48,7 @@ import runs
 # Folders of the standard library that are left out: packages, and tests, 60 % of the bytes.
 NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 TEXT_COLUMNS = "content,text,code"  # names of a text column, in order of preference
-LICENCE_COLUMNS = (
-    "license licence licenses max_stars_repo_licenses detected_licenses license_type".split()
-)
+LICENCE_COLUMNS = "license licence licenses max_stars_repo_licenses detected_licenses license_type"
 TASKS = "data/tasks"  # folder of the benchmarks' files, that of benchmarks.py
 BENCHMARKS = (
     "https://raw.githubusercontent.com/openai/human-eval/master/data/HumanEval.jsonl.gz",
@@ -122,7 +120,8 @@ def files_below(roots, suffixes, out):
     """
     paths = []
     others = collections.Counter()
-    entered = {os.path.realpath(out)}
+    above = {str(folder) for root in roots for folder in Path(root).resolve().parents}
+    entered = above - {*map(os.path.realpath, roots)} | {os.path.realpath(out)}
     skipped = set() if roots else NOT_THE_LIBRARY
     folders = [(root, root) for root in roots or [sysconfig.get_paths()["stdlib"]]]
     for root, start in folders:  # links are appended, so that each folder has its own name
@@ -134,10 +133,12 @@ def files_below(roots, suffixes, out):
             real = os.path.realpath(folder)
             if real in entered:
                 below.clear()  # os.walk enters the folders of this list
+                if start != root:
+                    left_out(f"{folder}, as a link to a folder that is read by itself, or above")
                 continue
             entered.add(real)
             below[:] = sorted(set(below) - skipped)
-            linked = (os.path.join(folder, name) for name in below)
+            linked = (os.path.join(folder, name) for name in below if roots)
             folders += [(root, path) for path in linked if os.path.islink(path)]
             for name in files:
                 path = os.path.join(folder, name)
@@ -147,19 +148,17 @@ def files_below(roots, suffixes, out):
                 elif roots:
                     others[suffix if suffix[1:].isidentifier() else "other"] += 1
     if not paths:
-        kinds = ", ".join(suffixes)
         found = f"below {', '.join(roots)} (there: {', '.join(others) or 'nothing'})"
-        raise ValueError(f"no {kinds} files {found}; name other folders, or files")
+        raise ValueError(f"no {', '.join(suffixes)} files {found}; name other folders, or files")
     items = []
     for name, path in tqdm(sorted(paths), "hashing", unit=" files", disable=None, delay=1):
-        digest = ""
-        size = 0
+        item = Item(name, path, "", 0)
         with contextlib.suppress(OSError):
             if os.path.isfile(path):  # reading a named pipe would never end
                 with open(path, "rb") as file:
                     digest = hashlib.file_digest(file, "sha256").hexdigest()
-                    size = file.tell()
-        items.append(Item(name, path, digest, size))
+                    item = Item(name, path, digest, file.tell())
+        items.append(item)
     return items, dict(others)
 
 
@@ -249,15 +248,16 @@ def gather_text(found, cfg):
         if is_json(head.decode(errors="ignore")):
             dropped["json"] += 1
             continue
-        if SEPARATOR_BYTES not in head and file.path == getattr(cfg, "source", ""):
-            lacking = f"no {SEPARATOR} in the first {len(head):,} bytes"
-            print(f"{file.path}: {lacking}; without it a file is one document", file=sys.stderr)
         try:
             ranges = text_ranges(file, cfg.shard_bytes)
             items += ranges
             dropped["empty"] += not ranges
         except ValueError:
             dropped["binary"] += 1
+            continue
+        if SEPARATOR_BYTES not in head and file.path == getattr(cfg, "source", ""):
+            lacking = f"no {SEPARATOR} in the first {len(head):,} bytes"
+            print(f"{file.path}: {lacking}; without it a file is one document", file=sys.stderr)
     groups = {"train": list(batched(items, cfg.shard_bytes)), "heldout": []}
     if cfg.heldout:  # a range of this size holds about one shard of held-out documents
         groups["heldout"] = list(batched(items, cfg.shard_bytes / cfg.heldout))
@@ -469,13 +469,13 @@ def documents_of(item, rules):
         with open(item.path, "rb") as file:
             yield file.read(rules.max_bytes + 1), ""  # what is larger, judge() drops
         return
-    columns = rules.column.split(",")
     for where, row in rows_of(item, rules):
-        values = [row[name] for name in columns if name in row]  # None or NaN: no value
+        values = [row[name] for name in rules.column.split(",") if name in row]  # may be NaN
         text = next((value for value in values if value is not None and value == value), "")
         if not values or not isinstance(text, str):
             found = ", ".join(f"{name} {value!r:.50}" for name, value in row.items())
-            problem = f"has no text in a column {' or '.join(columns)} (it has {found}"
+            columns = rules.column.replace(",", " or ")
+            problem = f"has no text in a column {columns} (it has {found}"
             raise ValueError(f"{where} {problem}; name one with --column)")
         # Half a surrogate pair is not UTF-8: judge() drops it.
         data = text.encode("utf-8", "surrogatepass")
@@ -484,7 +484,7 @@ def documents_of(item, rules):
 
 def is_allowed(row):
     """Whether a row's licences are permissive, or it names none."""
-    for name in LICENCE_COLUMNS:
+    for name in LICENCE_COLUMNS.split():
         licences = row.get(name)
         if licences and licences == licences:  # neither None nor NaN
             if isinstance(licences, dict):  # as GitHub has it
@@ -497,7 +497,7 @@ def is_allowed(row):
 
 def rows_of(item, rules):
     """(where it is, row) of a shard of a data set, a Parquet file, JSON lines or a JSON list."""
-    wanted = [*rules.column.split(","), *LICENCE_COLUMNS]
+    wanted = [*rules.column.split(","), *LICENCE_COLUMNS.split()]
     where = item.path or item.name
     try:
         if rules.hf:

@@ -350,7 +350,9 @@ def test_files_that_are_not_read_are_counted_and_linked_folders_are_read_once(tm
         for i, text in enumerate(texts):
             (folder / f"m{i}.{'Py' if i % 2 else 'py'}").write_text(text)
     (elsewhere / "deep/m.PY").write_text(MODULES[8])
+    (tmp_path / "above.py").write_text(MODULES[9])
     links = {"more": elsewhere, "again": elsewhere, "deeper": elsewhere / "deep", "loop": root}
+    links["up"] = tmp_path
     for name, target in links.items():
         (root / name).symlink_to(target)
     (elsewhere / "back").symlink_to(root)

@@ -40,11 +40,12 @@ def test_a_page_holds_all_texts_and_no_markup_of_theirs(tmp_path):
 
 def test_a_file_without_steps_is_refused_in_one_line(tmp_path):
     path = tmp_path / "steps.json"
-    for line in ('{"steps": 3}', "{}", "x", "[]", '{"steps": [["a", 1]]}', "[" * 100_000):
+    for line in ('{"steps": 3}', "{}", "x", "[1]", '{"steps": [["a", 1]]}', "[" * 100_000):
         path.write_text(line)
         assert "holds no steps" in refused_by(steps, f"--file={path}")
-    path.write_text("")
-    assert "is empty" in refused_by(steps, f"--file={path}")
+    for line in ("", "[]", "\n \n"):
+        path.write_text(line)
+        assert "is empty" in refused_by(steps, f"--file={path}")
     assert "neither" in refused_by(steps, f"--file={path}", "--out=x.png")
     with pytest.raises(FileNotFoundError):
         steps.main(steps.Config(str(tmp_path / "none.json")))
