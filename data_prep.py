@@ -240,7 +240,7 @@ def prepare(cfg, out):
         cfg = dataclasses.replace(cfg, benchmarks=corpus.benchmark_files(cfg))
     vocabulary = None
     if cfg.tokenizer:
-        vocabulary = load_vocabulary(tokenizer_json(cfg.tokenizer), cfg)
+        vocabulary = load_vocabulary(runs.tokenizer_json(cfg.tokenizer), cfg)
     if cfg.chat:
         next(chat_turns([], cfg, vocabulary), None)  # fails here where it fails at all
     settings = settings_of(cfg, vocabulary)
@@ -560,15 +560,6 @@ def load_vocabulary(data, cfg):
     return Vocabulary(data, encoder, size, special, None if None in fim.values() else fim)
 
 
-def tokenizer_json(path):
-    """The bytes of a tokenizer.json, with the tokens that the files beside it name."""
-    data = runs.as_path(path).read_bytes()
-    tokenizer = read_tokenizer(data, path)
-    if runs.add_named_tokens(tokenizer, runs.as_path(path).parent):
-        data = tokenizer.to_str().encode()
-    return data
-
-
 def read_tokenizer(data, path):
     """The Tokenizer of the bytes of a tokenizer.json. ValueError if they are something else."""
     try:
@@ -763,7 +754,7 @@ def write_acecode(cfg):
     settings = vars(cfg) | {"roots": [item.sha256 for item in items], "out": ""}
     tokenizer = None
     if cfg.tokenizer:
-        data = tokenizer_json(cfg.tokenizer)
+        data = runs.tokenizer_json(cfg.tokenizer)
         tokenizer = read_tokenizer(data, cfg.tokenizer)
         settings["tokenizer"] = sha256(data)
     out.parent.mkdir(parents=True, exist_ok=True)

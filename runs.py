@@ -397,6 +397,23 @@ def read_tokenizer(folder, vocab=2**31):
     return tokenizer
 
 
+def tokenizer_json(path):
+    """The bytes of a tokenizer.json, with the tokens that the files beside it name; those of a
+    damaged one as they are.
+    """
+    import tokenizers
+
+    path = as_path(path)
+    data = path.read_bytes()
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(data)
+    except Exception:  # tokenizers raises no narrower class; who reads the bytes says what they are
+        return data
+    if add_named_tokens(tokenizer, path.parent):
+        data = tokenizer.to_str().encode()
+    return data
+
+
 def added_token(value, **flags):
     """The AddedToken of a text, or of an object of JSON as transformers writes it."""
     import tokenizers
