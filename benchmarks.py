@@ -267,7 +267,7 @@ class PythonCoder:
             cfg.temperature,
             top_p=cfg.top_p,
             vocab=self.tokenizer.get_vocab_size(),
-            eos=end_of_text(run, self.tokenizer),
+            eos_ids=runs.ends_of_text(run, self.tokenizer),
             speculate=self.model.cfg.mtp,
         )
 
@@ -288,16 +288,7 @@ class PythonCoder:
             texts, _ = model_pythoncoder.generate(
                 self.model, prompts, self.max_new, self.rule, key, finished
             )
-        return [until(ids, [self.rule.eos]) for ids in texts]
-
-
-def end_of_text(run, tokenizer):
-    """The id that ends a text: by generation_config.json, else <|endoftext|>; -1: there is none."""
-    default = tokenizer.token_to_id("<|endoftext|>")
-    token = runs.read_about(run, "generation_config.json").get("eos_token_id", default)
-    if isinstance(token, list):
-        token = token[0]
-    return -1 if token is None else token
+        return [until(ids, self.rule.eos_ids) for ids in texts]
 
 
 class Dream:
@@ -317,7 +308,7 @@ class Dream:
         self.longest = self.model.cfg.positions
         ends = {self.tokenizer.token_to_id(name) for name in protocol.ends}
         if ends:
-            ends.add(self.model.cfg.eos_id)
+            ends.update(self.model.cfg.eos_ids)
         # MASK, which ends an answer, fills a canvas.
         self.ends = tuple(sorted(ends - {None, self.model.cfg.mask_id}))
         self.rule = sample_dream.Sampling(

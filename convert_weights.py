@@ -236,7 +236,7 @@ def find_qwen2(folder, block_length=0, repository=""):
     a Dream or SDAR.
 
     MASK is a token of the tokenizer, or the id after its last one; without a tokenizer, after the
-    last row. PAD is the tokenizer's, or EOS; EOS is the first that config.json lists.
+    last row. PAD is the tokenizer's, or EOS.
     """
     keys = runs.read_json(folder / "config.json", "vocab_size")
     kind = keys.get("model_type")
@@ -251,14 +251,13 @@ def find_qwen2(folder, block_length=0, repository=""):
     if mask_id is None:
         mask_id = max(ids.values(), default=rows - 1) + 1
         table_rows = rows
-    eos_id = int(np.ravel(keys.get("eos_token_id"))[0])
+    eos_id, *_ = runs.end_ids(keys, runs.read_about(folder, "generation_config.json")) or [None]
     roles, *_ = runs.named_tokens(folder)
     pad = roles["pad_token"].content if "pad_token" in roles else None
     changes = {
         "model_type": "Dream",
         "vocab_size": max(rows, mask_id + 1),
         "mask_token_id": mask_id,
-        "eos_token_id": eos_id,
         "pad_token_id": ids.get(pad, eos_id),
     } | QWEN2[kind]
     if block_length:

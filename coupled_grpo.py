@@ -391,7 +391,7 @@ class Trainer:
         check_memory(cfg, model_cfg, self.mesh, self.rollout_mesh, self.dtype)
 
         # How completions are generated. A chat model ends its turn as its template does.
-        ends = [model_cfg.eos_id, tokenizer.token_to_id("<|dlm_pad|>")]
+        ends = [*model_cfg.eos_ids, tokenizer.token_to_id("<|dlm_pad|>")]
         if any(tasks.chat for tasks in files):
             ends.insert(0, prompts.turn_end(tokenizer))
         ends = tuple(token for token in ends if token is not None)

@@ -178,7 +178,7 @@ class PythonCoder:
             cfg.top_k,
             cfg.top_p,
             vocab=self.tokenizer.get_vocab_size(),  # the head has more rows: never drawn
-            eos=prompts.end_of_text(cfg.ckpt, self.tokenizer),
+            eos_ids=runs.ends_of_text(cfg.ckpt, self.tokenizer),
             no_repeat_ngram=cfg.no_repeat_ngram,
             speculate=cfg.speculate and self.model.cfg.mtp,
         )
@@ -315,7 +315,7 @@ def draft_colours(lengths, ids, rule, max_new):
         if new == 2:
             colours += [GREEN, None]
         elif new == 1:
-            no_room = end >= max_new or ids[end - 1] == rule.eos
+            no_room = end >= max_new or ids[end - 1] in rule.eos_ids
             drafted = rule.speculate and number > 0 and not no_room
             colours.append(RED if drafted else None)
     return colours

@@ -216,7 +216,7 @@ def show(cfg, row, text, number=0):
 
 def ends_of(dream, tokenizer):
     """The ids that end a text: the model's own, and tokens that end a turn of a conversation."""
-    ids = [dream.eos_id, dream.pad_id]
+    ids = [*dream.eos_ids, dream.pad_id]
     for name in ("<|endoftext|>", *prompts.TURN_ENDS, "<|dlm_pad|>"):
         ids.append(tokenizer.token_to_id(name))
     return tuple(i for i in dict.fromkeys(ids) if i not in (None, dream.expand_id))

@@ -61,13 +61,20 @@ class DreamConfig:
     family: str = "dream"  # key of FAMILIES
     bias: bool = True  # queries, keys and values have a bias
     qk_norm: bool = False  # RMSNorm of each head's queries and keys
+    ends: tuple[int, ...] = ()  # further ids that end a text, as eos_id does
 
     def __post_init__(self):
         object.__setattr__(self, "rope", tuple(map(tuple, self.rope)))  # JSON has lists
+        object.__setattr__(self, "ends", tuple(self.ends))
         ids = (self.mask_id, self.expand_id, self.pad_id, self.bos_id, self.eos_id)
         if self.mask_id in ids[1:] or self.expand_id == self.eos_id or max(ids) >= self.vocab:
             what = f"each below {self.vocab}, the first two unique"
             raise ValueError(f"ids {ids} of mask, expand, pad, bos, eos: {what}")
+
+    @property
+    def eos_ids(self):
+        """All ids that end a text."""
+        return self.eos_id, *self.ends
 
 
 SMALL = {"mask_id": 4, "pad_id": 0, "bos_id": 1, "eos_id": 2, "positions": 2048}
@@ -935,6 +942,8 @@ def config_of(folder, keys):
     sampling = runs.read_about(folder, "generation_config.json")
     for key in ("bos_token_id", "pad_token_id", "expand_token_id"):
         keys.setdefault(key, sampling.get(key))
+    # either file may list several ends
+    keys["eos_token_id"], *ends = runs.end_ids(keys, sampling) or [None]
     if "mask_token_id" not in keys:
         keys["mask_token_id"] = special_ids(folder).get(family.mask)
     if name == "llada":
@@ -943,7 +952,7 @@ def config_of(folder, keys):
         if not isinstance(keys.get("weight_tying"), bool):
             raise ValueError("weight_tying is neither true nor false")
 
-    fields = {"family": name} | family.model
+    fields = {"family": name, "ends": ends} | family.model
     for field, key in HF_KEYS.items():
         own = family.keys.get(key, key)
         value = keys.get(own, keys.get(key))
@@ -995,4 +1004,6 @@ def config_to_hf(cfg, dtype="bfloat16"):
     if cfg.rope:
         theta = keys.pop("rope_theta")
         keys["rope_parameters"] = dict(cfg.rope) | {"rope_type": "yarn", "rope_theta": theta}
+    if cfg.ends:
+        keys["eos_token_id"] = list(cfg.eos_ids)
     return keys | {"vocab_size": cfg.vocab, "torch_dtype": dtype}

@@ -653,7 +653,7 @@ class Sampling:
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
     top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches top_p
     vocab: int = 0  # ids from here on are no tokens and never drawn; 0: all are tokens
-    eos: int = -1  # ends a text; -1: nothing does
+    eos_ids: tuple[int, ...] = ()  # each ends a text
     no_repeat_ngram: int = 0  # no n-gram of this length occurs twice in a text; 0: off
     speculate: bool = True  # let the MTP head draft every second token
 
@@ -699,11 +699,16 @@ def draw(p_BV, key, position_B, rule):
     return jax.vmap(jax.random.categorical)(key_B, jnp.log(p_BV)).astype(jnp.int32)
 
 
+def ends(token_B, rule):
+    """Whether each token ends a text."""
+    return jnp.isin(token_B, jnp.array(rule.eos_ids, jnp.int32))
+
+
 @functools.partial(jax.jit, static_argnames=("slots", "rule"))
 def start(model, prompt_BL, length_B, limit_B, key, slots, rule):
     """The state that `advance` takes: one pass over prompts of length_B tokens, and one token each.
 
-    A row ends at limit_B < slots tokens, or after rule.eos.
+    A row ends at limit_B < slots tokens, or after one of rule.eos_ids.
     """
     B, L = prompt_BL.shape
     row_B = jnp.arange(B)
@@ -718,7 +723,7 @@ def start(model, prompt_BL, length_B, limit_B, key, slots, rule):
         "token_BM": token_BM.at[row_B, length_B].set(first_B),
         "length_B": length_B + 1,
         "limit_B": limit_B,
-        "done_B": (first_B == rule.eos) | (length_B + 1 >= limit_B),
+        "done_B": ends(first_B, rule) | (length_B + 1 >= limit_B),
         "cache": cache,
         "key": key,
         "passes": 0,  # left to `advance`
@@ -771,7 +776,7 @@ def advance(model, state, passes, rule):
             # The token after the draft counts where the draft is what was drawn.
             new_BL = jnp.stack([newest_B, draw(p_BLV[:, 1], key, length_B + 1, rule)], 1)
             accepted_B = newest_B == state["draft_B"]
-            goes_on_B = (newest_B != rule.eos) & (length_B + 1 < state["limit_B"])
+            goes_on_B = ~ends(newest_B, rule) & (length_B + 1 < state["limit_B"])
             extra_B = (accepted_B & goes_on_B).astype(jnp.int32)
             # Draft the token after the newest, from the hidden state that predicted the newest.
             newest_B = new_BL[row_B, extra_B]
@@ -783,7 +788,7 @@ def advance(model, state, passes, rule):
         return state | {
             "token_BM": token_BM.at[row_B[:, None], index_BL].set(new_BL),
             "length_B": length_B,
-            "done_B": done_B | (newest_B == rule.eos) | (length_B >= state["limit_B"]),
+            "done_B": done_B | ends(newest_B, rule) | (length_B >= state["limit_B"]),
             "forwards_B": state["forwards_B"] + ~done_B,
         }
 

@@ -164,15 +164,6 @@ def turn_end(tokenizer):
     return next((i for i in map(tokenizer.token_to_id, TURN_ENDS) if i is not None), None)
 
 
-def end_of_text(folder, tokenizer):
-    """The id that ends a text: by generation_config.json, else <|endoftext|>; -1: none."""
-    default = tokenizer.token_to_id("<|endoftext|>")
-    token = runs.read_about(folder, "generation_config.json").get("eos_token_id", default)
-    if isinstance(token, list):
-        token = token[0]
-    return -1 if token is None else token
-
-
 def chat_template(folder):
     """wrap(prompt, system=None, before=()) -> text, by a folder's chat template; None: it has none.
 

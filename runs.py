@@ -488,6 +488,29 @@ def add_named_tokens(tokenizer, folder):
     return new
 
 
+def end_ids(*files):
+    """The ids of `eos_token_id`, a number or a list, in files of a model as {key: value}; each
+    once, in order.
+    """
+    ids = []
+    for keys in files:
+        value = keys.get("eos_token_id")
+        ids += value if isinstance(value, list) else [value]
+    ids = [i for i in ids if i is not None]
+    if any(type(i) is not int for i in ids):
+        raise ValueError(f"eos_token_id is {ids}, neither an id nor a list of ids")
+    return tuple(dict.fromkeys(ids))
+
+
+def ends_of_text(folder, tokenizer):
+    """The ids that end a text of a PythonCoder: by generation_config.json, else <|endoftext|>; ()
+    for none.
+    """
+    keys = read_about(folder, "generation_config.json")
+    keys.setdefault("eos_token_id", tokenizer.token_to_id("<|endoftext|>"))
+    return end_ids(keys)
+
+
 # ---- the folder of a run -----------------------------------------------------------------------
 
 
@@ -690,7 +713,7 @@ def check_resumed(saved, ours, where, fixed, unit="step"):
     here = ours["model"]
     other = []
     for name in there | here:
-        if there.get(name) != here.get(name):
+        if there.get(name, []) != here.get(name, []):  # earlier versions lack some that are empty
             other.append(f"{name} {there.get(name)} there, {here.get(name)} here")
     changed = []
     for name, value in ours["train"].items():

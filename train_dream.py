@@ -774,7 +774,7 @@ def sample(model, tokenizer, meta, folder, step):
     prompt = tokenizer.encode(PROMPT, add_special_tokens=False).ids
     new = min(64, model.cfg.positions - len(prompt))
     sampler = sample_block if model.cfg.block_length else sample_dream
-    rule = sampler.Sampling(vocab=meta["vocab_size"], eos_ids=(meta["eos_id"],))
+    rule = sampler.Sampling(vocab=meta["vocab_size"], eos_ids=model.cfg.eos_ids)
     (row,), stats = sampler.generate(model, [prompt], new, rule, jax.random.key(0))
     text = tokenizer.decode(row[-new:])
     folder.append("samples.txt", f"---- step {step}\n{PROMPT}{text}\n")

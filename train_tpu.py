@@ -741,7 +741,7 @@ def sample(model, tokenizer, meta, folder, step):
     prompt = tokenizer.encode(PROMPT, add_special_tokens=False).ids
     rule = pc.Sampling(
         vocab=meta["vocab_size"],
-        eos=meta["eos_id"],
+        eos_ids=(meta["eos_id"],),
         speculate=model.cfg.mtp,
     )
     new = min(64, int(model.cfg.positions * model.cfg.yarn_factor) - len(prompt))

@@ -383,7 +383,7 @@ class Dream(Family):
         )
         self.tokenizer = sample_dream.load_tokenizer(folder, cfg)
         ends = map(self.tokenizer.token_to_id, ("<|endoftext|>", *prompts.TURN_ENDS, "<|dlm_pad|>"))
-        ends = dict.fromkeys((cfg.eos_id, cfg.pad_id, *ends))
+        ends = dict.fromkeys((*cfg.eos_ids, cfg.pad_id, *ends))
         # the first one fills a text that ended
         self.ends = tuple(i for i in ends if i not in (None, cfg.expand_id))
         self.wrap = prompts.chat_template(runs.as_path(folder))
@@ -446,7 +446,7 @@ class PythonCoder(Family):
         if bits:
             raise ValueError("--int8 is for --model=dream")
         super().__init__(pc, folder, rows, **how)
-        self.ends = {prompts.end_of_text(runs.as_path(folder), self.tokenizer)} - {-1}
+        self.ends = runs.ends_of_text(folder, self.tokenizer)
 
     def check(self, ids, ask):
         if Row(ids, ask).holes > 1:

@@ -532,7 +532,13 @@ SHIFTED, BARE = {"shift": True}, {"shift": False}
 @pytest.mark.parametrize(
     ("kind", "mask", "keys", "block_length", "want"),
     [
-        ("qwen2", "", {"eos_token_id": [2, 1]}, 0, {"mask_id": 5, "block_length": 1} | SHIFTED),
+        (
+            "qwen2",
+            "",
+            {"eos_token_id": [2, 1]},
+            0,
+            {"mask_id": 5, "block_length": 1, "ends": (1,)} | SHIFTED,
+        ),
         ("Fast_dLLM_Qwen", "|<MASK>|", {"bd_size": 32}, 0, {"mask_id": 3, "block_length": 32}),
         ("a2d-qwen2", "<|mask|>", {}, 8, {"mask_id": 3, "block_length": 8} | BARE),
     ],

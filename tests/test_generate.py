@@ -123,14 +123,22 @@ def test_fill_in_the_middle_puts_prefix_and_suffix_before_the_middle(run_folder)
 
 def test_a_text_ends_with_the_token_that_ended_the_documents_of_the_data(run_folder, tmp_path):
     tokenizer = Tokenizer.from_file(str(run_folder / "tokenizer.json"))
-    assert prompts.end_of_text(tmp_path, tokenizer) == tokenizer.token_to_id("<|endoftext|>")
+    own = tokenizer.token_to_id("<|endoftext|>")
+    assert runs.ends_of_text(tmp_path, tokenizer) == (own,)
     path = tmp_path / "generation_config.json"
-    for token, expected in ((7, 7), ([5, 6], 5), (None, -1)):
+    for token, expected in ((7, (7,)), ([5, 6, 5], (5, 6)), (None, ()), ([], ())):
         path.write_text(json.dumps({"eos_token_id": token}))
-        assert prompts.end_of_text(tmp_path, tokenizer) == expected
-    path.write_text("7")
-    with pytest.raises(ValueError, match=r"generation_config.json is damaged"):
-        prompts.end_of_text(tmp_path, tokenizer)
+        assert runs.ends_of_text(tmp_path, tokenizer) == expected
+    for text, said in (
+        ("7", r"generation_config.json is damaged"),
+        (
+            '{"eos_token_id": "</s>"}',
+            r"eos_token_id is \['</s>'\], neither an id nor a list of ids",
+        ),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=said):
+            runs.ends_of_text(tmp_path, tokenizer)
 
 
 def test_each_prompt_of_a_file_is_checked_and_one_that_fails_ends_in_one_line(
@@ -346,7 +354,7 @@ def test_drafts_and_probabilities_are_shown_in_colours(run_folder, capsys, monke
     model, _ = checkpoints.load(pc, run_folder)
     tokenizer = Tokenizer.from_file(str(run_folder / "tokenizer.json"))
     prompt = tokenizer.encode("def f(x):\n").ids
-    rule = pc.Sampling(vocab=tokenizer.get_vocab_size(), eos=0)
+    rule = pc.Sampling(vocab=tokenizer.get_vocab_size(), eos_ids=(0,))
     (new,), stats = pc.generate(model, [prompt], 12, rule, jax.random.key(0))
     ids = jnp.asarray([prompt + new])
     prob_LV = jax.nn.softmax(model.logits(model.hidden(model.lookup(ids))))[0]
@@ -371,12 +379,12 @@ def test_drafts_and_probabilities_are_shown_in_colours(run_folder, capsys, monke
 
 
 def test_drafts_are_told_by_the_tokens_of_each_pass():
-    rule = pc.Sampling(eos=9)
+    rule = pc.Sampling(eos_ids=(9,))
     green, red = generate.GREEN, generate.RED
     colours = generate.draft_colours([1, 2, 4, 5, 6], [1, 2, 3, 4, 5, 6], rule, 6)
     assert colours == [None, red, green, None, red, None]
     # behind the end is no room
     colours = generate.draft_colours([1, 3, 4, 4], [1, 2, 3, 9], rule, 6)
     assert colours == [None, green, None, None]
-    rule = pc.Sampling(eos=9, speculate=False)
+    rule = pc.Sampling(eos_ids=(9,), speculate=False)
     assert generate.draft_colours([1, 2], [1, 2], rule, 6) == [None, None]

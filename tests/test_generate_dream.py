@@ -315,6 +315,32 @@ def test_an_interactive_chat_keeps_what_was_said(coder, capsys, monkeypatch):
     assert err.count("do not fit the model's 96 positions") == 1
 
 
+@pytest.mark.parametrize("kind", ["model", "blocks"])
+def test_all_ends_that_the_files_of_a_model_list_end_its_texts(coder, tmp_path, capsys, kind):
+    folder = shutil.copytree(coder / kind, tmp_path / kind)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    prompt = tokenizer.encode("def", add_special_tokens=False).ids
+    rule = sample_dream.Sampling(vocab=tokenizer.get_vocab_size())
+    sampler = sample_dream
+    if kind == "blocks":
+        sampler = sample_block
+        rule = sample_block.settings_of(rule)
+    (row,), _ = sampler.generate(checkpoints.load(md, folder)[0], [prompt], 16, rule)
+    new = row[len(prompt) :]
+    later, first = sorted(set(new), key=new.index)[:0:-1][:2]  # two tokens, none at the beginning
+    keys = runs.read_json(folder / "config.json")
+    for own, other, end in (
+        ([2, later], None, later),
+        (2, [2, later], later),
+        ([2, later], [first], first),
+        ([2, first], later, first),
+    ):
+        runs.write(folder / "config.json", keys | {"eos_token_id": own})
+        runs.write(folder / "generation_config.json", {"eos_token_id": other})
+        (row,) = rows_of(capsys, folder, prompt="def", max_new=16, chat="off")
+        assert row["completion"] == tokenizer.decode(new[: new.index(end)])
+
+
 def test_a_plain_text_can_begin_with_dreams_first_token(coder):
     tokenizer = Tokenizer.from_file(str(coder / "tokenizer.json"))
     # there is none of that name: the one of config.json, unless it ends texts

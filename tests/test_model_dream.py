@@ -213,8 +213,22 @@ def test_wrong_configs_are_refused_and_unknown_keys_ignored(tmp_path):
     # beside DreamOn's config.json
     sampling.write_text('{"expand_token_id": 46, "delete_token_id": 2}')
     assert read(good) == dataclasses.replace(TINY, expand_id=46)
-    sampling.write_text('{"eos_token_id": [2, 3]}')
-    assert read(good) == TINY
+    # all of eos_token_id in both files end a text; the first of config.json is eos_id
+    for own, other, ends in (
+        (2, None, ()),
+        ([2, 5], None, (5,)),
+        (2, [3, 2, 4], (3, 4)),
+        ([2, 5], 3, (5, 3)),
+        (None, [2, 3], (3,)),
+    ):
+        sampling.write_text(json.dumps({"eos_token_id": other}))
+        listed = read(good | {"eos_token_id": own})
+        assert listed == dataclasses.replace(TINY, ends=ends)
+        sampling.write_text("{}")
+        assert read(md.config_to_hf(listed)) == listed
+    for value in ([], ["</s>"], "</s>", [[2]]):
+        with pytest.raises(ValueError, match="eos_token_id is"):
+            read(good | {"eos_token_id": value})
     rope = {"rope_theta": good["rope_theta"], "rope_type": "default"}  # as transformers 5 saves it
     rest = {k: v for k, v in good.items() if k not in ("rope_theta", "rope_scaling")}
     assert read(rest | {"rope_parameters": rope}) == TINY

@@ -238,7 +238,7 @@ def test_bfloat16_computation_is_near_float32():
 def test_a_text_is_the_same_with_and_without_drafts_and_alone(how):
     model = build(dataclasses.replace(TINY, vocab=16))
     prompts, key = [[1, 5, 2], [7], [3, 3, 9, 4, 1]] * 7, jax.random.key(7)
-    rule = pc.Sampling(*how, eos=0)
+    rule = pc.Sampling(*how, eos_ids=(0,))
     texts, plain = pc.generate(model, prompts, 20, dataclasses.replace(rule, speculate=False), key)
     drafted, stats = pc.generate(model, prompts, 20, rule, key)
     assert drafted == texts
@@ -314,13 +314,16 @@ def test_no_run_of_tokens_stands_in_a_text_twice(speculate):
 SHORT = dataclasses.replace(SHALLOW, positions=8)
 
 
-def test_generation_ends_at_eos_and_at_its_limit():
+def test_generation_ends_at_each_eos_and_at_its_limit():
     model = build(SHORT)
     (long,), _ = pc.generate(model, [[3, 4]], 12, pc.Sampling(speculate=False), jax.random.key(0))
     assert len(long) == 12
-    # with drafts
-    (short,), _ = pc.generate(model, [[3, 4]], 12, pc.Sampling(eos=long[5]), jax.random.key(0))
-    assert short == long[: long.index(long[5]) + 1]
+    later = max(long, key=long.index)  # the token that comes up last, and one that comes before it
+    for ends in ((later,), (later, long[5]), (long[5], later)):
+        for drafts in (True, False):
+            rule = pc.Sampling(eos_ids=ends, speculate=drafts)
+            (short,), _ = pc.generate(model, [[3, 4]], 12, rule, jax.random.key(0))
+            assert short == long[: min(map(long.index, ends)) + 1]
     with pytest.raises(ValueError, match=r"do not fit: .*; lower max_new"):
         pc.generate(model, [[1]], 8 * 4, pc.Sampling(), jax.random.key(0))
     with pytest.raises(ValueError, match="empty prompt"):

@@ -447,6 +447,9 @@ def test_what_changed_since_a_checkpoint_is_said_or_refused(capsys):
     assert compare(seed=1, batch_size=16, rates=(0.2, 1.0)).startswith(said)
     with pytest.raises(ValueError, match="width 2 there, 3 here; depth None there, 1 here"):
         compare(model={"width": 3, "depth": 1})
+    assert compare(model={"width": 2, "ends": ()}) == ""  # an earlier version had no such field
+    with pytest.raises(ValueError, match=r"ends None there, \[5\] here"):
+        compare(model={"width": 2, "ends": (5,)})
     with pytest.raises(ValueError, match="--optimizer muon there, adamw here"):
         compare(optimizer="adamw")
     assert compare(Path("run/step_12")) == compare(Path("step_12")) == ""  # --resume=.

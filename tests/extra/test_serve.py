@@ -94,6 +94,14 @@ def coder():
     return batching.PythonCoder(str(ROOT / "weights/pythoncoder"), rows=4, **ONE)
 
 
+@pytest.mark.parametrize("family", [batching.Dream, batching.PythonCoder])
+def test_all_ends_that_generation_config_lists_end_a_text(folder, tmp_path, family):
+    source = folder if family is batching.Dream else ROOT / "weights/pythoncoder"
+    copy = shutil.copytree(source, tmp_path / "copy")
+    (copy / "generation_config.json").write_text('{"eos_token_id": [2, 9, 7]}')
+    assert family(str(copy), rows=1, **ONE).ends[:3] == (2, 9, 7)
+
+
 @contextlib.contextmanager
 def served(model, name="tiny", **settings):
     """The address of a server in a thread."""
