@@ -362,7 +362,11 @@ def find_weights(folder, step=0):
             f"{path} holds what LoRA learnt; "
             f"the whole model is in {folder}/merged when the run has ended"
         )
-    return path, runs.read_json(path / "meta" / "metadata", "model", "sums"), step
+    meta = path / "meta" / "metadata"
+    if not meta.is_file():
+        problem = f"{path} has no meta/metadata: copy the run again"
+        raise ValueError(f"{problem}; if another program wrote it, {runs.CONVERT}")
+    return path, runs.read_json(meta, "model", "sums"), step
 
 
 def load(family, folder, step=0, dtype=None, mesh=None, bits=0):

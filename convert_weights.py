@@ -81,7 +81,15 @@ SHARD_BYTES = 5_000_000_000  # largest safetensors file of a Dream
 # ---- the Hub's form ----------------------------------------------------------------------------
 
 DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("f2"), "F32": np.dtype("f4")}
+ONE_FILE = "model.safetensors"
+INDEX = f"{ONE_FILE}.index.json"
+SHARDS = "*-of-*.safetensors"  # which it names
+# What is downloaded: the model in the root of a repository, or a run of ours. * stands for / as well.
+FILES = f"config.json meta.json adapter_config.json *.py params/* checkpoints/* {ONE_FILE} {INDEX}"
+COPIES = "consolidated* model.*-of-* */*.safetensors */*.bin */*.py */opt/*"  # not read
 TABLES = {"embed_tokens", "lm_head"}  # have a row per token
+# ends of names of buffers that older versions of transformers saved; config.json says what they hold
+BUFFERS = "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"
 LLADA = {  # our names of parameters: LLaDA's, where they differ
     "embed_tokens": "wte", "norm": "ln_f", "lm_head": "ff_out", "input_layernorm": "attn_norm",
     "o_proj": "attn_out", "post_attention_layernorm": "ff_norm", "gate_proj": "ff_proj",
@@ -110,12 +118,15 @@ def hf_name(name, family="dream"):
 
 
 def map_files(folder):
-    """{name: read-only array in a mapped file} of a folder's safetensors files. ValueError if one
-    is damaged.
+    """{name: read-only array in a mapped file} of model.safetensors, or, as in transformers only
+    without that, of the files that an index names. ValueError if one is damaged.
     """
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.exists():
+    index = folder / INDEX
+    names = [ONE_FILE]
+    if not (folder / ONE_FILE).is_file():
+        if not index.is_file():
+            runs.refuse_other_forms(folder)
+            raise FileNotFoundError(f"{folder} has no {ONE_FILE}; save_pretrained writes it")
         names = runs.read_json(index, "weight_map")["weight_map"].values()
     arrays = {}
     for name in sorted(set(names)):
@@ -286,7 +297,15 @@ def open_safetensors(checkpoint, wanted=""):
     one.
     """
     arrays = map_files(checkpoint.folder)
+    arrays = {name: array for name, array in arrays.items() if not name.endswith(BUFFERS)}
     shapes = checkpoint.shapes()
+    head = checkpoint.file_name("lm_head")
+    if "lm_head" not in shapes and head in arrays:  # tied, and stored twice, or by this name
+        head_VD = arrays.pop(head)
+        table_VD = arrays.setdefault(checkpoint.file_name("embed_tokens"), head_VD)
+        if not np.array_equal(head_VD, table_VD):
+            problem = f"{head} of {checkpoint.folder} is not the embedding, as tie_word_embeddings"
+            raise ValueError(f"{problem} of config.json says; make that false to keep the head")
     want = {checkpoint.file_name(name): shape for name, shape in shapes.items()}
     found = {name: array.shape for name, array in arrays.items()}
     runs.check_tensors(found, want, checkpoint.folder)
@@ -641,7 +660,7 @@ def to_safetensors(source, out):
             for name, file_name in split.tensor_to_filename.items():
                 weight_map[source.file_name(name)] = file_name
             index = {"metadata": split.metadata, "weight_map": dict(sorted(weight_map.items()))}
-            runs.write(partial / "model.safetensors.index.json", index)
+            runs.write(partial / INDEX, index)
         config = config_to_write(source, dtype)
         runs.write(partial / "config.json", with_code(config, files, source.origin))
         if "tokenizer_config.json" in files:
@@ -716,13 +735,14 @@ def fetch(repository, revision, out):
         f"delete it with: hf cache rm model/{repository}",
         flush=True,
     )
-    patterns = "*.safetensors *.json merges.txt *.jinja *.py params/* checkpoints/*"
+    wanted = [*FILES.split(), *checkpoints.COMPANIONS.split(), SHARDS]
+    with contextlib.suppress(Exception):  # without a connection all may be in the cache
+        files = huggingface_hub.HfApi().model_info(repository, revision=revision).siblings
+        if ONE_FILE in {file.rfilename for file in files}:
+            wanted.remove(SHARDS)
     try:
         folder = huggingface_hub.snapshot_download(
-            repository,
-            revision=revision,
-            allow_patterns=patterns.split(),
-            ignore_patterns="*/opt/*",  # the optimizer's state
+            repository, revision=revision, allow_patterns=wanted, ignore_patterns=COPIES.split()
         )
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: of hf_xet, on a full disk
         problem = " ".join(str(error).split())

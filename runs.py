@@ -188,6 +188,8 @@ def read_json(path, *needed):
     """
     path = as_path(path)
     if not path.is_file():
+        if path.name == "config.json":
+            refuse_other_forms(path.parent)
         raise FileNotFoundError(
             f"{path} does not exist; is {path.parent} the folder that you mean?"
         )
@@ -354,12 +356,35 @@ def saved_steps(folder):
     return dict(sorted(found.items()))
 
 
+CONVERT = "convert the Hub's files again: python convert_weights.py --source=OWNER/NAME --out=DIR"
+OTHER_FORMS = {  # forms of weights that are not read, by their files, and what to do
+    "meta/metadata": "a checkpoint of a run: name the folder of the run, and this --step",
+    "adapter_config.json adapter_model.*": "of an adapter: merge it with peft (merge_and_unload, "
+    "save_pretrained), and convert the merged model",
+    "*_METADATA */*_METADATA */*/*_METADATA": "of Orbax, without the meta.json of "
+    f"convert_weights.py: copy that, too; if another program wrote it, {CONVERT}",
+    "*.pkl *.pickle *.msgpack *.npz": f"of another program: {CONVERT}",
+    "*.bin *.pt *.pth *.ckpt *.h5 *.gguf": "no safetensors: save the model in that form, with "
+    "save_pretrained of transformers",
+}
+
+
+def refuse_other_forms(path):
+    """ValueError, with what to do, for a file or folder of weights in one of OTHER_FORMS."""
+    for names, advice in OTHER_FORMS.items():
+        for name in names.split():
+            found = sorted(path.glob(name)) if path.is_dir() else [path]
+            if found and found[0].match(name):
+                raise ValueError(f"{found[0]} is {advice}")
+
+
 def newest(folder, step=0):
     """(step, path) of a run's newest checkpoint, or of the one asked for. FileNotFoundError says
     which there are.
     """
     found = saved_steps(as_path(folder))
     if not found:
+        refuse_other_forms(as_path(folder))
         raise FileNotFoundError(
             f"{folder} holds no checkpoint; train one, or name a folder of convert_weights.py"
         )

@@ -320,6 +320,56 @@ def test_tensors_of_several_dtypes_are_made_one_by_a_flag(tmp_path):
     all_same(found, {name: tensors[convert.hf_name(name)].astype(np.float32) for name in found})
 
 
+@pytest.mark.parametrize("shards_are_there", [True, False])
+def test_one_file_is_read_although_an_index_of_older_shards_lies_beside_it(
+    tmp_path, shards_are_there
+):
+    hub = tmp_path / "hub"
+    tensors = write_hub_folder(hub)
+    new = {name: x + np.ones((), x.dtype) for name, x in tensors.items()}
+    safetensors.numpy.save_file(new, hub / "model.safetensors")
+    for path in hub.glob("model-*"):
+        if not shards_are_there:
+            path.unlink()
+    do(hub, tmp_path / "out", verify=True)
+    all_same(arrays_of(tmp_path / "out"), {n: new[convert.hf_name(n)] for n in arrays_of(hub)})
+
+
+def test_a_tied_head_and_rotary_buffers_may_be_stored_too(tmp_path):
+    cfg = dataclasses.replace(SMALL, tie=True)
+    table = "model.embed_tokens.weight"
+
+    def with_head(tensors):
+        tensors["lm_head.weight"] = tensors[table].copy()
+
+    def in_float32(tensors):
+        tensors["lm_head.weight"] = tensors[table].astype(np.float32)
+
+    def by_the_heads_name(tensors):
+        tensors["lm_head.weight"] = tensors.pop(table)
+
+    def with_buffers(tensors):
+        tensors["model.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+        for i in range(cfg.layers):
+            tensors[f"model.layers.{i}.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+
+    def other(tensors):
+        tensors["lm_head.weight"] = tensors[table] + np.ones((), ml_dtypes.bfloat16)
+
+    write_hub_folder(tmp_path / "plain", cfg)
+    want = arrays_of(tmp_path / "plain")
+    for change in (with_head, in_float32, by_the_heads_name, with_buffers):
+        hub, out = tmp_path / change.__name__, tmp_path / f"{change.__name__}_out"
+        write_hub_folder(hub, cfg, change=change)
+        do(hub, out, verify=True)
+        all_same(arrays_of(out), want)
+    write_hub_folder(tmp_path / "other", cfg, change=other)
+    said = "lm_head.weight of .* is not the embedding, as tie_word_embeddings of config.json says"
+    refuses(said, tmp_path / "other", tmp_path / "out")
+    write_config(tmp_path / "other", dream.config_to_hf(SMALL))  # as the line advises
+    do(tmp_path / "other", tmp_path / "out", verify=True)
+
+
 # ---- what is damaged, or does not fit ----------------------------------------------------------
 
 
@@ -333,7 +383,41 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
     said = r"lm_head\.weight has shape \(7, 64\).* missing model\.norm\.weight; unexpected model"
     refuses(said, tmp_path / "hub", tmp_path / "out")
     write_config(tmp_path / "hub", dream.config_to_hf(dataclasses.replace(SMALL, tie=True)))
-    refuses(r"unexpected lm_head\.weight", tmp_path / "hub", tmp_path / "out")
+    refuses(r"lm_head\.weight of .* is not the embedding", tmp_path / "hub", tmp_path / "out")
+
+
+OTHER_FORMS = [  # files in a folder, what the line says; where none is read, and nothing is written
+    (["adapter_config.json", "adapter_model.safetensors"], "of an adapter: merge it with peft"),
+    (["config.json", "adapter_config.json"], "of an adapter: merge it with peft"),
+    (["config.json", "pytorch_model.bin"], "save the model in that form, with save_pretrained"),
+    (["pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin"], "with save_pretrained"),
+    (["config.json", "model.Q4_K_M.gguf"], "save the model in that form, with save_pretrained"),
+    (["params.pkl"], "convert the Hub's files again: python convert_weights.py --source="),
+    (["config.json", "params.pkl"], "convert the Hub's files again"),
+    (["config.json", "params/_METADATA"], "without the meta.json .* convert the Hub's files again"),
+    (["_CHECKPOINT_METADATA", "default/manifest.ocdbt"], "convert the Hub's files again"),
+    (["100/default/_METADATA"], "convert the Hub's files again"),
+    (["config.json", "checkpoints/100/default/_METADATA"], "100 has no meta/metadata: .* again"),
+    (["meta/metadata", "params/_METADATA"], "a checkpoint of a run: name the folder of the run"),
+]
+
+
+@pytest.mark.parametrize(("files", "said"), OTHER_FORMS)
+def test_weights_in_a_form_that_is_not_read_are_one_line_that_says_what_to_do(
+    tmp_path, files, said
+):
+    for name in files:
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text("{}")
+    if "config.json" in files:
+        write_config(tmp_path / "in", dream.config_to_hf(SMALL))
+    refuses(said, tmp_path / "in", tmp_path / "out")
+    with pytest.raises(ValueError, match=said):  # --ckpt
+        checkpoints.load_for_inference(dream, tmp_path / "in")
+    if (
+        not files[0].endswith((".json", "metadata", "METADATA")) and len(files) == 1
+    ):  # a file itself
+        refuses("again|does not exist", tmp_path / "in" / files[0], tmp_path / "out")
 
 
 def test_a_damaged_source_is_one_line_and_leaves_nothing(forms, tmp_path, capsys):
@@ -913,3 +997,29 @@ def test_an_upload_resumes_and_what_it_left_downloads_byte_for_byte(tmp_path, hu
     assert read_config(down)["source"] == "hub"
     found = arrays_of(down)
     all_same(found, {name: tensors[convert.hf_name(name)] for name in found})
+
+
+@pytest.mark.parametrize("one_file", [False, True])
+def test_of_a_repository_the_roots_own_weights_are_downloaded_once(tmp_path, hub, one_file):
+    source = tmp_path / "hub"
+    write_hub_folder(source)
+    copies = """consolidated.safetensors original/model.safetensors original/consolidated.00.pth
+        checkpoint-500/model.safetensors checkpoint-500/config.json model-8bit/model.safetensors
+        8bit/model-00001-of-00002.safetensors 8bit/config.json model.fp16-00001-of-00002.safetensors
+        onnx/model.onnx model.gguf pytorch_model.bin checkpoints/9/pytorch_model.bin eval/run.py"""
+    wanted = {path.name for path in source.iterdir()}
+    if one_file:  # beside older shards
+        data = safetensors.numpy.save(convert.map_files(source))
+        (source / "model.safetensors").write_bytes(data)
+        wanted = {name for name in wanted if "-of-" not in name} | {"model.safetensors"}
+    for path in source.iterdir():
+        hub.files[path.name] = path.read_bytes()
+    hub.files |= dict.fromkeys(copies.split(), b"{}")
+    configs = json.dumps([{"source": "me/model", "out": str(tmp_path / "out"), "verify": True}])
+    line = [sys.executable, "-c", CONVERT_ALL, configs]
+    env = hub.env | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=env, timeout=300)
+    assert "every byte equal" in done.stdout, done.stderr
+    snapshot = tmp_path / f"hf/hub/models--me--model/snapshots/{hub.sha}"
+    found = {str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()}
+    assert found == wanted
