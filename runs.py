@@ -361,7 +361,7 @@ OTHER_FORMS = {  # forms of weights that are not read, by their files, and what 
     "meta/metadata": "a checkpoint of a run: name the folder of the run, and this --step",
     "adapter_config.json adapter_model.*": "of an adapter: merge it with peft (merge_and_unload, "
     "save_pretrained), and convert the merged model",
-    "*_METADATA */*_METADATA */*/*_METADATA": "of Orbax, without the meta.json of "
+    "*_METADATA */*_METADATA [0-9]*/*/*_METADATA": "of Orbax, without the meta.json of "
     f"convert_weights.py: copy that, too; if another program wrote it, {CONVERT}",
     "*.pkl *.pickle *.msgpack *.npz": f"of another program: {CONVERT}",
     "*.bin *.pt *.pth *.ckpt *.h5 *.gguf": "no safetensors: save the model in that form, with "
