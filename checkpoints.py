@@ -20,7 +20,6 @@ import itertools
 import json
 import logging
 import math
-import operator
 import os
 import re
 import shutil
@@ -155,7 +154,7 @@ def check_hosts(folder, settings):
 
 class Checkpoints:
     """Orbax checkpoints <folder>/checkpoints/<step>/: the newest `keep`, and the one whose metric
-    `best` is lowest.
+    `best` is lowest; NaN and infinity are no metric.
     """
 
     def __init__(self, folder, keep=2, best="heldout_nats", own=True):
@@ -164,7 +163,11 @@ class Checkpoints:
         self.folder = absolute(folder)
         if any(self.folder.glob("step_*")):
             raise ValueError(f"{folder} holds a run of train_gpu.py; choose another folder")
-        metric = operator.itemgetter(best)
+        self.best = best
+
+        def metric(metrics):  # older checkpoints may hold NaN, which sorts anywhere
+            return metrics[best] if math.isfinite(metrics[best]) else math.inf
+
         policies = ocp.checkpoint_managers
         lowest = policies.BestN(
             get_metric_fn=metric, reverse=True, n=1, keep_checkpoints_without_metrics=False
@@ -200,6 +203,8 @@ class Checkpoints:
         # gives back.
         items = {name: self.args.StandardSave(tree) for name, tree in state.items() if tree}
         items["meta"] = self.args.JsonSave(meta | {"sums": bit_sums(state)})
+        if metrics and not math.isfinite(metrics[self.best]):
+            metrics = None  # never the best
         with self.writing():
             self.manager.save(step, args=self.args.Composite(**items), metrics=metrics, force=True)
 

@@ -7,6 +7,7 @@ import dataclasses
 import gzip
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -492,6 +493,33 @@ def test_what_is_saved_comes_back_and_the_newest_and_the_best_are_kept(saved, tm
         with pytest.raises(FileNotFoundError, match=r"checkpoints of .* are gone; choose another"):
             enter(tmp_path, resume)
     enter(tmp_path / "other", tmp_path / "other")  # stopped before its first one
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_score_that_is_not_finite_is_never_the_best(bad, tmp_path):
+    jax = pytest.importorskip("jax")
+    state = {"params": {"a": jax.numpy.ones(3)}}
+
+    def kept(folder, losses, save):
+        store = checkpoints.Checkpoints(folder, keep=2, best="loss")
+        for step, loss in enumerate(losses, 1):
+            save(store, step, loss)
+        store.manager.close()
+        return list(runs.saved_steps(folder))
+
+    def save(store, step, loss):
+        store.save(step, state, {"model": {}, "step": step}, {"loss": loss})
+
+    def stored(store, step, loss):  # with its score, as earlier versions did
+        items = store.args.Composite(params=store.args.StandardSave(state["params"]))
+        store.manager.save(step, args=items, metrics={"loss": loss}, force=True)
+
+    for i, losses in enumerate(([3, 1, bad, 4, 5], [bad, 1, bad, bad, 5, bad], [1, bad, 2, bad, 4])):
+        best = losses.index(1) + 1
+        newest = [len(losses) - 1, len(losses)]
+        assert kept(tmp_path / f"new{i}", losses, save) == [best, *newest]
+        assert kept(tmp_path / f"old{i}", losses, stored) == [best, *newest]
+    assert kept(tmp_path / "none", [bad] * 4, save) == [3, 4]
 
 
 def test_a_damaged_checkpoint_is_one_line_that_names_it(saved, tmp_path):
