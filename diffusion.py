@@ -19,6 +19,8 @@ import typing
 import numpy as np
 
 CONFIDENCES = ("max_prob", "margin", "entropy")
+# Added to a temperature: it changes none from 1e-14 on, and logits / 1e-30 do not overflow float32.
+COLDEST = 1e-30
 
 # ---- three array libraries -----------------------------------------------------------------------
 
@@ -64,7 +66,7 @@ def _rank(score_BL):
     """Rank of each element in its row, 0 for the largest; of equals the lower index first."""
     xp = _namespace(score_BL)
     stable = {"kind": "stable"} if xp is np else {"stable": True}  # NumPy 1 has only the first
-    return xp.argsort(xp.argsort(-score_BL, axis=-1, **stable), axis=-1, **stable)
+    return xp.argsort(xp.argsort(-score_BL, **stable), **stable)
 
 
 def log_softmax(logits_BLV):
@@ -73,8 +75,8 @@ def log_softmax(logits_BLV):
     logits_BLV = _float(logits_BLV)
     if hasattr(xp, "log_softmax"):  # torch: one pass instead of five
         return xp.log_softmax(logits_BLV, -1)
-    shifted_BLV = logits_BLV - xp.amax(logits_BLV, axis=-1, keepdims=True)
-    return shifted_BLV - xp.log(xp.sum(xp.exp(shifted_BLV), axis=-1, keepdims=True))
+    shifted_BLV = logits_BLV - xp.amax(logits_BLV, -1, keepdims=True)
+    return shifted_BLV - xp.log(xp.exp(shifted_BLV).sum(-1, keepdims=True))
 
 
 def softmax(logits_BLV):
@@ -257,7 +259,7 @@ def block_noise(u, least=0.0, eps=1e-3):
     """
     xp = _namespace(u)
     t = eps + (1 - eps) * u
-    t = xp.where(t < least, least + 0 * t, t)
+    t = xp.where(t < least, least, t)
     return t, 1 / t
 
 
@@ -310,12 +312,26 @@ def dream_shares(steps, eps=1e-3):
     """The share of the masked tokens that each of Dream's steps unmasks, float32 [steps]: 1 - s/t,
     in the last step 1.
 
-    (t, s) are neighbours on linspace(1, eps, steps + 1), in float32 as in the reference: a float64
-    grid gives other counts where a product is nearly whole. Ref: Dream's generation code.
+    (t, s) are neighbours on linspace(1, eps, steps + 1), in float32 as in the reference: other
+    roundings give other counts where a product is nearly whole. Ref: Dream's generation code.
     """
-    one = np.float32(1)
-    t = one + np.arange(steps + 1, dtype=np.float32) * ((np.float32(eps) - one) / np.float32(steps))
-    return np.append(1 - t[1:-1] / t[:-2], one)
+    eps = np.float32(eps)
+    step = (eps - 1) / np.float32(steps)
+    i = np.arange(steps + 1)
+    # torch.linspace counts from both ends, and rounds each product with its sum: here in float64
+    t = np.where(2 * i < steps, 1 + step * i, eps - step * (steps - i)).astype(np.float32)
+    t[-1] = 0
+    return 1 - t[1:] / t[:-1]
+
+
+def block_shares(steps):
+    """The share 1 / (N - i) of the masked tokens that step i of a block unmasks, float64 [steps].
+
+    With the roundings of dllm, where alpha = 1 - t is float32: they decide which halves round up.
+    """
+    t = (np.arange(steps, -1, -1) / steps).astype(np.float32)
+    t = 1 - (1 - t)
+    return 1 - (t[1:] / t[:-1]).astype(np.float64)
 
 
 def step_counts(masks, steps, rule, eps=1e-3):
@@ -324,18 +340,19 @@ def step_counts(masks, steps, rule, eps=1e-3):
 
     masks is a number, or an array with one per row. rule is a schedule: left_i = floor(masks rate(1
     - i/N) + 1e-6); "even": masks / steps, one more in the first masks % steps steps (LLaDA);
-    "dream": floor(left dream_shares_i); or "block": left_i / (N - i), rounded half to even (dllm).
+    "dream": floor(left dream_shares_i); or "block": left block_shares_i, rounded half to even.
     """
     masks = np.asarray(masks)
     if rule in ("dream", "block"):
+        shares = dream_shares(steps, eps)
+        rounded = np.floor
+        if rule == "block":
+            shares = block_shares(steps)
+            rounded = np.rint
         left = masks.astype(np.int64)
         counts = []
-        for i, share in enumerate(dream_shares(steps, eps)):
-            if rule == "dream":
-                count = left.astype(np.float32) * share
-            else:
-                count = np.rint(left / (steps - i))
-            counts.append(count.astype(np.int64))
+        for share in shares:
+            counts.append(rounded(left.astype(share.dtype) * share).astype(np.int64))
             left = left - counts[-1]
         return np.stack(counts)
     step = np.arange(steps + 1).reshape(-1, *[1] * masks.ndim)
@@ -364,21 +381,22 @@ def filter_logits(logits_BLV, temperature=1.0, top_k=0, top_p=1.0, rule="mdlm", 
     rule "mdlm": top-k, then top-p of the rest, which drops a token if those before it have
     probability p or more. "dream": top-p first, which drops a token if those before it have more
     than p; then top-k. Of equal probabilities the lower id comes first in top-p, and top-k keeps
-    all that equal the k-th. temperature and p may be arrays, above 0; p above 1 is off. width, the
-    bits that a pass settles, changes the speed alone: 1 on a CPU, else 3.
+    all that equal the k-th. temperature and p may be arrays, above 0; p above 1 is off. A tiny
+    temperature, too, leaves the argmax. width, the bits that a pass settles, changes the speed
+    alone: 1 on a CPU, else 3.
     """
     assert rule in ("mdlm", "dream"), rule
     xp = _namespace(logits_BLV)
     logits_BLV = _float(logits_BLV)
     if getattr(temperature, "ndim", 0) or temperature > 0:
-        logits_BLV = logits_BLV / temperature
+        logits_BLV = logits_BLV / (temperature + COLDEST)
     if rule == "dream":
         return _top_k(_top_p(logits_BLV, top_p, xp.less_equal, width), top_k, width)
     return _top_p(_top_k(logits_BLV, top_k, width), top_p, xp.less, width)
 
 
 def _descending(x_BLV):
-    values = _namespace(x_BLV).sort(-x_BLV, axis=-1)
+    values = _namespace(x_BLV).sort(-x_BLV)
     if isinstance(values, tuple):  # torch adds the indices
         values = values[0]
     return -values
@@ -446,10 +464,9 @@ def _top_p(logits_BLV, p, stays, width):
     each, find the last token that stays: its probability, whose bits as an integer have the same
     order, as it is not negative; then its id.
     """
-    array = getattr(p, "ndim", 0)
-    if not array and p >= 1:
-        return logits_BLV
-    if not array:
+    if not getattr(p, "ndim", 0):
+        if p >= 1:
+            return logits_BLV
         p = max(p, 1e-9)  # the likeliest stays
     xp = _namespace(logits_BLV)
     prob_BLV = softmax(logits_BLV)
@@ -458,8 +475,8 @@ def _top_p(logits_BLV, p, stays, width):
 
     def stay(before_BLV):
         """Whether a token with these before it stays."""
-        mass_BL1 = xp.sum(xp.where(before_BLV, prob_BLV, 0.0), axis=-1, keepdims=True)
-        return stays(mass_BL1, 0 * mass_BL1 + p)
+        mass_BL1 = xp.where(before_BLV, prob_BLV, 0.0).sum(-1, keepdims=True)
+        return stays(mass_BL1, p)
 
     def no_more_stay(number_BL1):
         return ~stay(prob_BLV >= number_BL1.view(prob_BLV.dtype))
@@ -487,7 +504,7 @@ def sample_tokens(logits_BLV, u_BLV, temperature=1.0):
     xp = _namespace(logits_BLV)
     logits_BLV = _float(logits_BLV)
     if temperature:
-        logits_BLV = logits_BLV / temperature - xp.log(-xp.log(u_BLV))
+        logits_BLV = logits_BLV / (temperature + COLDEST) - xp.log(-xp.log(u_BLV))
     # XLA's argmax takes a CPU eight times as long
     best_BLV = logits_BLV == xp.amax(logits_BLV, -1)[..., None]
     return xp.amin(xp.where(best_BLV, _ids(logits_BLV), logits_BLV.shape[-1] - 1), -1)
@@ -503,14 +520,14 @@ def confidence(prob_BLV, kind):
     xp = _namespace(prob_BLV)
     prob_BLV = _float(prob_BLV)
     if kind == "max_prob":
-        return xp.amax(prob_BLV, axis=-1)
+        return xp.amax(prob_BLV, -1)
     if kind == "margin":
         first_BLV = _ids(prob_BLV) == xp.argmax(prob_BLV, -1)[..., None]
-        return xp.amax(prob_BLV, axis=-1) - xp.amax(xp.where(first_BLV, -1.0, prob_BLV), axis=-1)
+        return xp.amax(prob_BLV, -1) - xp.amax(xp.where(first_BLV, -1.0, prob_BLV), -1)
     # the outer where keeps XLA from a CPU kernel that takes 15 times as long
     possible_BLV = prob_BLV > 0
     log_BLV = xp.log(xp.where(possible_BLV, prob_BLV, 1.0))
-    return xp.sum(xp.where(possible_BLV, prob_BLV * log_BLV, 0.0), axis=-1)
+    return xp.where(possible_BLV, prob_BLV * log_BLV, 0.0).sum(-1)
 
 
 def unmask_top(xt_BL, token_BL, score_BL, count_B, mask_id):
@@ -547,3 +564,7 @@ def coupled_masks(completion_BL, u_BL, ratio):
     """
     ratio = _namespace(u_BL).asarray(ratio, dtype=u_BL.dtype)
     return completion_BL & (u_BL < ratio), completion_BL & (u_BL >= ratio)
+
+
+if __name__ == "__main__":
+    print("a library of functions; its check: python -m pytest -q tests/test_diffusion.py")

@@ -269,7 +269,8 @@ def sample_sorted_(logits_RV, token_BL, state_2, keep_N, ban, rule):
     if rule.temperature > 0:
         # Likeliest first: column k - 1 holds the k-th logit, and a running sum is that of all
         # likelier ids.
-        race_RV, id_RV = (race_RV / rule.temperature).sort(-1, descending=True)
+        race_RV = race_RV / (rule.temperature + diffusion.COLDEST)
+        race_RV, id_RV = race_RV.sort(-1, descending=True)
         if 0 < rule.top_k < rule.vocab:
             least_R1 = race_RV[:, rule.top_k - 1 : rule.top_k]
             race_RV = race_RV.masked_fill(race_RV < least_R1, -torch.inf)

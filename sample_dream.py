@@ -281,7 +281,7 @@ class Sampler:
         elif rule.alg_temp:
             # Gumbel's k largest are k draws without replacement from softmax(score / alg_temp).
             u_BL = self.uniform(given, 1, state, given.offset_BL)
-            score_BL = score_BL / rule.alg_temp - jnp.log(-jnp.log(u_BL))
+            score_BL = score_BL / (rule.alg_temp + diffusion.COLDEST) - jnp.log(-jnp.log(u_BL))
         chosen_BL = diffusion.surest(score_BL, wanted_BL, count_B)
         token_BL = jnp.where(chosen_BL, new_BL, state.token_BL)
 

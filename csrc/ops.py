@@ -27,6 +27,7 @@ if not hasattr(torch.library, "custom_op"):
 
 HEAD = 64
 MAX_LENGTH, MAX_WIDTH = 1024, 1024
+COLDEST = 1e-30  # as in diffusion.py: added to a temperature, so that logits / it do not overflow
 BUILD = "python setup_kernels.py build_ext --inplace"
 
 
@@ -238,6 +239,8 @@ class Kernels:
             temperature >= 0 and top_k >= 0,
             f"temperature {temperature} and top_k {top_k} must not be negative",
         )
+        if temperature > 0:
+            temperature += COLDEST
         self.check(
             logits=(logits_RV, torch.float16 if half else torch.float32, None), token=(token_BL, torch.int64, None),
             state=(state_2, torch.int64, (2,)), keep=(keep_N, torch.float32, None), ban=(ban, torch.int32, None),
@@ -337,7 +340,7 @@ def sample_torch_(
     if temperature > 0:
         # Gumbel noise, the negative logarithm of an exponential: the arg-max is a draw from the
         # softmax
-        logits_MV = logits_MV / temperature
+        logits_MV = logits_MV / (temperature + COLDEST)
         # a call of Philox serves four ids
         four_N = torch.arange(-(-vocab // 4), device=token_R.device)
         word_MV = philox_torch((four_N, chosen_M[:, None], step, zero), seed).flatten(1)[:, :vocab]

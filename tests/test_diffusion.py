@@ -12,7 +12,7 @@ import torch
 import diffusion
 
 PAD, MASK, V = 0, 3, 12
-RULES = (*diffusion.SCHEDULES, "even", "dream")
+RULES = (*diffusion.SCHEDULES, "even", "dream", "block")
 
 
 def test_rate_times_weight_is_the_slope_which_integrates_to_one():
@@ -52,6 +52,52 @@ def test_counts_sum_to_the_masks_and_are_never_negative():
             assert counts.shape == (steps, 5)
             assert (counts >= 0).all()
             np.testing.assert_array_equal(counts.sum(0), [0, 1, 6, 64, 255])
+
+
+@pytest.mark.parametrize("eps", [1e-3, 1e-5, 0.3])
+def test_dream_unmasks_by_the_grid_of_torch(eps):
+    for steps in (*range(1, 65), 100, 128, 256, 511, 768):
+        t = torch.linspace(1, eps, steps + 1)
+        share = (1 - t[1:] / t[:-1]).numpy()
+        share[-1] = 1
+        np.testing.assert_array_equal(diffusion.dream_shares(steps, eps), share)
+        masks = np.arange(0, 769, 31)
+        left = torch.from_numpy(masks)
+        for i, count in enumerate(diffusion.step_counts(masks, steps, "dream", eps)):
+            want = (left * (1 - t[i + 1] / t[i])).int() if i < steps - 1 else left
+            assert count.tolist() == want.tolist(), (steps, i)
+            left = left - want
+
+
+def test_blocks_unmask_by_the_float32_shares_of_dllm():
+    for steps in range(1, 65):
+        left = torch.arange(65)
+        for i, count in enumerate(diffusion.step_counts(left.numpy(), steps, "block")):
+            # alpha = 1 - t in float32, as dllm's LinearAlphaScheduler has it
+            alpha_s = 1 - torch.tensor((steps - i - 1) / steps)
+            alpha_t = 1 - torch.tensor((steps - i) / steps)
+            share = 1 - ((1 - alpha_s) / (1 - alpha_t)).item()
+            want = torch.round(left.double() * share).long()
+            assert count.tolist() == want.tolist(), (steps, i)
+            left = left - want
+
+
+@pytest.mark.parametrize("temperature", [1e-10, 1e-30, 1e-37, 1e-39, 1e-45, 1e-60, 1e-320])
+@pytest.mark.parametrize("namespace", [np, jnp, torch], ids=["numpy", "jax", "torch"])
+def test_a_tiny_temperature_takes_the_argmax(namespace, temperature):
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 30, (64, 9)).astype(np.float32)
+    logits[:32] = -np.abs(logits[:32])
+    logits[:, 4] = -math.inf
+    u = namespace.asarray(rng.random(logits.shape, np.float32))
+    one_each = namespace.asarray(np.full((64, 1), temperature, np.float32))  # that of a row
+    for each in (temperature, one_each):
+        for rule in ("mdlm", "dream"):
+            how = {"top_k": 5, "top_p": 0.9, "rule": rule}
+            kept = diffusion.filter_logits(namespace.asarray(logits), each, **how)
+            assert diffusion.sample_tokens(kept, u).tolist() == logits.argmax(-1).tolist()
+    got = diffusion.sample_tokens(namespace.asarray(logits), u, temperature)
+    assert got.tolist() == logits.argmax(-1).tolist()
 
 
 def test_pad_and_frozen_positions_survive_full_noise():

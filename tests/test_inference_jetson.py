@@ -203,6 +203,25 @@ def test_the_sort_based_sampler_draws_from_the_filtered_softmax():
     assert torch.equal(share == 0, want == 0)
 
 
+@pytest.mark.parametrize("temperature", [1e-37, 1e-39, 1e-60])
+def test_a_tiny_temperature_takes_the_argmax(temperature):
+    logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(0)) * 30
+    allowed = diffusion.ban(logits[:, :290], mdlm.BANNED)
+    for sample_ in (jetson.sample_sorted_, jetson.sample_fused_):
+        token, ban = torch.full((1, 50), mdlm.MASK), torch.tensor(mdlm.BANNED, dtype=torch.int32)
+        rule = mdlm.Sampling(vocab=290, temperature=temperature, top_k=9, top_p=0.9)
+        sample_(logits, token, torch.tensor([0, 0]), torch.zeros(1), ban, rule)
+        assert torch.equal(token[0], allowed.argmax(-1))
+    model, token_BL = make_model(), canvases(SMALL)
+    greedy, cold = (
+        mdlm.sample(model, token_BL, rule, torch.Generator().manual_seed(0))
+        for rule in (
+            mdlm.Sampling("entropy", 4, "even", temperature=t, vocab=290) for t in (0, temperature)
+        )
+    )
+    assert torch.equal(cold, greedy)
+
+
 def test_the_sort_based_sampler_costs_a_tenth_of_the_bisection(monkeypatch):
     """At 64 x 8,192 logits top-p by bisection is 579 launches and 478 MB."""
     monkeypatch.syspath_prepend(ROOT / "bench")

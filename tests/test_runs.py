@@ -514,7 +514,9 @@ def test_a_score_that_is_not_finite_is_never_the_best(bad, tmp_path):
         items = store.args.Composite(params=store.args.StandardSave(state["params"]))
         store.manager.save(step, args=items, metrics={"loss": loss}, force=True)
 
-    for i, losses in enumerate(([3, 1, bad, 4, 5], [bad, 1, bad, bad, 5, bad], [1, bad, 2, bad, 4])):
+    for i, losses in enumerate(
+        ([3, 1, bad, 4, 5], [bad, 1, bad, bad, 5, bad], [1, bad, 2, bad, 4])
+    ):
         best = losses.index(1) + 1
         newest = [len(losses) - 1, len(losses)]
         assert kept(tmp_path / f"new{i}", losses, save) == [best, *newest]

@@ -412,6 +412,21 @@ def test_positions_are_drawn_from_the_confidences_at_alg_temp(shallow):
     np.testing.assert_allclose(first_B4.mean(0), want_C, atol=5 * np.sqrt(0.25 / B))
 
 
+@pytest.mark.parametrize("tiny", [1e-37, 1e-39, 1e-60])
+@pytest.mark.parametrize("alg", ["maskgit_plus", "entropy"])
+def test_tiny_temperatures_fill_as_zero_does(shallow, alg, tiny):
+    canvas_BL = masked(8, 6, 12)
+    greedy, cold, all_cold = (
+        sd.fill(shallow, canvas_BL, None, sd.Sampling(alg=alg, steps=5, **how), jax.random.key(2))[
+            0
+        ]
+        for how in ({}, {"alg_temp": tiny}, {"alg_temp": tiny, "temperature": tiny})
+    )
+    np.testing.assert_array_equal(cold, greedy)
+    # in the filtered distribution every token is sure: only the order of the positions differs
+    assert (all_cold != MASK).all()
+
+
 @pytest.mark.slow
 def test_what_was_recorded_is_that_of_the_rows_in_their_order_and_each_may_have_a_key(shallow):
     prompts, keys = (
