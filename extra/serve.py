@@ -109,7 +109,7 @@ def main(cfg):
 
 MOST = (1, batching.WIDTHS[-1])
 TOP = (0, batching.LIKELIEST)
-SEEDS = (-(1 << 63), (1 << 63) - 1)
+SEEDS = (-(2**63), 2**63 - 1)
 # fmt: off
 NUMBERS = {  # lowest and highest; a field whose limits are of type int is one
     "max_tokens": MOST, "max_completion_tokens": MOST, "steps": MOST, "block_length": MOST,
@@ -117,26 +117,35 @@ NUMBERS = {  # lowest and highest; a field whose limits are of type int is one
     "temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "threshold": (0.0, 1.0),
     "entropy_bound": (0.0, 1e6),
 }
-TYPES = {"model": str, "user": str, "suffix": str, "messages": list, "ids": list}
-TYPES |= {"stream": bool, "stream_options": dict}
+TYPES = {
+    "model": str, "user": str, "suffix": str, "messages": list, "ids": list,
+    "stream": bool, "stream_options": dict
+}
 # fmt: on
-COMMON = set(
-    "model user max_tokens max_completion_tokens temperature top_p seed stop stream".split()
-)
+COMMON = "model user max_tokens max_completion_tokens temperature top_p seed stop stream".split()
 FORMS = {  # the fields of each path, beside COMMON and those of the model
-    "/v1/completions": {"prompt", "suffix", "n", "logprobs", "stream_options"},
-    "/v1/chat/completions": {"messages", "n", "logprobs", "top_logprobs", "stream_options"},
-    "/v1/fim/completions": {"prompt", "suffix", "random_seed", "stream_options"},
-    "/v1/canvas": {"prompt", "suffix", "ids"},
+    "/v1/completions": "prompt suffix n logprobs stream_options".split(),
+    "/v1/chat/completions": "messages n logprobs top_logprobs stream_options".split(),
+    "/v1/fim/completions": "prompt suffix random_seed stream_options".split(),
+    "/v1/canvas": "prompt suffix ids".split(),
 }
-NO_EFFECT = {
-    "best_of": 1,
-    "echo": False,
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "logit_bias": {},
-    "tools": [],
-}
+# Fields of OpenAI, vLLM and llama.cpp, with the values that ask for what is done anyway; and all
+# that stream_options may hold.
+NO_EFFECT = json.loads("""{
+    "add_generation_prompt": [true], "best_of": [1], "bad_words": [[]], "echo": [false],
+    "frequency_penalty": [0, 0.0], "function_call": ["none", "auto"], "functions": [[]],
+    "ignore_eos": [false], "include_stop_str_in_output": [false], "length_penalty": [1, 1.0],
+    "logit_bias": [{}, []], "logprobs": [false], "metadata": [{}], "min_p": [0, 0.0],
+    "min_tokens": [0], "mirostat": [0], "modalities": [["text"]], "n": [1],
+    "parallel_tool_calls": [true, false], "presence_penalty": [0, 0.0], "repeat_penalty": [1, 1.0],
+    "repetition_penalty": [1, 1.0], "response_format": [{"type": "text"}],
+    "service_tier": ["auto", "default"], "skip_special_tokens": [true],
+    "spaces_between_special_tokens": [true], "stop_token_ids": [[]], "store": [false],
+    "tool_choice": ["none", "auto"], "tools": [[]], "top_k": [0, -1], "top_logprobs": [0],
+    "typical_p": [1, 1.0], "use_beam_search": [false],
+    "stream_options.continuous_usage_stats": [false], "stream_options.include_obfuscation": [false],
+    "stream_options.include_usage": [true, false, null]
+}""")
 
 
 class Refusal(Exception):
@@ -173,31 +182,39 @@ async def read(request):
         raise Refusal(400, "the request is not a JSON object in UTF-8") from None
 
 
-def checked(fields, path, model, name):
+def no_effect(field, value):
+    """Whether a field asks for what is done anyway. False is not 0 here, as in JSON."""
+    return json.dumps(value) in map(json.dumps, NO_EFFECT.get(field, []))
+
+
+def checked(given, path, model, name):
     """The settings of a request. Refusal for a field that is unknown, of another type, or out of
     its limits.
     """
-    asked = {}
-    for field, value in fields.items():
-        if field in NO_EFFECT and NO_EFFECT[field] == value:
+    fields = {}
+    for field, value in given.items():
+        if no_effect(field, value):
             continue
-        if field not in FORMS[path] | COMMON | model.settings:
+        if field not in {*COMMON, *FORMS[path], *model.settings}:
             raise Refusal(400, f"{field} is not supported here", field)
-        asked[field] = value
+        fields[field] = value
         kind = TYPES.get(field, object)
         limits = NUMBERS.get(field)
         if field == "logprobs" and "top_logprobs" in FORMS[path]:
             kind = bool
             limits = None
         if limits:
-            kind = int if isinstance(limits[0], int) else int | float
+            kind = int | type(limits[0])
         right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
         if not right or (limits and not limits[0] <= value <= limits[1]):
             problem = f"{field} has to be of type {getattr(kind, '__name__', kind)}"
             if limits:
                 problem += f" from {limits[0]} to {limits[1]}"
             raise Refusal(400, problem, field)
-    fields = asked
+    for option, value in fields.get("stream_options", {}).items():
+        option = f"stream_options.{option}"
+        if not no_effect(option, value):
+            raise Refusal(400, f"{option} is not supported here", option)
     stop = fields.get("stop", [])
     if isinstance(stop, str):
         stop = [stop]
@@ -205,9 +222,7 @@ def checked(fields, path, model, name):
     if not right or not all(isinstance(x, str) and 0 < len(x) < 100 for x in stop):
         problem = "stop has to be a text of 1 to 99 characters, or a list of at most 32"
         raise Refusal(400, problem, "stop")
-    if fields.get("model", name) != name:
-        problem = f"there is no model {fields['model']!r}, but {name!r}"
-        raise Refusal(404, problem, "model", "model_not_found")
+    check_name(fields.get("model"), name)
     if "top_logprobs" in FORMS[path]:
         fields["logprobs"] = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
     defaults = {"n": 1, "logprobs": None, "seed": fields.get("random_seed", random.getrandbits(31))}
@@ -303,6 +318,13 @@ def encode_messages(tokenizer, wrap, messages):
     return prompts.encode_chat(tokenizer, wrap, conversation)
 
 
+def check_name(asked, name):
+    """Refusal for another model than that of this name."""
+    if asked not in (None, name):
+        problem = f"there is no model {asked!r}, but {name!r}"
+        raise Refusal(404, problem, "model", "model_not_found")
+
+
 # ---- what is answered ----------------------------------------------------------------------------
 
 
@@ -320,8 +342,8 @@ class Answer:
             "id": f"cmpl-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": name,
+            "object": "text_completion" if self.plain else "chat.completion",
         }
-        self.head["object"] = "text_completion" if self.plain else "chat.completion"
 
     async def follow(self):
         """Comes back after each step, until all rows have ended. Rows whose client has gone leave
@@ -510,10 +532,18 @@ class Server:
             raise Refusal(403, "another site's page may not use this server")
 
     async def models(self, request):
+        """The list of the only model, or that model by its name."""
         self.let_in(request)
-        about = {"id": self.name, "object": "model", "created": 0, "owned_by": "unmask"}
-        about["settings"] = sorted(self.model.settings)
-        return JSONResponse({"object": "list", "data": [about]})
+        name = request.path_params.get("name")
+        check_name(name, self.name)
+        about = {
+            "id": self.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "unmask",
+            "settings": sorted(self.model.settings),
+        }
+        return JSONResponse(about if name else {"object": "list", "data": [about]})
 
     async def complete(self, request):
         self.let_in(request)
@@ -555,12 +585,12 @@ class Server:
         try:
             async with self.testing:
                 if type(body.get("open")) is int and "steps" in self.model.settings:
-                    span = body["open"]
-                    ids = await asyncio.to_thread(repair.opened, self.model, prompt, text, span)
+                    ids = await asyncio.to_thread(
+                        repair.opened, self.model, prompt, text, body["open"]
+                    )
                     return JSONResponse({"ids": ids})
                 program = text if "[MASK" in prompt else prompts.definitions(prompt, text)
-                tests = prompts.examples(prompt)
-                said = await asyncio.to_thread(prompts.judged, program, tests)
+                said = await asyncio.to_thread(prompts.judged, program, prompts.examples(prompt))
                 return JSONResponse({"examples": said})
         # no examples; no sandbox; too deep
         except (ValueError, RuntimeError, MemoryError) as error:
@@ -590,10 +620,10 @@ def app(loop, name, cfg):
     routes = [
         Route("/", show),
         Route("/v1/models", server.models),
+        Route("/v1/models/{name}", server.models),
         Route("/v1/check", server.check, methods=["POST"]),
     ]
-    for path in FORMS:
-        routes.append(Route(path, server.complete, methods=["POST"]))
+    routes += [Route(path, server.complete, methods=["POST"]) for path in FORMS]
     # A site whose name was made to point at this address sends its own name.
     hosts = ["*"]
     if cfg.host in ("127.0.0.1", "localhost", "::1"):

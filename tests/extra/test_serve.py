@@ -481,14 +481,74 @@ def test_what_is_wrong_is_refused_by_name_and_what_is_null_is_absent(coder_serve
         assert answer.status_code == status
         assert answer.json()["error"]["type"] == "invalid_request_error"
         assert ("allow" in answer.headers) == (status == 405)
-    names = "best_of logit_bias suffix stop seed n logprobs temperature tools"
-    neutral = {"best_of": 1, "frequency_penalty": 0, "echo": False}
-    for extra in (dict.fromkeys(names.split()), neutral):
+    names = "best_of logit_bias suffix stop seed n logprobs temperature tools response_format top_k"
+    options = {"stream": True, "stream_options": {"include_usage": None}}
+    for extra in (dict.fromkeys(names.split()), options):
         assert post(url, "/v1/completions", prompt="x", max_tokens=2, **extra).status_code == 200
     assert httpx.post(complete, json={}, headers={"Host": "evil.example"}).status_code == 400
     other_site = {"Sec-Fetch-Site": "cross-site"}  # a browser says so of another site's page
     for path in ("/v1/completions", "/v1/check"):
         assert httpx.post(url + path, json={}, headers=other_site).status_code == 403
+
+
+NEUTRAL = {  # fields with values that ask for what is done anyway, and with others
+    "response_format": ([{"type": "text"}], [{"type": "json_object"}, "text"]),
+    "tool_choice": (["none"], ["required", {"type": "function", "function": {"name": "f"}}]),
+    "tools": ([[]], [[{"type": "function"}]]),
+    "parallel_tool_calls": ([True, False], ["yes"]),
+    "functions": ([[]], [[{"name": "f"}]]),
+    "function_call": (["none"], [{"name": "f"}]),
+    "store": ([False], [True, 0]),
+    "metadata": ([{}], [{"a": "b"}, []]),
+    "service_tier": (["auto", "default"], ["flex"]),
+    "modalities": ([["text"]], [["text", "audio"], []]),
+    "logprobs": ([False], ["x"]),
+    "top_k": ([0, -1], [5, False, -2]),
+    "min_p": ([0, 0.0], [0.1, False]),
+    "typical_p": ([1, 1.0], [0.9]),
+    "repetition_penalty": ([1, 1.0], [1.2, True, 0]),
+    "presence_penalty": ([0, 0.0], [0.5, False]),
+    "frequency_penalty": ([0, 0.0], [-1]),
+    "logit_bias": ([{}], [{"5": 1}]),
+    "skip_special_tokens": ([True], [False, 1]),
+    "ignore_eos": ([False], [True, 0]),
+    "min_tokens": ([0], [4]),
+    "best_of": ([1], [2, True]),
+    "echo": ([False], [True, 0]),
+    "max_token": ([], [2]),
+    "stream_options": (
+        [{}, {"include_usage": True}, {"include_usage": None}, {"include_obfuscation": False}],
+        [{"include_usag": True}, {"include_usage": 1}, {"include_obfuscation": True}],
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ["completions", "chat/completions", "fim/completions"])
+def test_a_field_that_asks_for_what_is_done_anyway_is_accepted(coder_server, dream_server, form):
+    url, ask = coder_server[0], {"prompt": "x = ", "max_tokens": 1}
+    if form.startswith("chat"):
+        url, ask = dream_server[0], {"messages": [{"role": "user", "content": "x"}]}
+        ask["max_tokens"] = 1
+    for field, (neutral, others) in NEUTRAL.items():
+        for value in (None, *neutral):
+            answer = post(url, "/v1/" + form, **ask, **{field: value})
+            assert answer.status_code == 200, (field, value, answer.text)
+            assert answer.json()["choices"][0]["logprobs"] is None
+        for value in others:
+            answer = post(url, "/v1/" + form, **ask, **{field: value})
+            assert (answer.status_code, field in answer.text) == (400, True), (field, value)
+    everything = {field: neutral[-1] for field, (neutral, _) in NEUTRAL.items() if neutral}
+    assert post(url, "/v1/" + form, **ask, **everything).status_code == 200
+    if form == "completions":  # the log probability of the token alone, not of none
+        answer = post(url, "/v1/completions", **ask, logprobs=0).json()
+        assert len(answer["choices"][0]["logprobs"]["token_logprobs"]) == 1
+
+
+def test_a_model_is_told_by_its_name(coder_server):
+    url = coder_server[0] + "/v1/models"
+    assert httpx.get(url + "/pythoncoder").json() == httpx.get(url).json()["data"][0]
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt-4', but 'pythoncoder'"):
+        client_of(coder_server[0]).models.retrieve("gpt-4")
 
 
 def test_a_key_is_asked_for_where_one_is_set(coder, monkeypatch):
