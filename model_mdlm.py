@@ -405,3 +405,15 @@ def count_params(cfg):
     for name, weight in model.named_parameters():
         counts[name.split(".")[0]] += weight.numel()
     return counts | {"total": sum(counts.values())}
+
+
+if __name__ == "__main__":
+    for name, cfg in CONFIGS.items():
+        print(f"{name}: {count_params(cfg)['total']:,} parameters")
+    model = MDLM(CONFIGS["tiny"]).eval()
+    canvas_BL = torch.full((1, 16), MASK)
+    filled_BL = sample(model, canvas_BL, Sampling(steps=8), torch.Generator())
+    assert not torch.isin(filled_BL, torch.tensor(BANNED)).any()
+    print(
+        "tiny fills 16 masks with tokens; more checks: python -m pytest -q tests/test_model_mdlm.py"
+    )

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from conftest import ROOT, run
 
 import diffusion
 import model_mdlm as mdlm
@@ -20,6 +21,17 @@ def build(**changes):
 
 def tokens(*shape):
     return torch.randint(5, TINY.vocab, shape, generator=torch.Generator().manual_seed(1))
+
+
+def test_the_files_that_are_no_commands_say_what_checks_them():
+    for script, parts in {
+        "model_mdlm.py": ("tiny: 7,550,976", "large: 60,706,560", "tests/test_model_mdlm.py"),
+        "diffusion.py": ("tests/test_diffusion.py",),
+    }.items():
+        done = run(script)
+        assert done.returncode == 0, done.stderr
+        assert all(part in done.stdout for part in parts)
+        assert (ROOT / parts[-1]).exists()
 
 
 def test_presets_have_their_true_parameter_counts():

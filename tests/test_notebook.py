@@ -93,6 +93,13 @@ def installed(runtime, image):
     return {row[0]: row[column] for row in rows if row[column] != "-"}
 
 
+def test_a_tpu_gets_hugepages_and_no_other_device():
+    sources = ["".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text())["cells"]]
+    (source,) = (source for source in sources if "transparent_hugepage/enabled" in source)
+    before = source[: source.index("!sudo")].splitlines()
+    assert before[-3] == 'if "tpu" in requirements:'  # set by the same cell
+
+
 @pytest.mark.parametrize("image", IMAGES)
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_no_part_of_another_jax_can_stay_from_what_colab_brings(runtime, image, tmp_path):
