@@ -527,9 +527,9 @@ def connect(cfg):
 def keep_compiled(folder):
     """Keep compiled programs in a folder, where a later process finds them; "" compiles anew."""
     if folder:
+        runs.delete_damaged(Path(folder).expanduser())
         jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
-        # JAX keeps none below a second
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # else from 1 s on
 
 
 def idle_accelerator():

@@ -17,7 +17,6 @@ It does not run a Dream: that is generate_dream.py. extra/serve.py answers over 
 import dataclasses
 import itertools
 import json
-import re
 import sys
 import time
 import typing
@@ -86,18 +85,12 @@ def main(cfg):
         tests = [prompts.examples(prompt) for prompt, _ in requests]
         prompts.verdicts("", ["assert True"])  # a sandbox that does not work says so
 
-    try:
+    with runs.enough_memory("a smaller --n or --max_new, or fewer lines in --file"):
         coder = PythonCoder(cfg, len(requests) * cfg.n)
         if cfg.prompt or cfg.file:
             completions = coder.complete(requests)
         else:
             prompts.interact(coder.complete, "\n", cfg.raw)
-    except Exception as error:  # JAX raises its own when memory runs out, and Orbax wraps them
-        full = re.search("RESOURCE_EXHAUSTED|out of memory", str(error))
-        if not full and not isinstance(error, MemoryError):
-            raise
-        advice = "a smaller --n or --max_new, or fewer lines in --file"
-        raise ValueError(f"out of memory; try {advice}") from None
 
     if cfg.check:
         for row, text in prompts.checked(completions, cfg.n, tests):

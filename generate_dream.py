@@ -9,6 +9,9 @@
     # the same, faster: 8 bits, cached blocks, all tokens of 0.9
     python generate_dream.py --ckpt=out/diffucoder --chat=on --prompt="Sort a list." --int8 \\
         --block_length=32 --cache=dual --threshold=0.9
+    # as DiffuCoder's own demo: its TOKEN_PER_STEP = 1 is --steps = max_new / TOKEN_PER_STEP
+    python generate_dream.py --ckpt=out/diffucoder --chat=on --prompt="Sort a list in Python." \\
+        --max_new=256 --steps=256 --temperature=0.3
     # of 20 completions the first that passes the prompt's examples
     python generate_dream.py --file=prompts.jsonl --n=20 --check --json > done.jsonl
     # steps for extra/steps.py, which makes a page or a picture
@@ -124,18 +127,12 @@ def main(cfg):
         tests = [prompts.examples(prompt) for prompt, _ in requests]
         prompts.verdicts("", ["assert True"])  # a sandbox that does not work says so
 
-    try:
+    with runs.enough_memory("--int8, --int4, a smaller --batch_size or --max_new"):
         dream = Dream(cfg)
         if cfg.prompt or cfg.file:
             completions = dream.complete(requests)
         else:
             prompts.interact(dream.complete, "", cfg.raw)
-    except Exception as error:  # JAX raises its own when memory runs out, and Orbax wraps them
-        full = re.search("RESOURCE_EXHAUSTED|out of memory", str(error))
-        if not full and not isinstance(error, MemoryError):
-            raise
-        advice = "--int8, --int4, a smaller --batch_size or --max_new"
-        raise ValueError(f"out of memory; try {advice}") from None
 
     if cfg.check:
         for row, text in prompts.checked(completions, cfg.n, tests):

@@ -43,6 +43,7 @@ TopP = typing.Annotated[float, (1e-9, 1)]
 SAVED = ".saved"  # a file in the folder of a run that has had a checkpoint
 # of special tokens, in the order in which transformers adds them
 ROLES = "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
+ZSTANDARD = b"\x28\xb5\x2f\xfd"  # begins a compiled program where zstandard is installed, else zlib
 
 
 # ---- the command line --------------------------------------------------------------------------
@@ -89,6 +90,23 @@ def command(main, config_class, doc, machine=(), moved=None):
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os._exit(status)
+
+
+def lacks_memory(error):
+    """Whether an error says that memory ran out, of JAX, PyTorch or the machine; Orbax wraps it."""
+    said = "RESOURCE_EXHAUSTED|out of memory|allocate memory|ALLOC_FAILED"
+    return isinstance(error, MemoryError) or re.search(said, str(error), re.I)
+
+
+@contextlib.contextmanager
+def enough_memory(advice):
+    """An error for want of memory becomes one line with what to try; also as a decorator."""
+    try:
+        yield
+    except Exception as error:
+        if not lacks_memory(error):
+            raise
+        raise ValueError(f"out of memory; try {advice}") from None
 
 
 def parse(config_class, doc, machine, moved):
@@ -394,6 +412,25 @@ def newest(folder, step=0):
             f"{folder} holds no checkpoint of step {step}; it has {list(found)}"
         )
     return step, found[step]
+
+
+def delete_damaged(folder):
+    """Delete the compiled programs that were cut short since the last call, by a kill or a full
+    disk: JAX replaces no file, and would compile them in every run.
+    """
+    checked = folder / ".checked"
+    with contextlib.suppress(OSError):  # no such folder, or none of ours
+        since = checked.stat().st_mtime if checked.exists() else 0
+        for path in folder.glob("*-cache"):
+            if path.stat().st_mtime < since:
+                continue
+            data = path.read_bytes()
+            try:
+                if not data.startswith(ZSTANDARD):
+                    zlib.decompress(data)
+            except zlib.error:
+                path.unlink()
+        checked.touch()
 
 
 def read_tokenizer(folder, vocab=2**31):

@@ -162,6 +162,8 @@ def train(cfg, devices):
             if last or done % cfg.log_every == 0:
                 row, stop = metrics(state, loss, norm, run.signal, step, cfg, devices)
                 step_s = (time.perf_counter() - began) / len(tokens)
+                masks = noised.mask_BL.sum()
+                row["mask_rate"] = float(masks / is_text(noised.token_BL).sum())
                 row["step_ms"] = 1e3 * step_s
                 row["tok_per_s"] = sum(tokens) / len(tokens) / step_s
                 row["eta_min"] = (cfg.steps - done) * step_s / 60
@@ -714,6 +716,7 @@ def find_devices():
     return Devices(torch.device("cpu"), dtype, rank, world)
 
 
+@runs.enough_memory("a smaller --micro_batch or --model, or data of a smaller --seq_len")
 def main(cfg):
     """Train, or with --eval_only return the scores."""
     devices = find_devices()

@@ -182,6 +182,7 @@ def settle(cfg, devices, data=None, memory=None):
 # ---- the run -----------------------------------------------------------------------------------
 
 
+@runs.enough_memory("a smaller --micro_batch or --model, or data of a smaller --seq_len")
 def main(flags):
     checkpoints.connect(flags)
     if flags.eval_only:

@@ -16,7 +16,6 @@ Letters: B rows, L slots of a canvas, M slots of a cache, D width, V vocabulary,
 import dataclasses
 import functools
 import itertools
-import re
 import sys
 import threading
 import time
@@ -501,7 +500,7 @@ def reported(error):
     """What a client is told of an error on the device; the traceback of one that is not a lack of
     memory is printed.
     """
-    if isinstance(error, MemoryError) or re.search("RESOURCE_EXHAUSTED|out of memory", str(error)):
+    if runs.lacks_memory(error):
         return MemoryError("out of memory: ask for less, or try again")
     traceback.print_exception(error)
     return error

@@ -458,6 +458,55 @@ def test_what_changed_since_a_checkpoint_is_said_or_refused(capsys):
         compare(Path("run/step_14"))
 
 
+@pytest.mark.parametrize(
+    ("error", "lacks"),
+    [
+        (MemoryError(), True),
+        (RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB."), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8"), True),
+        (RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm."), True),
+        (OSError(12, "Cannot allocate memory"), True),
+        (OSError(28, "No space left on device"), False),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+    ],
+)
+def test_out_of_memory_is_known_by_what_libraries_say(error, lacks):
+    expected = pytest.raises(ValueError, match=r"^out of memory; try less$")
+    with expected if lacks else pytest.raises(type(error)), runs.enough_memory("less"):
+        raise error
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.5, 0.99])
+def test_a_damaged_program_of_the_compile_cache_is_made_anew(keep, tmp_path):
+    pytest.importorskip("jax")
+    cache = tmp_path / "cache"
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import checkpoints, jax\n"
+        f"checkpoints.keep_compiled({str(cache)!r})\n"
+        "print(jax.jit(lambda x: x * 2 + 1)(jax.numpy.ones(3)).sum())\n"
+    )
+
+    def compiled():
+        command = [sys.executable, script]
+        env = os.environ | {"JAX_PLATFORMS": "cpu"}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+        assert done.stdout == "9.0\n"
+        assert "Error reading" not in done.stderr
+        return {path.name: path.read_bytes() for path in cache.glob("*-cache")}
+
+    before = compiled()
+    name = min(name for name in before if "lambda" in name)
+    (cache / name).write_bytes(before[name][: int(keep * len(before[name]))])
+    after = compiled()
+    assert after.keys() == before.keys()
+    assert len(after[name]) > 0.9 * len(before[name])
+    (cache / "readable-cache").write_bytes(runs.ZSTANDARD)  # that of a machine with zstandard
+    runs.delete_damaged(cache)
+    assert (cache / "readable-cache").exists()
+
+
 # ---- Orbax, devices, memory --------------------------------------------------------------------
 
 

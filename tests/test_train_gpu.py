@@ -365,6 +365,25 @@ def test_a_run_leaves_a_model_that_loads_and_its_scores_fall(data, unbroken):
     assert "---- step 12" in (unbroken / "samples.txt").read_text()
 
 
+def test_the_log_says_which_share_of_a_step_was_masked(unbroken):
+    cfg = runs.resumed(train_gpu.Config, unbroken)
+    rows = train_gpu.find_data(cfg)[0]
+    steps = [row for row in log_of(unbroken) if "loss" in row]
+    for row in steps:
+        noised = train_gpu.training_batch(rows, cfg, row["step"] - 1)
+        text = ~np.isin(noised.token_BL, [mdlm.PAD, mdlm.BOS])
+        want = (noised.xt_BL == mdlm.MASK).sum() / text.sum()
+        assert row["mask_rate"] == pytest.approx(want)
+    assert 0.4 < np.mean([row["mask_rate"] for row in steps]) < 0.6
+
+
+def test_out_of_memory_is_one_line_that_says_what_to_lower(data, tmp_path, monkeypatch):
+    for grow in (lambda *_: torch.empty(1 << 60), lambda *_: np.empty(1 << 50)):
+        monkeypatch.setattr(train_gpu, "gradients", grow)
+        match = "^out of memory; try a smaller --micro_batch or --model"
+        refuses(match, data, tmp_path / "run")
+
+
 def scored(folder, **settings):
     settings |= {"compile": False, "dtype": "float32"}
     return train_gpu.main(train_gpu.Config(eval_only=str(folder), **settings))
