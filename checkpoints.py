@@ -488,9 +488,9 @@ def save(family, folder, model, files=(), source=""):
             shutil.copy(path, partial)
 
 
-def save_merged(family, cfg, folder, given, step, dtype, adapters, files=(), source=""):
-    """save() the model in the folder `given`, of this step, in dtype, with LoRA's adapters added to
-    its matrices.
+def save_merged(family, cfg, out, given, step, dtype, adapters):
+    """save() in out/merged, which is returned, the model in the folder `given`, of this step, in
+    dtype, with LoRA's adapters added to its matrices, and with the companions of the run `out`.
     """
     # On the CPU, unless JAX_PLATFORMS leaves it out: devices that hold the model in few bits may
     # have no room for more.
@@ -499,7 +499,10 @@ def save_merged(family, cfg, folder, given, step, dtype, adapters, files=(), sou
     model, _ = load(family, given, step, dtype, mesh_of([device], (1, 1, 1)))
     base = nnx.to_pure_dict(nnx.state(model))
     merged = family.merge_adapters(base, jax.device_put(adapters, device))
-    save(family, folder, nnx.merge(family.graph_of(cfg, family.Compute()), merged), files, source)
+    model = nnx.merge(family.graph_of(cfg, family.Compute()), merged)
+    files = [out / name for name in companions(out)]
+    save(family, out / "merged", model, files, runs.read_json(out / "config.json")["source"])
+    return out / "merged"
 
 
 # ---- devices -----------------------------------------------------------------------------------

@@ -253,12 +253,14 @@ def main(flags):
 
         # A checkpoint names its source, by which generate_dream.py knows a chat model; tokenizer
         # and template lie beside it. Sizes of batches are settled anew where a run goes on.
-        source = runs.read_json(runs.as_path(cfg.ckpt) / "config.json").get("source", "")
+        ckpt = runs.as_path(cfg.ckpt)
+        config = runs.read_json(ckpt / "config.json")
+        source = config.get("source", "")
         settings["model"] = "dream"
         settings |= {name: getattr(flags, name) for name in ON_A_DEVICE}
         meta = {"model": model, "train": settings, "source": source}
         if cfg.lora_rank:  # adapters fit the weights beside which they were trained, and no others
-            _, base, step = checkpoints.find_weights(runs.as_path(cfg.ckpt))
+            _, base, step = checkpoints.find_weights(ckpt)
             meta["base"] = base["sums"]
         companions = checkpoints.companions(cfg.ckpt)
         store = checkpoints.Checkpoints(run.out)
@@ -272,9 +274,7 @@ def main(flags):
             adapters = trainer.trained
             sample_dream.save_adapters(folder, adapters, cfg.lora_rank, source, model_cfg.family)
             trainer.base = None  # memory for the whole model
-            paths = [run.out / name for name in companions]
-            folder = run.out / "merged"
-            checkpoints.save_merged(
+            folder = checkpoints.save_merged(
                 md,
                 model_cfg,
                 folder,
@@ -282,8 +282,6 @@ def main(flags):
                 step,
                 trainer.dtype,
                 adapters,
-                paths,
-                source,
             )
     minutes = (perf_counter() - started) / 60
     print(f"done in {minutes:.1f} min; python generate_dream.py --ckpt={folder}")

@@ -10,7 +10,8 @@
 Reads a folder of packed rows, or of pairs, from data_prep.py; without --data it first prepares the
 standard library of the running Python. Writes --out: config.json, tokenizer.json, log.jsonl,
 samples.txt, checkpoints/<step>/; with --lora_rank also adapters for peft, and merged/, a whole
-model. It does not train PythonCoder (train_tpu.py), nor from rewards (coupled_grpo.py).
+model, which is scored at the end: its base is not rounded as that of --base_bits is. It does not
+train PythonCoder (train_tpu.py), nor from rewards (coupled_grpo.py).
 
 With --block_length it learns block diffusion (BD3-LM, arXiv:2503.09573): a masked token attends to
 its own block and to the clean text before it, so each row passes the layers twice. Blocks of one
@@ -179,6 +180,7 @@ def settle(cfg, devices, data=None, mask_id=None):
     return cfg, model, compute, mesh
 
 
+@runs.enough_memory("--remat=full, a smaller --micro_batch, or data of a smaller --seq_len")
 def main(flags):
     checkpoints.connect(flags)
     if flags.eval_only:
@@ -192,8 +194,17 @@ def main(flags):
     optimizer = make_optimizer(compute.dtype, muon=cfg.optimizer == "muon")
     shapes = shapes_that_fit(cfg, model, optimizer, mesh)
     with runs.Folder(cfg, rank=jax.process_index(), hosts=jax.process_count()) as folder:
-        settings = (cfg, flags, model, data, tokenizer, optimizer, shapes, mesh)
-        store, about, state, first, skipped = begin(folder, *settings)
+        store, about, state, first, skipped = begin(
+            folder,
+            cfg,
+            flags,
+            model,
+            data,
+            tokenizer,
+            optimizer,
+            shapes,
+            mesh,
+        )
         graph = md.graph_of(model, compute)
         if first < cfg.steps:
             print("compiling the train step", flush=True)
@@ -204,6 +215,7 @@ def main(flags):
         meter = Meter(cfg, model, mesh, first)
         saved_at = time.monotonic()
         in_a_row = 0  # steps without a finite gradient
+        scores = {}
         load = functools.partial(load_batch, data, cfg, mesh)
         for step, batch, waited_s in prefetch(load, first, cfg.steps):
             # One program: all gradients, clipping, update. The state takes the old one's memory.
@@ -257,7 +269,28 @@ def main(flags):
         if cfg.lora_rank:
             adapters = state["params"]
             state = lm = None  # memory for the whole model
-            out = save_lora(folder, cfg, model, adapters, about["base_step"])
+            source = runs.read_json(folder.out / "config.json")["source"]
+            sample_dream.save_adapters(folder.out, adapters, cfg.lora_rank, source, model.family)
+            out = checkpoints.save_merged(
+                md,
+                model,
+                folder.out,
+                cfg.init,
+                about["base_step"],
+                cfg.dtype,
+                adapters,
+            )
+
+            # The run was scored beside a base that --base_bits rounds; the base of merged/ is not.
+            row = {"step": cfg.steps}
+            if scores:
+                row["trained_nats"] = scores["heldout_nats"]
+            whole = dataclasses.replace(cfg, eval_only=str(out), data=str(data.folder))
+            try:
+                row["merged_nats"] = evaluate(whole, draws=4)["heldout_nats"]
+                folder.log(row)
+            except ValueError as error:  # no rows are held out, or it is too large for the devices
+                print(f"{out} is not scored: {error}")
     print(f"done: {out}; generate code with: python generate_dream.py --ckpt={out}")
 
 
@@ -301,9 +334,8 @@ def architecture(cfg):
 def batch_sizes(cfg, rows, copies, most):
     """(rows of a step, about `rows`; of each of `copies` devices at a time, at most `most`)."""
     batch = cfg.batch_size or max(1, rows // copies) * copies
-    micro = cfg.micro_batch
-    if not micro:
-        micro = max(m for m in range(1, most + 1) if batch // copies % m == 0)
+    fitting = [m for m in range(1, most + 1) if batch // copies % m == 0]
+    micro = cfg.micro_batch or max(fitting)
     if batch % (copies * micro):
         raise ValueError(
             f"--batch_size={batch} does not divide over "
@@ -405,8 +437,7 @@ def begin(folder, cfg, flags, model, data, tokenizer, optimizer, shapes, mesh):
         own = checkpoints.companions(cfg.init)
         if own.keys() - {"tokenizer.json"}:
             files = own
-        begun = runs.read_json(runs.as_path(cfg.resume or cfg.init) / "config.json")
-        config["source"] = begun.get("source", "")
+        config["source"] = runs.read_about(cfg.resume or cfg.init, "config.json").get("source", "")
     files["tokenizer.json"] = tokenizer.to_str().encode()
     folder.begin(counts["step"], config, files)
     return store, about, state | frozen, counts["step"], counts["skipped"]
@@ -459,26 +490,6 @@ def init_weights(cfg, mesh, dtype, step=0):
     return nnx.to_pure_dict(nnx.state(model))
 
 
-def save_lora(folder, cfg, model, adapters, base_step):
-    """Write the adapters in peft's form, and the whole model to the folder merged/, returned."""
-    source = runs.read_json(folder.out / "config.json")["source"]
-    sample_dream.save_adapters(folder.out, adapters, cfg.lora_rank, source, model.family)
-    files = [folder.out / name for name in checkpoints.companions(folder.out)]
-    out = folder.out / "merged"
-    checkpoints.save_merged(
-        md,
-        model,
-        out,
-        cfg.init,
-        base_step,
-        cfg.dtype,
-        adapters,
-        files,
-        source,
-    )
-    return out
-
-
 def micro_rows(cfg, mesh):
     """Rows of a micro-batch, on all devices together."""
     return cfg.micro_batch * mesh.size // cfg.tensor
@@ -490,8 +501,7 @@ def load_batch(data, cfg, mesh, step):
     ids = data.order(cfg.seed, epoch)[i * cfg.batch_size :][: cfg.batch_size]
     ids = ids.reshape(-1, micro_rows(cfg, mesh))
     on_rows = NamedSharding(mesh, P(None, md.BATCH))
-    columns = checkpoints.on_mesh(data, ids, on_rows)
-    return dict(zip(COLUMNS, columns, strict=False))
+    return dict(zip(COLUMNS, checkpoints.on_mesh(data, ids, on_rows), strict=False))
 
 
 class Meter:
@@ -574,7 +584,6 @@ def make_optimizer(mu_dtype, muon=False):
             1.0,
             b1=0.9,
             b2=0.95,
-            eps=1e-8,
             mu_dtype=mu_dtype,
             weight_decay=WEIGHT_DECAY,
             mask=decays,
@@ -672,17 +681,9 @@ def make_step(cfg, graph, optimizer):
         norm = optax.tree.norm(grads)
         ok = jnp.isfinite(norm)  # else nothing is updated
         updates, opt = optimizer.update(grads, state["opt"], state["params"])
-        params = jax.tree.map(lambda p, u: p + lr * u, state["params"], updates)
-        new = {
-            "params": params,
-            "opt": opt,
-        }
-        old = {
-            "params": state["params"],
-            "opt": state["opt"],
-        }
-        state |= jax.tree.map(lambda new, old: jnp.where(ok, new, old), new, old)
-        return state, {
+        params = jax.tree.map(lambda p, u: jnp.where(ok, p + lr * u, p), state["params"], updates)
+        opt = jax.tree.map(lambda new, old: jnp.where(ok, new, old), opt, state["opt"])
+        return state | {"params": params, "opt": opt}, {
             "loss": loss,
             "lr": lr,
             "grad_norm": norm,
@@ -697,9 +698,8 @@ def lower_step(cfg, graph, optimizer, shapes, mesh, columns=3):
     size = micro_rows(cfg, mesh)
     shape = (cfg.batch_size // size, size, cfg.seq_len)
     on_rows = NamedSharding(mesh, P(None, md.BATCH))
-    everywhere = NamedSharding(mesh, P())
     row = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=on_rows)
-    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
     layout = jax.tree.map(lambda s: s.sharding, shapes)
     train_step = jax.jit(
         make_step(cfg, graph, optimizer),
@@ -752,8 +752,7 @@ def score(model, heldout, count, size, mesh, tokenizer, draws=4):
     sums = []
     with jax.set_mesh(mesh):
         for i, ids in enumerate(heldout.padded(count, size)):
-            columns = checkpoints.on_mesh(heldout, ids, on_rows)
-            batch = dict(zip(COLUMNS, columns, strict=False))
+            batch = dict(zip(COLUMNS, checkpoints.on_mesh(heldout, ids, on_rows), strict=False))
             row_B = size * i + np.arange(size)
             sums.append(sums_of(graph, count, draws, params, batch, row_B, bytes_V))
     totals = np.sum(np.asarray(sums, np.float64), 0)
@@ -776,12 +775,12 @@ def sample(model, tokenizer, meta, folder, step):
     sampler = sample_block if model.cfg.block_length else sample_dream
     rule = sampler.Sampling(vocab=meta["vocab_size"], eos_ids=model.cfg.eos_ids)
     (row,), stats = sampler.generate(model, [prompt], new, rule, jax.random.key(0))
-    text = tokenizer.decode(row[-new:])
-    folder.append("samples.txt", f"---- step {step}\n{PROMPT}{text}\n")
+    folder.append("samples.txt", f"---- step {step}\n{PROMPT}{tokenizer.decode(row[-new:])}\n")
     return {"tokens_per_forward": new / stats["forwards"]}
 
 
-def evaluate(cfg):
+@runs.enough_memory("--dtype=bfloat16, or more devices")
+def evaluate(cfg, draws=8):
     """--eval_only: print the bound of a model, trained here or converted, on held-out rows."""
     heldout, tokenizer = held_out(cfg.eval_only, cfg.data)
     model, step, mesh = checkpoints.load_for_inference(md, cfg.eval_only, 0, cfg.dtype, rows=0)
@@ -791,7 +790,7 @@ def evaluate(cfg):
     devices = mesh.shape["data"]
     size = math.ceil(min(16, count) / devices) * devices  # rows at a time
     scores = {"step": step, "rows": count}
-    scores |= score(model, heldout, count, size, mesh, tokenizer, draws=8)
+    scores |= score(model, heldout, count, size, mesh, tokenizer, draws)
     print(" | ".join(f"{name} {value:,.4g}" for name, value in scores.items()))
     return scores
 

@@ -595,6 +595,29 @@ def test_lora_trains_adapters_beside_frozen_weights_and_merges_them(
         assert said in refusal(train_dream, resumed(train_dream, copy, **changes))
 
 
+@pytest.mark.parametrize("bits", [0, 4])
+def test_the_merged_model_is_scored_beside_the_run(
+    pairs, one_device, tmp_path, capsys, bits, monkeypatch
+):
+    out, lora = tmp_path / "run", {"lora_rank": 2, "base_bits": bits}
+    start, _ = save_start(tmp_path / "start", pairs)
+    train(pairs, out, init=start, steps=1, **lora)
+    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    trained, merged = rows[-1]["trained_nats"], rows[-1]["merged_nats"]
+    assert trained == [row for row in rows if "heldout_nats" in row][-1]["heldout_nats"]
+    cfg = evaluation(train_dream, out / "merged", data=str(pairs))
+    kept = train_dream.evaluate(cfg, draws=4)["heldout_nats"]
+    assert merged == pytest.approx(kept, rel=1e-6)
+    # the same model and the same noise, but for the rounding of the base in few bits
+    assert abs(merged - trained) < 1e-5 if not bits else abs(merged - trained) > 1e-4
+    capsys.readouterr()
+
+    # A finished run is merged again. Where merged/ does not fit, the run has ended well all the same.
+    monkeypatch.setattr(checkpoints, "bytes_needed", lambda *_: 1e18)
+    train_dream.main(resumed(train_dream, out))
+    assert "merged is not scored: " in capsys.readouterr().out
+
+
 def test_what_does_not_fit_is_refused_before_a_weight_is_read(
     code_rows, one_device, tmp_path, monkeypatch
 ):

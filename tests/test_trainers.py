@@ -509,6 +509,17 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(trainer, from_the_shell, tm
     assert checkpoints.load(FAMILY[trainer], out)[1] == 12
 
 
+def test_out_of_memory_is_one_line_that_says_what_to_lower(
+    trainer, code_rows, one_device, monkeypatch, tmp_path
+):
+    def grow(*_, **__):
+        jnp.zeros((2**45,)).block_until_ready()
+
+    monkeypatch.setattr(trainer, "score", grow)
+    with pytest.raises(ValueError, match=r"^out of memory; try .*a smaller --micro_batch"):
+        trainer.main(config(trainer, code_rows, tmp_path / "run", steps=1))
+
+
 @pytest.mark.slow
 def test_diverging_stops_after_five_steps_without_a_finite_gradient(trainer, code_rows, tmp_path):
     more = "--steps=40", "--lr=1e12", "--warmup=1", "--eval_every=50"
