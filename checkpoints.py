@@ -203,7 +203,7 @@ class Checkpoints:
         # gives back.
         items = {name: self.args.StandardSave(tree) for name, tree in state.items() if tree}
         items["meta"] = self.args.JsonSave(meta | {"sums": bit_sums(state)})
-        if metrics and not math.isfinite(metrics[self.best]):
+        if not metrics or not math.isfinite(metrics[self.best]):
             metrics = None  # never the best
         with self.writing():
             self.manager.save(step, args=self.args.Composite(**items), metrics=metrics, force=True)

@@ -329,9 +329,9 @@ def block_shares(steps):
 
     With the roundings of dllm, where alpha = 1 - t is float32: they decide which halves round up.
     """
-    t = (np.arange(steps, -1, -1) / steps).astype(np.float32)
+    t = np.float32(np.arange(steps, -1, -1) / steps)
     t = 1 - (1 - t)
-    return 1 - (t[1:] / t[:-1]).astype(np.float64)
+    return 1 - np.float64(t[1:] / t[:-1])
 
 
 def step_counts(masks, steps, rule, eps=1e-3):
@@ -567,4 +567,6 @@ def coupled_masks(completion_BL, u_BL, ratio):
 
 
 if __name__ == "__main__":
-    print("a library of functions; its check: python -m pytest -q tests/test_diffusion.py")
+    sys.stdout.write(
+        "a library of functions; its check: python -m pytest -q tests/test_diffusion.py\n"
+    )

@@ -10,8 +10,7 @@
 Reads a folder of packed rows, or of pairs, from data_prep.py; without --data it first prepares the
 standard library of the running Python. Writes --out: config.json, tokenizer.json, log.jsonl,
 samples.txt, checkpoints/<step>/; with --lora_rank also adapters for peft, and merged/, a whole
-model, which is scored at the end: its base is not rounded as that of --base_bits is. It does not
-train PythonCoder (train_tpu.py), nor from rewards (coupled_grpo.py).
+model. It does not train PythonCoder (train_tpu.py), nor from rewards (coupled_grpo.py).
 
 With --block_length it learns block diffusion (BD3-LM, arXiv:2503.09573): a masked token attends to
 its own block and to the clean text before it, so each row passes the layers twice. Blocks of one
@@ -97,15 +96,15 @@ GONE = {
     "init_adapters": "--init=RUN/merged goes on from adapters",
 }
 
-OF_A_HOST = "hosts", "data", "out", "resume", "wandb", "compile_cache"  # may differ between hosts
-MACHINE = "device", "hosts", "fsdp", "tensor"  # not taken from a run by --resume
+OF_A_HOST = "hosts data out resume wandb compile_cache".split()  # may differ between hosts
+MACHINE = "device hosts fsdp tensor".split()  # not taken from a run by --resume
 COLUMNS = (
     "token_ABL",
     "segment_ABL",
     "position_ABL",
     "fixed_ABL",  # of pairs alone
 )
-METRICS = "loss", "lr", "grad_norm", "ok"  # in the order of the log; jit returns them sorted
+METRICS = "loss lr grad_norm ok".split()  # in the order of the log; jit returns them sorted
 
 
 def settle(cfg, devices, data=None, mask_id=None):
@@ -188,23 +187,14 @@ def main(flags):
     check_lora(flags)
     data, heldout, tokenizer_json = find_data(flags)
     tokenizer, mask_id = with_mask(flags, data.meta, tokenizer_json)
-    cfg, model, compute, mesh = settle(flags, jax.devices(), data, mask_id=mask_id)
+    cfg, model, compute, mesh = settle(flags, jax.devices(), data, mask_id)
     exact_products(cfg.dtype)
     describe(cfg, model, mesh, data)
-    optimizer = make_optimizer(compute.dtype, muon=cfg.optimizer == "muon")
+    optimizer = make_optimizer(compute.dtype, cfg.optimizer == "muon")
     shapes = shapes_that_fit(cfg, model, optimizer, mesh)
     with runs.Folder(cfg, rank=jax.process_index(), hosts=jax.process_count()) as folder:
-        store, about, state, first, skipped = begin(
-            folder,
-            cfg,
-            flags,
-            model,
-            data,
-            tokenizer,
-            optimizer,
-            shapes,
-            mesh,
-        )
+        settings = (cfg, flags, model, data, tokenizer, optimizer, shapes, mesh)
+        store, about, state, first, skipped = begin(folder, *settings)
         graph = md.graph_of(model, compute)
         if first < cfg.steps:
             print("compiling the train step", flush=True)
@@ -215,7 +205,7 @@ def main(flags):
         meter = Meter(cfg, model, mesh, first)
         saved_at = time.monotonic()
         in_a_row = 0  # steps without a finite gradient
-        scores = {}
+        scores = {}  # of the last evaluation
         load = functools.partial(load_batch, data, cfg, mesh)
         for step, batch, waited_s in prefetch(load, first, cfg.steps):
             # One program: all gradients, clipping, update. The state takes the old one's memory.
@@ -245,7 +235,6 @@ def main(flags):
                 late = checkpoints.host_0_says(time.monotonic() - saved_at > SAVE_SECONDS)
 
             # Logged before the checkpoint, since --resume cuts the log to the newest one.
-            scores = {}
             evaluates = last or done % epoch % cfg.eval_every == 0
             if evaluates:
                 lm = nnx.merge(plain, weights(state))
@@ -257,7 +246,7 @@ def main(flags):
             stops = folder.signal or store.manager.reached_preemption(done)
             if evaluates or late or stops:
                 meta = about | {"step": done, "skipped": skipped}
-                store.save(done, kept(state), meta, scores or None)
+                store.save(done, kept(state), meta, scores if evaluates else None)
                 meter.restart(done)  # none of this is the steps' time
                 saved_at = time.monotonic()
             if stops:
@@ -269,28 +258,7 @@ def main(flags):
         if cfg.lora_rank:
             adapters = state["params"]
             state = lm = None  # memory for the whole model
-            source = runs.read_json(folder.out / "config.json")["source"]
-            sample_dream.save_adapters(folder.out, adapters, cfg.lora_rank, source, model.family)
-            out = checkpoints.save_merged(
-                md,
-                model,
-                folder.out,
-                cfg.init,
-                about["base_step"],
-                cfg.dtype,
-                adapters,
-            )
-
-            # The run was scored beside a base that --base_bits rounds; the base of merged/ is not.
-            row = {"step": cfg.steps}
-            if scores:
-                row["trained_nats"] = scores["heldout_nats"]
-            whole = dataclasses.replace(cfg, eval_only=str(out), data=str(data.folder))
-            try:
-                row["merged_nats"] = evaluate(whole, draws=4)["heldout_nats"]
-                folder.log(row)
-            except ValueError as error:  # no rows are held out, or it is too large for the devices
-                print(f"{out} is not scored: {error}")
+            out = save_lora(folder, cfg, model, adapters, about["base_step"], scores)
     print(f"done: {out}; generate code with: python generate_dream.py --ckpt={out}")
 
 
@@ -490,6 +458,34 @@ def init_weights(cfg, mesh, dtype, step=0):
     return nnx.to_pure_dict(nnx.state(model))
 
 
+def save_lora(folder, cfg, model, adapters, base_step, scores):
+    """Write adapters for peft and merged/, returned, with its score: --base_bits does not round it."""
+    config = runs.read_json(folder.out / "config.json")
+    sample_dream.save_adapters(
+        folder.out,
+        adapters,
+        cfg.lora_rank,
+        config["source"],
+        model.family,
+    )
+    out = checkpoints.save_merged(
+        md,
+        model,
+        folder.out,
+        cfg.init,
+        base_step,
+        cfg.dtype,
+        adapters,
+    )
+    whole = dataclasses.replace(cfg, eval_only=str(out), data=config["data"])
+    try:
+        nats = evaluate(whole, draws=4)["heldout_nats"]
+        folder.log({"step": cfg.steps, **scores, "merged_nats": nats})
+    except ValueError as error:  # no rows are held out, or it is too large for the devices
+        print(f"{out} is not scored: {error}")
+    return out
+
+
 def micro_rows(cfg, mesh):
     """Rows of a micro-batch, on all devices together."""
     return cfg.micro_batch * mesh.size // cfg.tensor
@@ -554,8 +550,7 @@ def wsd(step, peak, steps, warmup=2000, stable=0.9, start=0.01, final=0.1):
     step = jnp.asarray(step, jnp.float32)
     decay = int(stable * steps)
     rising = start + (1 - start) * step / max(warmup, 1)
-    x = (step - decay) / max(steps - decay, 1)
-    x = jnp.clip(x, 0, 1)
+    x = jnp.clip((step - decay) / max(steps - decay, 1), 0, 1)
     falling = final + (1 - final) * (1 + jnp.cos(jnp.pi * x)) / 2
     factor = jnp.where(step < decay, 1.0, falling)
     factor = jnp.where(step < warmup, rising, factor)
@@ -612,8 +607,7 @@ def accumulate(loss_fn, params, batches):
     """Sum of gradients and of losses of loss_fn(params, batch) over the leading axis of batches."""
 
     def body(sums, batch):
-        new = jax.value_and_grad(loss_fn)(params, batch)
-        return jax.tree.map(jnp.add, sums, new), None
+        return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss_fn)(params, batch)), None
 
     zeros = jnp.zeros(()), optax.tree.zeros_like(params)
     (loss, grads), _ = jax.lax.scan(body, zeros, batches)
@@ -783,7 +777,13 @@ def sample(model, tokenizer, meta, folder, step):
 def evaluate(cfg, draws=8):
     """--eval_only: print the bound of a model, trained here or converted, on held-out rows."""
     heldout, tokenizer = held_out(cfg.eval_only, cfg.data)
-    model, step, mesh = checkpoints.load_for_inference(md, cfg.eval_only, 0, cfg.dtype, rows=0)
+    model, step, mesh = checkpoints.load_for_inference(
+        md,
+        cfg.eval_only,
+        0,
+        cfg.dtype,
+        rows=0,
+    )
     exact_products(model.compute.dtype)
     mesh = mesh or checkpoints.mesh_of(jax.devices()[:1], (1, 1, 1))
     count = min(cfg.eval_rows, heldout.total)

@@ -603,8 +603,8 @@ def test_the_merged_model_is_scored_beside_the_run(
     start, _ = save_start(tmp_path / "start", pairs)
     train(pairs, out, init=start, steps=1, **lora)
     rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    trained, merged = rows[-1]["trained_nats"], rows[-1]["merged_nats"]
-    assert trained == [row for row in rows if "heldout_nats" in row][-1]["heldout_nats"]
+    trained, merged = rows[-1]["heldout_nats"], rows[-1]["merged_nats"]
+    assert trained == [row for row in rows if "heldout_nats" in row][-2]["heldout_nats"]
     cfg = evaluation(train_dream, out / "merged", data=str(pairs))
     kept = train_dream.evaluate(cfg, draws=4)["heldout_nats"]
     assert merged == pytest.approx(kept, rel=1e-6)
