@@ -328,9 +328,7 @@ vocab.json merges.txt chat_template.jinja generation_config.json"""
 
 
 def companions(folder):
-    """{name: bytes} of what lies beside a model's weights: tokenizer, chat template, code that
-    transformers runs.
-    """
+    """{name: bytes} of what lies beside weights: tokenizer, chat template, transformers' code."""
     folder = runs.as_path(folder)
     paths = [folder / name for name in COMPANIONS.split()] + sorted(folder.glob("*.py"))
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
@@ -549,9 +547,7 @@ def idle_accelerator():
 
 
 def peak_flops(device):
-    """FLOP/s of a device's dense bfloat16 products; NaN where the data sheet is not in
-    PEAK_FLOPS.
-    """
+    """FLOP/s of a device's dense bfloat16 products; NaN where PEAK_FLOPS lacks the device."""
     for kind, peak in PEAK_FLOPS.items():
         if device.device_kind.startswith(kind):
             return peak

@@ -43,7 +43,6 @@ TopP = typing.Annotated[float, (1e-9, 1)]
 SAVED = ".saved"  # a file in the folder of a run that has had a checkpoint
 # of special tokens, in the order in which transformers adds them
 ROLES = "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
-ZSTANDARD = b"\x28\xb5\x2f\xfd"  # begins a compiled program where zstandard is installed, else zlib
 
 
 # ---- the command line --------------------------------------------------------------------------
@@ -347,9 +346,7 @@ def new_folder(path):
 
 @contextlib.contextmanager
 def lock(path):
-    """Hold a lock file; the lock ends with the process. BlockingIOError if another process holds
-    it.
-    """
+    """Hold a lock file while the process lives. BlockingIOError if another process holds it."""
     with open(path, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -426,7 +423,7 @@ def delete_damaged(folder):
                 continue
             data = path.read_bytes()
             try:
-                if not data.startswith(ZSTANDARD):
+                if not data.startswith(b"\x28\xb5\x2f\xfd"):  # zstandard's mark, else it is zlib's
                     zlib.decompress(data)
             except zlib.error:
                 path.unlink()
@@ -460,9 +457,7 @@ def read_tokenizer(folder, vocab=2**31):
 
 
 def tokenizer_json(path):
-    """The bytes of a tokenizer.json, with the tokens that the files beside it name; those of a
-    damaged one as they are.
-    """
+    """Bytes of a tokenizer.json, with the tokens that files beside it name; a damaged one's own."""
     import tokenizers
 
     path = as_path(path)
