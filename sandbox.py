@@ -584,10 +584,13 @@ def run_tests(programs, tests, on_result=None, **options):
 # ---- rewards: f(completions, rows, **options) -> one per completion, None where there is none
 def block(completion):
     """The code of a completion that holds one block, fenced by ```python and ```, and ends with it
-    and one newline.
+    and one newline. What a model thinks before, up to </think>, does not count.
     """
-    parts = completion.split("```")
-    if len(parts) != 3 or parts[2] != "\n" or not parts[1].startswith("python\n"):
+    before, fence, code = completion.rpartition("```python\n")
+    before = before.rpartition("</think>")[2]
+    parts = (before + fence + code).split("```")
+    thinks = "<think>" in before
+    if thinks or len(parts) != 3 or parts[2] != "\n" or not parts[1].startswith("python\n"):
         return None
     return parts[1].removeprefix("python\n")
 

@@ -1100,6 +1100,25 @@ def test_all_rewards_share_one_signature(closed, tmp_path):
         sandbox.code_format(completions, rows, strict=False)
 
 
+def test_thinking_does_not_count_as_a_part_of_the_answer(closed):
+    good, wrong = fenced(GOOD), fenced("def f(x): return x\n")
+    tag = fenced(f"TAGS = '</think>', '<think>'\n{GOOD}")
+    answers = {
+        f"<think>\n{wrong}</think>\n{good}": (1, 1),
+        f"{wrong}</think>\n{good}": (1, 1),
+        f"<think>a</think>\n<think>{wrong}</think>\n{tag}": (1, 1),
+        tag: (1, 1),
+        f"<think>\n{good}</think>\n{wrong}": (0, 1),
+        f"<think>\n{good}": (0, 0),
+        f"<think>a</think>\n<think>\n{good}": (0, 0),
+        f"<think>\n{good}</think>\nI am done.\n": (0, 0),
+        f"<think>a</think>\n{wrong}{good}": (0, 0),
+    }
+    rows = [{"test_cases": VALUE}] * len(answers)
+    both = [sandbox.REWARDS[name]([*answers], rows) for name in ("code", "code_format")]
+    assert [*zip(*both, strict=True)] == [*answers.values()]
+
+
 def test_one_failure_of_101_is_a_failure(monkeypatch):
     monkeypatch.setattr(sandbox, "code", lambda *_, **__: [100 / 101, 1.0, None])
     assert sandbox.binary_code([], []) == [0, 1, None]
