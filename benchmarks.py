@@ -398,8 +398,8 @@ def generated_samples(cfg, problems, protocol, settings):
             row = {"task_id": problems[key].id, "completion": "", "sample": i}
             row |= {"protocol": protocol.name, "fits": text is not None}
             if text is not None:
-                row["completion"] = protocol.candidate(text, problems[key])
-                row["written"] = text
+                row["written"] = protocol.opened + text
+                row["completion"] = protocol.candidate(row["written"], problems[key])
             row["solution"] = protocol.program(row["completion"], problems[key])
             new[key, i] = row
         append(path, new.values())
@@ -420,7 +420,7 @@ def write_batch(cfg, problems, protocol, model, prompts, batch, number):
 
     def finished(ids_of_texts):
         pairs = zip(decode(ids_of_texts), keys, strict=True)
-        return all(protocol.ended(text, problems[key]) for text, key in pairs)
+        return all(protocol.ended(protocol.opened + text, problems[key]) for text, key in pairs)
 
     # A prompt that is too long is replaced by its first token: the others keep their rows.
     shown = [prompts[key] if key in fitting else prompts[key][:1] for key in keys]
@@ -554,6 +554,7 @@ class Scorer:
         self.expected = {}  # {key: what its tests need, or the reason why there is none}
         self.late = collections.defaultdict(list)  # {key: [(sample, result)] over the first limit}
         self.unscored = []  # [(sample, error)]
+        self.prose = []  # samples that are no Python
 
     def score(self):
         """[(sample, error)] of the samples, (key, number), on which the sandbox failed."""
@@ -565,25 +566,26 @@ class Scorer:
             self.expect({key for key, _ in batch})
             self.bar.unpause()  # expectations are not its time
             self.run(batch, self.timeout_s)
+        if 2 * len(self.prose) > len(left):
+            count = f"{len(self.prose)} of {len(left)} samples are no Python"
+            advice = "a chat model needs its chat template, one that thinks a larger --max_new"
+            print(f"{count}; read them: {advice}", file=sys.stderr)
         self.run_late()
         self.bar.close()
         return sorted(self.unscored)
 
     def expect(self, keys):
         """Fill `expected` for the problems of HumanEval+ and MBPP+."""
-        new = [key for key in self.problems if key in keys and self.problems[key].cases]
-        new = [key for key in new if key not in self.expected]
+        new = [key for key in sorted(keys - self.expected.keys()) if self.problems[key].cases]
         if new:
             self.expected |= tasks.plus_expected(self.problems, new, self.flags)
 
     def program(self, code, problem):
-        if isinstance(code, Solution):
-            return code
-        return self.protocol.program(code, problem)
+        return code if isinstance(code, Solution) else self.protocol.program(code, problem)
 
     def tests(self, problem, expected, code, timeout_s):
         """The hidden tests of a sample."""
-        return tasks.hidden_tests(problem, expected)
+        return tasks.plus_tests(problem, expected) if problem.cases else [problem.test]
 
     def verdict(self, problem, result):
         return tasks.hidden_verdict(problem, result)
@@ -594,11 +596,9 @@ class Scorer:
         seconds = timeout_s
         for sample in samples:
             key, _ = sample
-            problem, code, expected = (
-                self.problems[key],
-                self.samples[sample],
-                self.expected.get(key),
-            )
+            problem = self.problems[key]
+            code = self.samples[sample]
+            expected = self.expected.get(key)
             if isinstance(expected, str):
                 self.unscored.append((sample, expected))
                 continue
@@ -607,11 +607,13 @@ class Scorer:
                 programs.append("")
                 tests.append([])
                 continue
-            programs.append(self.program(code, problem))
+            program = self.program(code, problem)
+            programs.append(program)
+            if not code.strip() or not (tasks.parsed(program) or len(program) > 20_000):
+                self.prose.append(sample)
             hidden = self.tests(problem, expected, code, timeout_s)
             calls = [test for test in hidden if not isinstance(test, str)]  # have their own limits
-            own = sum(getattr(test, "timeout_s", timeout_s) for test in calls)
-            seconds = max(seconds, own)
+            seconds = max(seconds, sum(getattr(test, "timeout_s", timeout_s) for test in calls))
             examples = [*problem.public, *problem.probes] if self.several else []
             tests.append([*hidden, *examples])
 
@@ -653,7 +655,8 @@ class Scorer:
         Its tests are the hidden ones, then for best of n the examples of the prompt and the probe.
         """
         key, number = sample
-        code, problem = self.samples[sample], self.problems[key]
+        code = self.samples[sample]
+        problem = self.problems[key]
         whole = isinstance(code, Solution) or self.protocol.whole
         row = {"task_id": problem.id, "solution" if whole else "completion": code or ""}
         row |= {"sample": number, "protocol": self.protocol.name}
@@ -773,17 +776,14 @@ def describe(row):
     return "\n".join(lines)
 
 
-MOVED = {
+PROTOCOL = "protocol shots trim_prefix no_trim_prefix".split()
+MOVED = dict.fromkeys(PROTOCOL, "python extra/protocols.py")
+MOVED |= dict.fromkeys(["since", "until"], "python extra/livecodebench.py")
+MOVED |= {
     "e2b_router_url": "--runner=HOST:PORT",
     "repair": "python extra/repair.py",
-    "protocol": "python extra/protocols.py",
-    "since": "python extra/livecodebench.py",
     "chat": "python extra/protocols.py --protocol=ours_chat",
     "json": "summary.json in --out is the report",
-    "until": "python extra/livecodebench.py",
-    "shots": "python extra/protocols.py",
-    "trim_prefix": "python extra/protocols.py",
-    "no_trim_prefix": "python extra/protocols.py",
     "hole": "--max_new is the number of masks of a hole",
 }
 

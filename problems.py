@@ -3,7 +3,7 @@
     problems = read_problems(cfg)                        # {number: Problem}, downloaded if need be
     code, _ = extract(answer, problem.entry, STOPS["humaneval"])
     expected = plus_expected(problems, ["0"], flags)     # HumanEval+ and MBPP+: known results
-    tests = hidden_tests(problem, expected.get("0"))     # for sandbox.run_tests
+    tests = plus_tests(problem, expected["0"])           # of those two; for sandbox.run_tests
     row = hidden_verdict(problem, result)                # {"passed", "result", ..}
 
 It asks no model and adds no scores up: benchmarks.py does.
@@ -21,6 +21,7 @@ import json
 import keyword
 import random
 import re
+import symtable
 import sys
 import typing
 import urllib.request
@@ -71,18 +72,15 @@ class Problem(typing.NamedTuple):
 
 def tasks_path(cfg):
     """The official file: --tasks_file, or the one in data/tasks that read_problems() downloads."""
-    return runs.as_path(cfg.tasks_file or Path("data/tasks") / Path(tasks_url(cfg)).name)
-
-
-def tasks_url(cfg):
-    return INFILLING.get(cfg.split) or TASKS[cfg.task]
+    url = INFILLING.get(cfg.split) or TASKS.get(cfg.task, "")
+    return runs.as_path(cfg.tasks_file or Path("data/tasks") / Path(url).name)
 
 
 def read_problems(cfg):
     """{number: Problem} of cfg.tasks_file, or of the official file. cfg: benchmarks.py's."""
     path = tasks_path(cfg)
     if not cfg.tasks_file and not path.is_file():
-        download(cfg.task, tasks_url(cfg), path)
+        download(cfg.task, INFILLING.get(cfg.split) or TASKS[cfg.task], path)
     try:
         return parse_problems(cfg.task, path.read_bytes(), cfg.split, cfg.problems)
     except ValueError as error:
@@ -197,15 +195,9 @@ def humaneval_problem(row):
 def infilling_problem(row):
     """A hole in a solution of HumanEval."""
     tests = row["test"], f"check({row['entry_point']})"
-    return Problem(
-        row["task_id"],
-        row["entry_point"],
-        row["prompt"],
-        row["suffix"],
-        tests=tests,
-        test="\n".join(tests),
-        reference=row["prompt"] + row["canonical_solution"] + row["suffix"],
-    )
+    asked = [row[key] for key in ("task_id", "entry_point", "prompt", "suffix")]
+    solution = row["prompt"] + row["canonical_solution"] + row["suffix"]
+    return Problem(*asked, tests=tests, test="\n".join(tests), reference=solution)
 
 
 def mbpp_problem(row):
@@ -377,11 +369,14 @@ def ask_austin(problem):
 
 # ---- from an answer to code ----------------------------------------------------------------------
 
-# indentation, backticks, language between spaces
-FENCE = re.compile(r"(?m)^([ \t]*)(```+)([^`\n]*)$")
+# indentation, backticks or tildes, language between spaces
+FENCE = re.compile(r"(?m)^([ \t]*)(```+|~~~+)([^`\n]*)$")
+BODY = re.compile(r"(?:\s*\n)?(?:\t|  )[ \t]*[^\s`~]")  # " it is:" is chat
 # a line that begins with two words, the first no keyword of Python, or as an item of a list
 KEYWORDS = "|".join([*keyword.kwlist, *keyword.softkwlist])
 PROSE = re.compile(rf"(?!({KEYWORDS})\b)[\w'’-]+[,:;]? [A-Za-z]|\d+[.)] |[-*] ")
+TAG = re.compile(r"""(?<!['"`])</?(?:think|answer)>|</?(?:think|answer)>(?!['"`])""")  # not quoted
+DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def first_of(text, stops, start=0):
@@ -395,58 +390,96 @@ def without_future(code):
     return code.replace("from __future__ import annotations\n", "")
 
 
-def extract(text, entry, stops):
-    """(code, ended) of an answer: the code without fences, chat and text after it.
+def extract(text, entry, stops, before=""):
+    """(code, ended) of an answer: the code without thinking, fences, chat and text after it.
 
     A text that begins indented continues the function of the prompt, up to the first stop string or
     prose. A text that defines `entry` before any fence is code up to the first stop string, fence
     or prose after the definition; the prompt may have opened a block. In other texts the code is a
-    fenced block: the first that defines `entry`, else the first. ended: no further text could
-    change the code.
+    fenced block: the first that defines `entry`, else the first body, else the first; see joined().
+    A definition without a body is a quotation. ended: no further text could change the code.
     """
-    written = text.replace("\r\n", "\n").removeprefix("[BEGIN]")
-    text = written[: first_of(written, NO_ANSWER)]
-    ended = len(text) < len(written)
-    defines = re.compile(rf"(?m)^(async )?def {re.escape(entry)}\b")
-    # " Here is it:" is chat
-    continues = re.match(r"\s*\n[ \t]+[^\s`]|(?! [A-Z])[ \t]+[^\s`]", text)
-    if continues:  # the prompt is indented by spaces
-        text = re.sub(r"(?m)^\t+", lambda tabs: "    " * len(tabs[0]), text)
-    restated = None if continues else defines.search(text)
+    written = text.replace("\r\n", "\n")
+    text = written[: first_of(written, NO_ANSWER[:-1])]  # thinking may quote [DONE]
+    code, ended = of_answer(text, code_of, entry, stops, before)
+    return code, ended or len(text) < len(written)
+
+
+def of_answer(text, code_of, *rest):
+    """code_of(answer, *rest), a pair of the code and another value, for the answer in a text.
+
+    That is what follows the last </think>, without a <think> that does not end; in it, what stands
+    in <answer>. Tags in the code are text, so the first reading counts that has none elsewhere.
+    """
+    starts = [tag.end() for tag in TAG.finditer(text) if tag[0] == "</think>"]
+    for start in [0, *starts]:
+        behind = text[start:]
+        done = re.sub(r"(?ms)^[ \t]*<think>(?!.*</think>).*", "", behind)
+        widest = re.sub(r"(?s)\A.*?<answer>|</answer>(?!.*</answer>).*", "", done)
+        last = re.sub(r"(?s)\A.*<answer>|</answer>.*", "", done)
+        for answer in (behind, done, widest, last):
+            found = code_of(answer, *rest)
+            tags = TAG.findall(found[0])
+            ends = TAG.findall(behind).count("</think>")
+            if sorted(TAG.findall(answer)) == sorted(tags) and ends == tags.count("</think>"):
+                if not tags or parsed(found[0]) or parsed(f"def f():\n{found[0]}"):
+                    return found
+    return found
+
+
+def code_of(text, entry, stops, before):
+    """(code, ended) of an answer without thinking, see extract()."""
+    whole = re.sub(r"\A\s*\[BEGIN\]", "", text)
+    text = whole[: first_of(whole, NO_ANSWER)]
+    ended = len(text) < len(whole)
     fences = list(FENCE.finditer(text))
-    if fences and not continues and not (restated and restated.start() < fences[0].start()):
-        blocks = fenced(text, fences)
-        code, closed = next((block for block in blocks if defines.search(block[0])), blocks[0])
-        return code, (closed or ended) and bool(defines.search(code))
+    first = fences[0].start() if fences else len(text)
+    defines = re.compile(rf"(?m)^(async )?def {re.escape(entry)}\b")
     # Helpers may come first, so stop strings count only after the definition of `entry`.
-    start = restated.end() if restated else 0
-    code = text[: first_of(text, (*stops, "\n```"), start)]
-    code = re.split(r"(?m)(?<=[^\s`])```[ \t]*$", code)[0]
-    kept = code
-    if restated:
+    starts = [match.end() for match in defines.finditer(text, 0, first)]
+    head = ""
+    if BODY.match(text):  # the prompt is indented by spaces
+        head = "def f():\n"
+        text = head + re.sub(r"(?m)^\t+", lambda tabs: "    " * len(tabs[0]), text)
+        starts = [4]
+    if not fences:
+        starts = starts or [0]
+    bare = []
+    for start in starts:
+        code = text[: first_of(text, (*stops, "\n```", "\n~~~"), start)]
+        code = re.split(r"(?m)(?<=[^\s`])```[ \t]*$", code)[0]
         kept = without_prose(code, start)
-    if continues:  # the rest of a function
-        kept = without_prose(f"def f():\n{code}", 4).removeprefix("def f():\n")
-    return kept, ended or len(code) < len(text) or not code.endswith(kept)
+        cut = len(code) < len(text) or not code.endswith(kept)
+        if head or solves(kept, entry):
+            return kept.removeprefix(head), ended or cut
+        bare.append((kept, ended or (cut and not start)))
+    blocks = fenced(text)
+    solving = [block for block in blocks if solves(block[0], entry)]
+    if solving or (blocks and not starts):
+        naming = [block for block in blocks if defines.search(block[0])]
+        bodies = [block for block in blocks if BODY.match(block[0])]
+        chosen = [*solving, *naming, *bodies, *blocks][0]
+        code, lacks = joined(chosen[0], [block[0] for block in blocks], before)
+        return code, (chosen[1] or ended) and bool(solving) and not lacks
+    return bare[0]
 
 
-def fenced(text, fences):
+def fenced(text):
     """[(code, whether it is closed)] of the fenced blocks, without the indentation of their fences.
 
     A block ends at the first fence of at least its length, without a language, where the code
     parses.
     """
+    fences = list(FENCE.finditer(text))
     blocks, behind = [], 0
     for i, fence in enumerate(fences):
         if fence.start() < behind:  # it is within a block
             continue
         indent = re.compile(f"(?m)^{fence[1]}")
-        codes = []
         ends = [f for f in fences[i + 1 :] if f[2].startswith(fence[2]) and not f[3].strip()]
-        for end in ends[:100]:
-            codes.append(indent.sub("", text[fence.end() + 1 : end.start()]))
+        codes = [indent.sub("", text[fence.end() + 1 : end.start()]) for end in ends[:100]]
         if codes:
-            last = next((k for k, code in enumerate(codes) if parses(code)), 0)
+            last = next((k for k, code in enumerate(codes) if parsed(code)), 0)
             behind = ends[last].end()
             blocks.append((codes[last], True))
         else:
@@ -455,13 +488,22 @@ def fenced(text, fences):
     return blocks
 
 
-def parses(code):
-    """Whether a text is Python of at most 20,000 characters: a longer one may crash the parser."""
-    if len(code) > 20_000:
-        return False
+def parsed(code):
+    """The tree of a text, None if it is not Python, or so long that it might crash the parser."""
     with contextlib.suppress(SyntaxError, ValueError, MemoryError, RecursionError):
         with warnings.catch_warnings(action="ignore"):
-            ast.parse(code)
+            if len(code) <= 20_000:
+                return ast.parse(code)
+    return None
+
+
+def solves(code, entry):
+    """Whether a program defines `entry`, and more than its head with a docstring or `pass`."""
+    for node in getattr(parsed(code), "body", []):
+        if isinstance(node, DEFINITION) and node.name == entry:
+            last = ast.unparse(node.body[-1])
+            return not re.match(r"pass\b|\.\.\.|raise NotImplementedError|['\"]", last)
+        if ast.unparse(node).startswith(f"{entry} = "):
             return True
     return False
 
@@ -470,13 +512,71 @@ def without_prose(code, start):
     """The code without prose before and after the function whose name ends at `start`."""
     lines = code.split("\n")
     first = code[:start].count("\n")
-    while first and not parses("\n".join([*lines[:first], "def f(): pass"])):  # it may be decorated
+    while first and not parsed("\n".join([*lines[:first], "def f(): pass"])):  # it may be decorated
         lines = lines[1:]
         first -= 1
     for i in range(first + 1, len(lines)):
-        if PROSE.match(lines[i]) and not parses(lines[i]) and parses("\n".join(lines[:i])):
+        if PROSE.match(lines[i]) and not parsed(lines[i]) and parsed("\n".join(lines[:i])):
             return "\n".join(lines[:i])
     return "\n".join(lines)
+
+
+def names_of(code):
+    """(names that a program takes from its module or the builtins, those that it binds there)."""
+    used = set()
+    bound = set()
+    tables = []
+    with contextlib.suppress(SyntaxError):  # such as `return` outside of a function
+        tables.append(symtable.symtable(code if parsed(code) else "", "", "exec"))
+    for table in tables:
+        tables += table.get_children()
+        for symbol in filter(symtable.Symbol.is_global, table.get_symbols()):
+            if symbol.is_referenced():
+                used.add(symbol.get_name())
+            if symbol.is_assigned() or symbol.is_imported():
+                bound.add(symbol.get_name())
+    return used, bound
+
+
+def joined(code, blocks, before=""):
+    """(code, names that it lacks): the code behind other blocks that define names which it lacks.
+
+    The body of a function stands in front of them.
+    """
+    whole = code
+    added = []
+    others = [block for block in blocks if block != code and parsed(block)]
+    for _ in range(len(others) + 1):  # what is added may lack names, too
+        used, bound = names_of(before + whole)
+        lacks = used - bound - {*dir(builtins)}
+        found = [other for other in others if names_of(other)[1] & lacks or "import *" in other]
+        added = [other for other in others if other in added + found]
+        whole = "\n".join([*added, code])
+        if BODY.match(code):
+            whole = "\n".join([code, *added])
+    return whole, lacks
+
+
+def guarded(code, before=""):
+    """A program that goes on where calls, asserts or raise outside of definitions fail.
+
+    So do an answer's own tests, and its function may be right.
+    """
+    tree = parsed(before + code)
+    guard = "try:\n    pass\nexcept (Exception, SystemExit):\n    pass"
+    guards = 0
+    for i, node in enumerate(getattr(tree, "body", [])):
+        fails = any(
+            isinstance(child, ast.Call | ast.Assert | ast.Raise) for child in ast.walk(node)
+        )
+        if node.lineno > before.count("\n") and fails and not isinstance(node, DEFINITION):
+            guards += 1
+            tree.body[i] = ast.parse(guard).body[0]
+            tree.body[i].body = [node]
+    with contextlib.suppress(ValueError, RecursionError):  # numbers of 5,000 digits
+        if guards:
+            return ast.unparse(tree)
+    return before + code
 
 
 class Ours:
@@ -488,6 +588,7 @@ class Ours:
     settings = {}  # more settings that results depend on  # noqa: RUF012
     ends = NO_ANSWER  # tokens of these names end a text
     top_k = 0  # likeliest tokens to sample from; 0: all
+    opened = ""  # what the prompt holds of the answer
     factor = 4.0  # a sample may take at least this times the time of the reference solution
     whole = False  # what is kept of an answer is a whole program
     skips = False  # samples of other problems are skipped
@@ -516,20 +617,22 @@ class Ours:
         if self.task == "humaneval_infilling":
             return text[: first_of(text, NO_ANSWER)]
         stops = STOPS[self.task] if cut else ()
-        code, _ = extract(text, problem.entry, stops)
+        code, _ = extract(text, problem.entry, stops, self.before(problem))
         return without_future(code)
 
     def ended(self, text, problem):
         """Whether generation from left to right may stop: the candidate can no longer change."""
         if self.task == "humaneval_infilling":
             return first_of(text, NO_ANSWER) < len(text)
-        return extract(text, problem.entry, STOPS[self.task])[1]
+        return extract(text, problem.entry, STOPS[self.task], self.before(problem))[1]
+
+    def before(self, problem):
+        """The text in front of a candidate in its program."""
+        return "" if self.task == "mbpp" else problem.prompt
 
     def program(self, code, problem):
         """The program that runs before the tests."""
-        if self.task == "mbpp":
-            return code
-        return problem.prompt + code + problem.suffix
+        return guarded(code + problem.suffix, self.before(problem))
 
 
 # ---- HumanEval+ and MBPP+, by the rules of EvalPlus ----------------------------------------------
@@ -547,15 +650,15 @@ NESTED_TUPLES = "580 615 791".split()
 def mbpp_arguments(number, args):
     """The arguments of a call of MBPP+, which its file has without tuples, sets and complex."""
     if number in TUPLES:
-        return tuples(args)
+        return [*map(tuple, args)]
     if number in LISTS_OF_TUPLES:
-        return [tuples(items) for items in args]
+        return [[*map(tuple, items)] for items in args]
     if number in FIRST_LIST_OF_TUPLES:
-        return [tuples(args[0]), args[1]]
+        return [[*map(tuple, args[0])], args[1]]
     if number in FIRST_TUPLE:
         return [tuple(args[0]), *args[1:]]
     if number in TUPLES_OF_TUPLES:
-        return [tuple(tuples(items)) for items in args]
+        return [tuple(map(tuple, items)) for items in args]
     if number in NESTED_TUPLES:
         return [nested_tuples(items) for items in args]
     if number in ("106", "750"):
@@ -571,10 +674,6 @@ def mbpp_arguments(number, args):
     if number == "722":
         return [{key: tuple(value) for key, value in args[0].items()}, *args[1:]]
     return args
-
-
-def tuples(lists):
-    return [tuple(items) for items in lists]
 
 
 def nested_tuples(value):
@@ -674,11 +773,6 @@ def expected_of(calls, timeout_s):
 
 
 # ---- what decides --------------------------------------------------------------------------------
-
-
-def hidden_tests(problem, expected):
-    """The tests that decide whether a sample passes; expected: of plus_expected()."""
-    return plus_tests(problem, expected) if problem.cases else [problem.test]
 
 
 def hidden_verdict(problem, result):

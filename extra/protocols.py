@@ -34,7 +34,7 @@ import benchmarks
 import problems as tasks
 import prompts
 import runs
-from problems import first_of
+from problems import EXPERT, first_of
 from runs import Natural
 
 
@@ -79,9 +79,6 @@ class Protocol(typing.NamedTuple):
     factor: float = 0.0
 
 
-FULL_MBPP = (
-    "https://raw.githubusercontent.com/google-research/google-research/master/mbpp/mbpp.jsonl"
-)
 DATA = {  # file of the problems, and how many it holds
     "humaneval": ("HumanEval.jsonl.gz", (164,)),
     "mbpp": ("mbpp.jsonl, the full MBPP, ids 11-510", (500,)),
@@ -90,8 +87,6 @@ DATA = {  # file of the problems, and how many it holds
 }
 
 # ---- prompts -------------------------------------------------------------------------------------
-
-EXPERT = "You are an expert Python programmer, and here is your task:"
 
 
 def filled(template, q):
@@ -315,17 +310,20 @@ def evalplus_names(node):
     """All identifiers in a definition: names, both parts of a.b, arguments, keywords, imports."""
     names = set()
     for child in ast.walk(node):
-        for field in "id attr arg name asname rest module".split():
-            value = getattr(child, field, None)
-            names.update(value.split(".") if isinstance(value, str) else ())
-        for field in ("names", "kwd_attrs"):  # of global and nonlocal, of patterns
-            names.update(name for name in getattr(child, field, ()) if isinstance(name, str))
+        fields = vars(child) if not isinstance(child, ast.Constant) else {}
+        for value in fields.values():
+            for name in value if isinstance(value, list) else [value]:
+                names.update(name.split(".") if isinstance(name, str) else ())
     return names
 
 
+def first_block(pattern, text, otherwise):
+    found = re.search(pattern, text, re.DOTALL)
+    return found[1] if found else otherwise
+
+
 def simple_evals_fence(text, q):
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    return blocks[0] if blocks else text
+    return first_block(r"```python\n(.*?)```", text, text)
 
 
 def without_signature(text, q):
@@ -334,13 +332,11 @@ def without_signature(text, q):
 
 def lm_eval_fence(text, q):
     """The first block of a text that began inside one. A leading word is the block's language."""
-    blocks = re.findall(r"```(?:\w+)?\n?(.*?)\n?```", "```" + text, re.DOTALL)
-    return blocks[0] if blocks else ""
+    return first_block(r"```(?:\w+)?\n?(.*?)\n?```", "```" + text, "")
 
 
 def opencompass_fence(text, q):
-    blocks = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
-    return blocks[0] if blocks else text
+    return first_block(r"```\w*\n(.*?)```", text, text)
 
 
 def strip_left(text, q):
@@ -451,6 +447,7 @@ class Harness:
     """A record in the form of problems.Ours."""
 
     skips = False
+    opened = ""
 
     def __init__(self, cfg, name, record):
         self.cfg = cfg
@@ -513,7 +510,9 @@ class OursInChat(tasks.Ours):
         self.wrap = None if cfg.samples else chat_template(cfg)
 
     def ids(self, problem, model):
-        return prompts.encode_chat(model.tokenizer, self.wrap, self.ask(problem))
+        asked = self.ask(problem)
+        self.opened = re.search(r"(<think>\s*)?\Z", self.wrap(asked))[0]
+        return prompts.encode_chat(model.tokenizer, self.wrap, asked)
 
     def ask(self, problem):
         answer = "Answer with all of it in one block of code."
@@ -540,7 +539,7 @@ def chat_template(cfg):
 def main(cfg):
     """The report of a protocol; see benchmarks.evaluate."""
     if cfg.protocol in ("ours", "ours_chat"):
-        cfg = benchmarks.settle(filled_in(cfg, top_p=None, max_new=0, limit_s=None))
+        cfg = benchmarks.settle(cfg)
         protocol = tasks.Ours(cfg) if cfg.protocol == "ours" else OursInChat(cfg)
         return benchmarks.evaluate(cfg, tasks.read_problems(cfg), protocol)
     name, record = named(cfg.protocol, cfg.task)
@@ -557,8 +556,9 @@ def main(cfg):
 def filled_in(cfg, top_p, max_new, limit_s):
     """The config with the settings of a protocol where no flag is given."""
     limits = dataclasses.replace(cfg.sandbox, timeout_s=cfg.sandbox.timeout_s or limit_s)
-    top_p, max_new = cfg.top_p or top_p, cfg.max_new or max_new
-    return dataclasses.replace(cfg, top_p=top_p, max_new=max_new, sandbox=limits)
+    return dataclasses.replace(
+        cfg, top_p=cfg.top_p or top_p, max_new=cfg.max_new or max_new, sandbox=limits
+    )
 
 
 def with_full_mbpp(cfg, record):
@@ -567,7 +567,9 @@ def with_full_mbpp(cfg, record):
         return cfg
     path = Path("data/tasks/mbpp.jsonl")
     if not path.is_file():
-        tasks.download("mbpp", FULL_MBPP, path)
+        tasks.download(
+            "mbpp", f"{tasks.GITHUB}/google-research/google-research/master/mbpp/mbpp.jsonl", path
+        )
     return dataclasses.replace(cfg, tasks_file=str(path))
 
 

@@ -135,10 +135,7 @@ def draft_of(row, text, tests):
 def repair(drafts, rounds, read, fill):
     """Repair judged drafts in place. fill(holes) gives the new texts of (draft, span)."""
     for _ in range(rounds):
-        failing = []
-        for draft in drafts:
-            if draft.passed < len(draft.tests) and draft.body.strip():
-                failing.append(draft)
+        failing = [d for d in drafts if d.passed < len(d.tests) and d.body.strip()]
         if not failing:
             return
         holes = []
@@ -202,8 +199,7 @@ def spans(drafts, read):
                     break
         spans_of_draft = []
         for _, start, other in sorted(choices):
-            end = draft.body.find("\n", start)
-            spans_of_draft.append((start, len(draft.body) if end < 0 else end, other))
+            spans_of_draft.append((start, f"{draft.body}\n".index("\n", start), other))
         found.append(spans_of_draft)
     return found
 

@@ -228,6 +228,20 @@ def test_a_sample_has_four_times_the_time_of_a_slow_reference(tmp_path):
     assert found == {("slow", 0): "passed", ("slow", 1): "timeout", ("quick", 0): "timeout"}
 
 
+@pytest.mark.parametrize("right", [1, 2])
+def test_a_line_says_that_most_samples_are_no_python(tmp_path, capsys, right):
+    prompt = 'def half(x):\n    """Half of x."""\n'
+    row = {"task_id": "HumanEval/0", "prompt": prompt, "entry_point": "half"}
+    row["test"] = "def check(f):\n    assert f(4) == 2\n"
+    texts = ["<think>\nI halve it.", "I cannot do that."] + ["    return x / 2\n"] * right
+    samples = [("HumanEval/0", text) for text in texts]
+    file = write(tmp_path / "tasks.jsonl", [row])
+    cfg = config("humaneval", tmp_path, samples, tasks_file=file)
+    assert benchmarks.main(cfg)["pass@1"][0] == pytest.approx(right / len(texts))
+    said = capsys.readouterr().err
+    assert ("2 of 3 samples are no Python; read them" in said) == (right == 1)
+
+
 # ---- HumanEval+ and MBPP+
 
 HALF = plus_row(0, "half", "    return x / 3\n", [[1], [2]], [[3], [10]])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
+import benchmarks
 import problems as tasks
 import sandbox
 from jail import evalplus
@@ -56,8 +57,112 @@ def test_writing_ends_when_nothing_could_change_the_code():
         (BODY, False), (BODY + "\ndef", False), (BODY + "\ndef f(x)", True), (f"{F}python\n", False),
         (f"{F}python\n{FULL}", False), (f"{F}python\n{FULL}{F}", True), ("Sure", False), (f"{BODY}{F}", True),
         (f"{FULL}\nThis adds ", True), (f"{FULL}<|im_end|>", True), ("\treturn a", False), (f"Sure:\n{FULL}", False),
+        (f"<think>\n{FULL}\n#", False), (f"{F}\n{FULL.replace('a +', 'c +')}{F}", False), (f"~~~\n{FULL}~~~", True),
     ):  # fmt: skip
         assert tasks.extract(text, "add", tasks.STOPS["humaneval"])[1] == ended, text
+
+
+TRIPLE = tasks.Problem(
+    "HumanEval/0",
+    "triple",
+    'def triple(values):\n    """Three times each value."""\n',
+    test="assert triple([1, 2]) == [3, 6] and triple([]) == []",
+)
+HEAD = "def triple(values):\n"
+TIMES_3 = "    return [3 * v for v in values]\n"
+USES = f"{HEAD}    return [times(v) for v in values]"
+BLOCK = f"{F}python\n{TRIPLE.prompt}{TIMES_3}{F}\n"
+DRAFT = f"{HEAD}    return [2 * v for v in values]\n"
+WRONG_BLOCK = f"{F}python\n{DRAFT}{F}\n"
+
+
+def blocks(*codes):
+    return "and\n".join(f"{F}python\n{code}\n{F}\n" for code in codes)
+
+
+THOUGHT = {  # answers that follow thinking, or stand between tags; all are right
+    "draft in a block": f"<think>\n{WRONG_BLOCK}No.\n</think>\n\n{BLOCK}",
+    "bare draft": f"<think>\n{DRAFT}\nNo, that doubles.\n</think>\n\n{HEAD}{TIMES_3}",
+    "signature quoted": f"<think>\nIt is\n{HEAD}which returns a list.\n</think>\n{BLOCK}",
+    "no opening tag": f"Try:\n{WRONG_BLOCK}No.\n</think>\n{BLOCK}",
+    "no opening tag, bare": f"{DRAFT}</think>\n{HEAD}{TIMES_3}",
+    "draft that nothing closes": f"<think>\n{F}python\n{DRAFT}</think>\n{BLOCK}",
+    "draft that nothing closes, of no language": f"<think>\n{F}\n{DRAFT}</think>\n{F}\n{HEAD}{TIMES_3}{F}",
+    "two parts": f"<think>\n{WRONG_BLOCK}</think>\nHm.\n<think>\nNo.\n</think>\n{BLOCK}",
+    "an answer, then a better one": f"<think>a</think>\n{WRONG_BLOCK}<think>\nNo.\n</think>\n{BLOCK}",
+    "thinks once more, without an end": f"<think>a</think>\n{BLOCK}<think>\nIs it?\n{WRONG_BLOCK}",
+    "body": f"<think>\nTimes 3.\n</think>\n{TIMES_3}",
+    "on the tag's line": f"<think>Times 3.</think> so it is:\n{BLOCK}",
+    "body on the tag's line": f"<think>Times 3.</think>{TIMES_3}",
+    "[DONE] in the thinking": f"<think>\nIt ends with [DONE]\n</think>\n[BEGIN]\n{HEAD}{TIMES_3}[DONE]",
+    "next turn": f"<think>a</think>\n{BLOCK}<|im_end|>\n<think>\n{WRONG_BLOCK}</think>",
+    "answer tags": f"<think>\n{WRONG_BLOCK}</think>\n<answer>\n{BLOCK}</answer>",
+    "answer tags, bare": f"<answer>\n{HEAD}{TIMES_3}</answer> It triples.",
+    "answer tags, body": f"<think>a</think>\n<answer>\n{TIMES_3}</answer>",
+    "answer tags on the fence's lines": f"<answer>{BLOCK.rstrip()}</answer>",
+    "answer tag that nothing opens": f"{HEAD}{TIMES_3}</answer>",
+    "two answers": f"<answer>{DRAFT}</answer>\nNo.\n<answer>\n{HEAD}{TIMES_3}</answer>",
+    "tag in a string": blocks(f"{HEAD}{TIMES_3}TAGS = '</think>', 'a <answer>'"),
+    "tag in a docstring": f'{HEAD}    """What follows\n    a </think>.\n    """\n{TIMES_3}',
+    "tag in a body's comment": f"    # after </think> and <answer>\n{TIMES_3}",
+    "tags in thinking and program": f"<think>a\n{WRONG_BLOCK}</think>\n"
+    + blocks(f"{HEAD}    s = 'a</think>b'\n    t = 'a</think>b'\n{TIMES_3}"),
+    "tags in the draft's strings": f"<think>\n{blocks('s = 1 # a</think>b')}</think>\n{BLOCK}",
+    "prose of tags": f"I use no <think> here.\n{BLOCK}It prints no `</think>`.",
+    "code in an <answer>": f"The code in <answer> tags:\n{BLOCK}",
+}
+OTHER_FORMS = {
+    "tildes": BLOCK.replace(F, "~~~"),
+    "tildes around a body": f"~~~\n{TIMES_3}~~~",
+    "body before tildes": f"{TIMES_3}~~~\nIt triples.",
+    "quoted signature": f"The function is\n{HEAD}which returns a list.\n\n{BLOCK}",
+    "quoted signature, bare": f"The function is\n{HEAD}which returns.\n\n{HEAD}{TIMES_3}",
+    "prompt quoted": f"You gave\n{blocks(TRIPLE.prompt, f'{HEAD}    pass')}So:\n{BLOCK}",
+    "lambda behind a shell's block": f"{F}bash\npip install x\n{F}\n"
+    + blocks("triple = lambda values: [3 * v for v in values]"),
+    "assert fails": blocks(f"{HEAD}{TIMES_3}assert triple([1]) == [1]"),
+    "assert fails behind a body": blocks(f"{TIMES_3}\nassert triple([1]) == [1]"),
+    "call fails": blocks(f"{HEAD}{TIMES_3}result = triple(None)\nprint(result)"),
+    "loop of tests fails": blocks(f"{HEAD}{TIMES_3}for x in [1]:\n    assert triple([x]) == x"),
+    "test function fails": blocks(f"{HEAD}{TIMES_3}def test():\n    assert triple(1)\ntest()"),
+    "exits": blocks(f"import sys\n{HEAD}{TIMES_3}sys.exit(1)"),
+    "reads input": blocks(f"{HEAD}{TIMES_3}print(triple([int(input())]))"),
+    "import in another block": blocks("import math as m", f"{HEAD}    return [m.prod((3, v)) for v in values]"),
+    "all of a module": blocks("from math import *", f"{HEAD}    return [prod((3, v)) for v in values]"),
+    "helper of a helper": blocks("def times(v):\n    return BY * v", "BY = 3", USES),
+    "helper behind": blocks(USES, "def times(v):\n    return 3 * v\nassert 0"),
+    "table that a loop fills": blocks("T = {}\nfor i in range(9):\n    T[i] = 3 * i", USES.replace("times(v)", "T[v]")),
+    "decorator": blocks(f"@same\n{HEAD}{TIMES_3}", "def same(f):\n    return f"),
+    "import for a body": blocks("import math", "    return [math.prod((3, v)) for v in values]"),
+}  # fmt: skip
+NO_ANSWERS = {  # a right draft beside a wrong answer, or none
+    "wrong answer": f"<think>\n{BLOCK}</think>\n{WRONG_BLOCK}",
+    "wrong bare answer": f"<think>\n{HEAD}{TIMES_3}</think>\n{DRAFT}",
+    "wrong, no opening tag": f"{BLOCK}\nNo.\n</think>\n{WRONG_BLOCK}",
+    "wrong, between tags": f"{BLOCK}<answer>\n{WRONG_BLOCK}</answer>",
+    "no answer": f"<think>\n{BLOCK}</think>\nI am done.",
+    "empty answer": f"{BLOCK}<answer>\n</answer>",
+    "answer in the thinking alone": f"<think><answer>{HEAD}{TIMES_3}</answer></think>\nSo.",
+    "no end": f"<think>\n{BLOCK}Wait",
+    "no end, bare": f" <think>\n{HEAD}{TIMES_3}\nWait",
+    "no second end": f"<think>a</think>\nLet me see.\n<think>\n{BLOCK}Hm",
+    "wrong helper": blocks(USES, "def times(v):\n    return 2 * v"),
+    "overwritten": blocks(f"{HEAD}{TIMES_3}triple = None"),
+    "deleted": blocks(f"{HEAD}{TIMES_3}assert triple\ndel triple"),
+    "first of two blocks is wrong": f"{WRONG_BLOCK}{blocks('import math')}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_an_answer_is_found_in_all_forms_and_a_draft_is_none(cut):
+    forms = THOUGHT | OTHER_FORMS | NO_ANSWERS
+    ours = tasks.Ours(benchmarks.Config())
+    programs = []
+    for text in forms.values():
+        programs.append(ours.program(ours.candidate(text, TRIPLE, cut), TRIPLE))
+    results = sandbox.run_tests(programs, [[TRIPLE.test]] * len(programs), main_block=False)
+    passed = {form for form, result in zip(forms, results, strict=True) if result.rate == 1}
+    assert passed == THOUGHT.keys() | OTHER_FORMS.keys()
 
 
 @pytest.mark.golden

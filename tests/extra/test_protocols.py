@@ -326,6 +326,14 @@ def test_a_dream_writes_under_a_protocol_and_through_its_chat_template(
     (folder / "tokenizer_config.json").write_text(json.dumps(template))
     row = protocols.main(dataclasses.replace(chat, ckpt=str(folder)))
     assert (row["samples"], row["settings"]["protocol"]) == (1, "ours_chat/humaneval")
+    # what the prompt holds of an answer belongs to it: such a text may never end to think
+    template = {"chat_template": "User: {{ messages[0].content }}\nAssistant: <think>\n"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(template))
+    out = tmp_path / "thinks"
+    protocols.main(dataclasses.replace(chat, ckpt=str(folder), out=str(out)))
+    (sample,) = map(json.loads, (out / "samples.jsonl").read_text().splitlines())
+    assert sample["written"].startswith("<think>")
+    assert sample["completion"] == ""
 
 
 @needs_tasks
