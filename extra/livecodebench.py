@@ -2,8 +2,11 @@
 
     python extra/livecodebench.py --tasks_file=test6.jsonl --since=2025-01-01
     python extra/livecodebench.py --tasks_file=test6.jsonl --samples=mine.jsonl
+    python extra/livecodebench.py --tasks_file=test6.jsonl --protocol=livecodebench
 
-All else is as in benchmarks.py, which generates and scores. Rules of LiveCodeBench 28fef95
+The last takes the lines between the last two fences of an answer, as published scores do; ours
+looks for the last block that is a program, after what the model thinks. All else is as in
+benchmarks.py, which generates and scores. Verdicts by the rules of LiveCodeBench 28fef95
 (lcb_runner/evaluation/testing_util.py, MIT). It does not run that harness: here a program runs as a
 script. There it is the body of a function with a copy of sys.stdin, so that these fail: looping
 over sys.stdin, more than one line of sys.stdin.buffer, EOFError at the end of input, `global`,
@@ -38,6 +41,7 @@ import sandbox
 @dataclasses.dataclass(frozen=True)
 class Config(benchmarks.Config):
     task: typing.Literal["livecodebench"] = "livecodebench"
+    protocol: typing.Literal["ours", "livecodebench"] = "ours"  # whose rule finds the program
     chat: bool = False  # ask through the model's chat template
     since: str = ""  # only contests from this day on, such as 2024-10-01
     until: str = ""  # only contests up to the first minute of this day
@@ -46,11 +50,44 @@ class Config(benchmarks.Config):
 BROKEN = EOFError, zlib.error, gzip.BadGzipFile  # what a damaged .gz raises
 KEYS = """question_content question_id contest_date starter_code public_test_cases
 private_test_cases metadata""".split()
-MODULES = """string re datetime collections heapq bisect copy math random statistics itertools
-functools operator io sys json""".split()
-HEAD = "\n".join([f"from {name} import *" for name in [*MODULES, "builtins", "typing"]])
-HEAD += "".join(f"\nimport {name}" for name in MODULES)
-HEAD += "\nsys.setrecursionlimit(50000)\nsys.set_int_max_str_digits(50000)\n\n"
+HEAD = """from string import *
+from re import *
+from datetime import *
+from collections import *
+from heapq import *
+from bisect import *
+from copy import *
+from math import *
+from random import *
+from statistics import *
+from itertools import *
+from functools import *
+from operator import *
+from io import *
+from sys import *
+from json import *
+from builtins import *
+from typing import *
+import string
+import re
+import datetime
+import collections
+import heapq
+import bisect
+import copy
+import math
+import random
+import statistics
+import itertools
+import functools
+import operator
+import io
+import sys
+import json
+sys.setrecursionlimit(50000)
+sys.set_int_max_str_digits(50000)
+
+"""
 STARTER = """You will use the following starter code to write the solution to the problem and \
 enclose your code within delimiters.
 ```python
@@ -85,13 +122,14 @@ class Protocol(protocols.OursInChat):
     """Asks as LiveCodeBench does; --chat: through the model's chat template."""
 
     ends = protocols.IM_END
+    wrap = None  # the chat template
 
     def __init__(self, cfg):
-        tasks.Ours.__init__(self, cfg)
-        self.wrap = None
         if cfg.chat:
-            self.name = "ours_chat/livecodebench"
-            self.wrap = None if cfg.samples else protocols.chat_template(cfg)
+            super().__init__(cfg)
+        else:
+            tasks.Ours.__init__(self, cfg)
+        self.name = self.name.replace("ours", cfg.protocol)
         self.settings = {"since": cfg.since, "until": cfg.until}
         self.skips = bool(cfg.since or cfg.until)
         self.files = files(cfg)
@@ -107,7 +145,11 @@ class Protocol(protocols.OursInChat):
 
     def candidate(self, text, problem, cut=True):
         text = protocols.cut_at(self.ends, text, problem)
-        return last_block(protocols.without_special(text, problem))
+        text = protocols.without_special(text, problem)
+        if "ours" not in self.name:
+            return last_block(text)
+        code, _ = tasks.of_answer(text, last_program, problem.entry)
+        return tasks.guarded(code) if problem.entry else code
 
     def ended(self, text, problem):
         return False
@@ -125,6 +167,20 @@ def last_block(text):
     if not fences:
         return text
     return "\n".join(lines[fences[-2] + 1 : fences[-1]]) if len(fences) > 1 else ""
+
+
+def last_program(text, entry):
+    """(code, names that it lacks): the last block that is a program of the asked form.
+
+    That is one that defines `entry`, or one that reads its input and prints. Blocks that define
+    what it lacks come in front. Without such a block LiveCodeBench's rule holds.
+    """
+    blocks = [code for code, _ in tasks.fenced(text)]
+    form = r"(?s)(?=.*\b(input|stdin|open)\b).*\b(print|write)\b"
+    if entry:
+        form = rf"\bdef {entry}\b"
+    fitting = [code for code in blocks if tasks.parsed(code) and re.search(form, code)]
+    return tasks.joined([last_block(text), *fitting][-1], blocks)
 
 
 class Scorer(benchmarks.Scorer):
@@ -155,9 +211,10 @@ class Scorer(benchmarks.Scorer):
 def files(cfg):
     """The file --tasks_file, or all files of that folder."""
     if not cfg.tasks_file:
-        source = "https://huggingface.co/datasets/livecodebench/code_generation_lite"
-        where = f"download test*.jsonl from {source}, and pass it as --tasks_file"
-        raise ValueError(f"LiveCodeBench is large: {where}")
+        raise ValueError(
+            "LiveCodeBench is large: download test*.jsonl from https://huggingface.co/datasets/"
+            "livecodebench/code_generation_lite, and pass it as --tasks_file"
+        )
     path = runs.as_path(cfg.tasks_file)
     return sorted([*path.glob("*.jsonl"), *path.glob("*.jsonl.gz")]) if path.is_dir() else [path]
 
@@ -240,16 +297,14 @@ def tests_of(problem, cases, code, timeout_s):
         ]
     function = f"Solution().{problem.entry}" if "class Solution" in (code or "") else problem.entry
     most = 65_536 + 8 * sum(len(json.dumps(output)) for _, output in cases) + 100 * len(cases)
-    limits, inputs = [timeout_s] * len(cases), [args for args, _ in cases]
+    inputs = [args for args, _ in cases]
+    limits = [timeout_s] * len(cases)
     right = """def right(i, inputs, value):
     return (list(value) if type(value) is tuple else value) == data[i]
 """
     wanted = [output for _, output in cases]
-    return [
-        sandbox.Calls(
-            function, inputs, limits, (timeout_s + 1) * len(cases) + 5, most, right, wanted
-        )
-    ]
+    total = sum(limits) + len(cases) + 5
+    return [sandbox.Calls(function, inputs, limits, total, most, right, wanted)]
 
 
 def same_lines(printed, wanted):
@@ -257,10 +312,8 @@ def same_lines(printed, wanted):
     ours, theirs = (
         [line.strip() for line in text.strip().split("\n")] for text in (printed, wanted)
     )
-    if len(ours) != len(theirs):
-        return False
-    pairs = zip(ours, theirs, strict=True)
-    with contextlib.suppress(InvalidOperation):
+    pairs = zip(ours, theirs, strict=True)  # ValueError for more lines
+    with contextlib.suppress(InvalidOperation, ValueError):
         return all(
             a == b or [*map(Decimal, a.split())] == [*map(Decimal, b.split())] for a, b in pairs
         )

@@ -9,7 +9,7 @@ import zlib
 import livecodebench
 import pytest
 from conftest import ROOT
-from test_benchmarks import refused, score, write
+from test_benchmarks import config, refused, results, score, write
 from test_sandbox import layers  # noqa: F401  a fixture
 
 import problems as tasks
@@ -58,6 +58,50 @@ def test_verdicts_by_the_rules_of_livecodebench(tmp_path):
     assert livecodebench.last_block(answer) == LIVE[0][1]
     assert livecodebench.last_block("print(1)") == "print(1)"
     assert livecodebench.last_block(f"{F}python\nprint(1)") == ""
+
+
+SUMS = "a, b = input().split()\nprint(3 if a == '1' else f'{float(a) + float(b):.2f}\\nend')\n"
+ADDS = f"{METHOD}return [x + n for x in xs]\n"
+
+
+def block(code, language="python"):
+    return f"{F}{language}\n{code}\n{F}\n"
+
+
+# answers, whether our rule finds a right program, whether LiveCodeBench's does
+ANSWERS = [
+    ("abc301_a", block(SUMS), True, True),
+    ("abc301_a", block(SUMS) + "It prints\n" + block("3", ""), True, False),
+    ("abc301_a", block(SUMS) + "Run\n" + block("echo 1 2 | python sum.py", "bash"), True, False),
+    ("abc301_a", block(SUMS) + "It reads by\n" + block("a, b = input().split()"), True, False),
+    ("abc301_a", block("print(input())") + "No:\n" + block(SUMS), True, True),
+    ("abc301_a", block(SUMS) + "Better:\n" + block("print(len(input()))"), False, False),
+    ("abc301_a", block(SUMS).replace(F, "~~~"), True, False),
+    ("abc301_a", f"<think>\n{block('print(input())')}</think>\n{SUMS}", True, False),
+    ("abc301_a", f"<think>\n{block(SUMS)}</think>\n{block('print(input())')}", False, False),
+    ("abc301_a", f"<think>\n{block(SUMS)}", False, True),
+    ("3606", block(ADDS) + "It returns\n" + block("[4, 5]"), True, False),
+    ("3606", block(ADDS) + "Use:\n" + block("print(Solution().plus([1, 2], 3))"), True, False),
+    ("3606", block(f"{ADDS}assert Solution().plus([1], 1) == [1]"), True, False),
+    ("3606", block("BY = 1") + block(ADDS.replace("+ n", "+ n * BY")), True, False),
+    ("3606", block(ADDS) + "No:\n" + block(ADDS.replace("+", "-")), False, False),
+]
+
+
+@pytest.mark.parametrize(("protocol", "column"), [("ours", 2), ("livecodebench", 3)])
+def test_the_last_block_that_is_a_program_counts(tmp_path, protocol, column):
+    samples = [{"task_id": number, "completion": text} for number, text, *_ in ANSWERS]
+    wanted = [answer[column] for answer in ANSWERS]
+    settings = {"out": str(tmp_path / "out"), "timeout_s": 4.0}
+    cfg = config("livecodebench", tmp_path, samples, **settings)
+    cfg = dataclasses.replace(cfg, tasks_file=write(tmp_path / "tasks.jsonl", [SUM, PLUS_N]))
+    row = livecodebench.main(livecodebench.Config(**vars(cfg), protocol=protocol))
+    assert row["settings"]["protocol"] == f"{protocol}/livecodebench"
+    found = {(r["task_id"], r["sample"]): r["passed"] for r in results(cfg.out)}
+    counts = dict.fromkeys(("abc301_a", "3606"), 0)
+    for (number, text, *_), want in zip(ANSWERS, wanted, strict=True):
+        assert found[number, counts[number]] == want, text
+        counts[number] += 1
 
 
 def test_problems_of_livecodebench_are_those_of_the_days(tmp_path, capsys):
