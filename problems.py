@@ -412,12 +412,12 @@ def of_answer(text, code_of, *rest):
     in <answer>. Tags in the code are text, so the first reading counts that has none elsewhere.
     """
     starts = [tag.end() for tag in TAG.finditer(text) if tag[0] == "</think>"]
-    for start in [0, *starts]:
+    for start in [0, *starts][-20:]:  # a text may repeat a tag for ever; no code holds so many
         behind = text[start:]
         done = re.sub(r"(?ms)^[ \t]*<think>(?!.*</think>).*", "", behind)
         widest = re.sub(r"(?s)\A.*?<answer>|</answer>(?!.*</answer>).*", "", done)
         last = re.sub(r"(?s)\A.*<answer>|</answer>.*", "", done)
-        for answer in (behind, done, widest, last):
+        for answer in dict.fromkeys((behind, done, widest, last)):
             found = code_of(answer, *rest)
             tags = TAG.findall(found[0])
             ends = TAG.findall(behind).count("</think>")
@@ -445,7 +445,7 @@ def code_of(text, entry, stops, before):
     if not fences:
         starts = starts or [0]
     bare = []
-    for start in starts:
+    for start in starts[:5]:
         code = text[: first_of(text, (*stops, "\n```", "\n~~~"), start)]
         code = re.split(r"(?m)(?<=[^\s`])```[ \t]*$", code)[0]
         kept = without_prose(code, start)
@@ -546,15 +546,16 @@ def joined(code, blocks, before=""):
     whole = code
     added = []
     others = [block for block in blocks if block != code and parsed(block)]
-    for _ in range(len(others) + 1):  # what is added may lack names, too
+    while True:  # what is added may lack names, too
         used, bound = names_of(before + whole)
         lacks = used - bound - {*dir(builtins)}
         found = [other for other in others if names_of(other)[1] & lacks or "import *" in other]
+        if {*found} <= {*added}:
+            return whole, lacks
         added = [other for other in others if other in added + found]
         whole = "\n".join([*added, code])
         if BODY.match(code):
             whole = "\n".join([code, *added])
-    return whole, lacks
 
 
 def guarded(code, before=""):

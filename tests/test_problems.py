@@ -6,6 +6,7 @@ import copy
 import gzip
 import json
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,11 @@ def test_code_is_taken_out_of_what_a_model_wrote():
     for task, text, code in ANSWERS:
         assert tasks.extract(text, "add", tasks.STOPS[task])[0] == code, text
     assert tasks.extract("```" + " " * 20_000 + "`\n", "f", ())  # cubic time, once
+    # a text that repeats itself, in linear time: none needs a tenth of this
+    began_s = time.process_time()
+    for text in ("</think>\n", "def f():\nNo.\n", "def f():\n    return 1\n</think>\n"):
+        tasks.extract(text * 2000, "f", ())
+    assert time.process_time() - began_s < 10
 
 
 def test_writing_ends_when_nothing_could_change_the_code():
