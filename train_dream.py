@@ -302,8 +302,9 @@ def architecture(cfg):
 def batch_sizes(cfg, rows, copies, most):
     """(rows of a step, about `rows`; of each of `copies` devices at a time, at most `most`)."""
     batch = cfg.batch_size or max(1, rows // copies) * copies
-    fitting = [m for m in range(1, most + 1) if batch // copies % m == 0]
-    micro = cfg.micro_batch or max(fitting)
+    micro = cfg.micro_batch
+    if not micro:
+        micro = max(m for m in range(1, most + 1) if batch // copies % m == 0)
     if batch % (copies * micro):
         raise ValueError(
             f"--batch_size={batch} does not divide over "
@@ -468,18 +469,10 @@ def save_lora(folder, cfg, model, adapters, base_step, scores):
         config["source"],
         model.family,
     )
-    out = checkpoints.save_merged(
-        md,
-        model,
-        folder.out,
-        cfg.init,
-        base_step,
-        cfg.dtype,
-        adapters,
-    )
+    out = checkpoints.save_merged(md, model, folder.out, cfg.init, base_step, cfg.dtype, adapters)
     whole = dataclasses.replace(cfg, eval_only=str(out), data=config["data"])
     try:
-        nats = evaluate(whole, draws=4)["heldout_nats"]
+        nats = evaluate(whole, 4)["heldout_nats"]
         folder.log({"step": cfg.steps, **scores, "merged_nats": nats})
     except ValueError as error:  # no rows are held out, or it is too large for the devices
         print(f"{out} is not scored: {error}")
@@ -497,7 +490,8 @@ def load_batch(data, cfg, mesh, step):
     ids = data.order(cfg.seed, epoch)[i * cfg.batch_size :][: cfg.batch_size]
     ids = ids.reshape(-1, micro_rows(cfg, mesh))
     on_rows = NamedSharding(mesh, P(None, md.BATCH))
-    return dict(zip(COLUMNS, checkpoints.on_mesh(data, ids, on_rows), strict=False))
+    columns = checkpoints.on_mesh(data, ids, on_rows)
+    return dict(zip(COLUMNS, columns, strict=False))
 
 
 class Meter:
@@ -550,7 +544,8 @@ def wsd(step, peak, steps, warmup=2000, stable=0.9, start=0.01, final=0.1):
     step = jnp.asarray(step, jnp.float32)
     decay = int(stable * steps)
     rising = start + (1 - start) * step / max(warmup, 1)
-    x = jnp.clip((step - decay) / max(steps - decay, 1), 0, 1)
+    x = (step - decay) / max(steps - decay, 1)
+    x = jnp.clip(x, 0, 1)
     falling = final + (1 - final) * (1 + jnp.cos(jnp.pi * x)) / 2
     factor = jnp.where(step < decay, 1.0, falling)
     factor = jnp.where(step < warmup, rising, factor)
@@ -777,13 +772,7 @@ def sample(model, tokenizer, meta, folder, step):
 def evaluate(cfg, draws=8):
     """--eval_only: print the bound of a model, trained here or converted, on held-out rows."""
     heldout, tokenizer = held_out(cfg.eval_only, cfg.data)
-    model, step, mesh = checkpoints.load_for_inference(
-        md,
-        cfg.eval_only,
-        0,
-        cfg.dtype,
-        rows=0,
-    )
+    model, step, mesh = checkpoints.load_for_inference(md, cfg.eval_only, 0, cfg.dtype, rows=0)
     exact_products(model.compute.dtype)
     mesh = mesh or checkpoints.mesh_of(jax.devices()[:1], (1, 1, 1))
     count = min(cfg.eval_rows, heldout.total)
