@@ -469,8 +469,16 @@ def save_lora(folder, cfg, model, adapters, base_step, scores):
         config["source"],
         model.family,
     )
-    out = checkpoints.save_merged(md, model, folder.out, cfg.init, base_step, cfg.dtype, adapters)
-    whole = dataclasses.replace(cfg, eval_only=str(out), data=config["data"])
+    out = checkpoints.save_merged(
+        md,
+        model,
+        folder.out,
+        cfg.init,
+        base_step,
+        cfg.dtype,
+        adapters,
+    )
+    whole = dataclasses.replace(cfg, eval_only=out, data=config["data"])
     try:
         nats = evaluate(whole, 4)["heldout_nats"]
         folder.log({"step": cfg.steps, **scores, "merged_nats": nats})
@@ -672,7 +680,11 @@ def make_step(cfg, graph, optimizer):
         updates, opt = optimizer.update(grads, state["opt"], state["params"])
         params = jax.tree.map(lambda p, u: jnp.where(ok, p + lr * u, p), state["params"], updates)
         opt = jax.tree.map(lambda new, old: jnp.where(ok, new, old), opt, state["opt"])
-        return state | {"params": params, "opt": opt}, {
+        state |= {
+            "params": params,
+            "opt": opt,
+        }
+        return state, {
             "loss": loss,
             "lr": lr,
             "grad_norm": norm,
