@@ -210,6 +210,7 @@ def settle(cfg, devices, block_length=0, files=()):
     return cfg
 
 
+@runs.enough_memory("a smaller --micro_batch or --generation_batch, or --lora_rank=16")
 def main(flags):
     started = perf_counter()
     if flags.hosts and flags.lora_rank:
