@@ -271,8 +271,8 @@ class Template:
 
     @contextlib.contextmanager
     def limited(self, seconds):
-        """Kill a launcher that hangs."""
-        timer = threading.Timer(seconds, self.process.kill)
+        """End a launcher that hangs."""
+        timer = threading.Timer(seconds, self.close)
         timer.start()
         try:
             yield
@@ -319,8 +319,12 @@ class Template:
         return rows
 
     def close(self):
-        self.process.kill()  # and with it, by PR_SET_PDEATHSIG, all that it started
-        self.process.wait()
+        self.process.terminate()  # it ends all that it started, and waits for it
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()  # and the rest by PR_SET_PDEATHSIG
+            self.process.wait()
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)  # does not follow links
 

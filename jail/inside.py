@@ -72,7 +72,9 @@ def enter_namespaces(libc, readable):
     # it.
     parent = os.pidfd_open(os.getpid())
     first = os.fork()
-    if first:
+    if first:  # whoever started this would have to wait for what is left without it
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(first, signal.SIGKILL))
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) & 0xFF)
     libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end when the parent is killed
     if select.select([parent], [], [], 0)[0]:  # it was killed before that call
@@ -777,6 +779,11 @@ def run_confined(libc, job, test, judge):
 
 
 def remove(base):
+    """End the processes that still run, and remove the folder; with namespaces there are neither."""
+    with suppress(OSError), open("/proc/thread-self/children") as file:
+        for pid in map(int, file.read().split()):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
     if base:
         import_module("shutil").rmtree(base, ignore_errors=True)
 
@@ -799,10 +806,15 @@ def launch():
     # nowhere.
     report = os.dup(1)
     silence(0, 1)
+    # A trainer may ignore or block signals, and what it starts inherits that. Python itself ignores
+    # two. SIGTERM waits until it can end everything.
+    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [signal.SIGTERM])
     signal.signal(signal.SIGTERM, orphaned)
     base = job["folder"]  # for what tests write; "" with namespaces
-    # PR_SET_PDEATHSIG; SIGTERM: clean up
-    libc.prctl(1, signal.SIGTERM if base else signal.SIGKILL)
+    libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, which cleans up
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # when memory runs out, the kernel kills this process before the trainer
 
@@ -822,6 +834,7 @@ def launch():
     job["readable"] = [*filter(os.path.exists, (sys.base_prefix, *job["packages"], *READABLE))]
     if job["namespaces"]:
         enter_namespaces(libc, job["readable"])
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     # PR_SET_DUMPABLE: no core; no other process may trace this one or its forks
     libc.prctl(4, 0)
     found = {name: job[name] for name in "namespaces landlock seccomp".split()}

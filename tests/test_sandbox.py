@@ -871,6 +871,51 @@ def test_a_trainer_killed_at_any_moment(trainer):
             print(file=process.stdin, flush=True)
 
 
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_a_trainer_that_adopts_orphans_has_no_zombies(namespaces, closed, layers, monkeypatch):
+    """Process 1 of a container does, and waits for none of them."""
+    if namespaces and not layers["namespaces"]:
+        pytest.skip("this machine allows no namespaces")
+    monkeypatch.setattr(sandbox, "layers", lambda: layers | {"namespaces": namespaces})
+    before = children()
+    hang = "while True: pass"
+    for _ in range(3):
+        sandbox.run_tests([GOOD, hang], [VALUE, VALUE[:1]], timeout_s=0.2, workers=2)
+        assert children() == before
+
+    def stop(i, result):
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        sandbox.run_tests([GOOD, *[hang] * 4], [VALUE] * 5, on_result=stop, workers=2)
+    assert children() == before
+    settings = {"packages": [], "namespaces": namespaces}
+    for seconds in (0, 0.01, 0.02, 0.04, 0.08, 0.5):
+        template = sandbox.Template(vars(sandbox.Options()) | settings)
+        template.send(*template.messages)
+        time.sleep(seconds)
+        template.close()
+        assert children() == before, seconds
+
+
+def test_no_program_inherits_signals_that_a_trainer_ignores_or_blocks(closed):
+    program = prelude("SIGNALS")
+    numbers = {signal.SIGCHLD, signal.SIGALRM, signal.SIGTERM, signal.SIGUSR1}
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        started = time.monotonic()
+        tests = [sandbox.Probe("state()"), "assert f() == 'late'"]
+        (result,) = sandbox.run_tests([program], [tests])
+        assert time.monotonic() - started < 4
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert result.values == [[[], [signal.SIGPIPE, signal.SIGXFSZ]], None]
+    assert result.verdicts == PASS
+
+
 # ---- what the processes of one template share: its memory as it was before any program -----------
 def test_much_output_costs_the_trainer_no_memory(layers):
     program = "import sys\nsys.stdout.write('\\0' * (64 << 20))"
