@@ -14,6 +14,7 @@ in the memory of the next.
 import ast
 import builtins
 import ctypes
+import dis
 import fcntl
 import functools
 import gc
@@ -23,16 +24,17 @@ import mmap
 import os
 import reprlib
 import resource
-import select
 import signal
-import struct
 import sys
 import time
-import types
 from contextlib import suppress
 from importlib import import_module
+from select import select
+from signal import SIG_IGN, SIG_SETMASK, SIGCHLD, SIGKILL, SIGTERM, pthread_sigmask
+from struct import pack
+from types import CodeType, FunctionType, ModuleType
 
-from jail.wire import OPERATIONS, Peer, Remote, opaque, unwire, wire
+from jail.wire import OPERATIONS, Peer, Remote, as_line, opaque, unwire, wire
 
 # What many programs import: done once, here.
 USUAL = "bisect collections copy datetime decimal enum fractions heapq math string typing"
@@ -54,30 +56,28 @@ def enter_namespaces(libc, readable):
     The new root holds `readable`, read-only, and the folder /.sandbox. The caller exits with the
     status of process 1.
     """
-    uid = os.getuid()
-    gid = os.getgid()
+    # Inside, we are user 65534 with all capabilities over these namespaces, and none over anything
+    # else.
+    texts = {
+        "setgroups": "deny",
+        "uid_map": f"65534 {os.getuid()} 1",
+        "gid_map": f"65534 {os.getgid()} 1",
+    }
     # CLONE_NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET: nothing is shared with the machine
     check(libc.unshare(0x7C020000), "unshare")
     libc.sethostname(b"sandbox", 7)
-    # Inside, we are user 65534 with all capabilities over these namespaces, and none over anything
-    # else.
-    for name, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"65534 {uid} 1"),
-        ("gid_map", f"65534 {gid} 1"),
-    ):
+    for name, text in texts.items():
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
     # The next child is process 1 of the new namespace: when it ends, the kernel kills all others in
     # it.
     parent = os.pidfd_open(os.getpid())
     first = os.fork()
-    if first:  # whoever started this would have to wait for what is left without it
-        signal.signal(signal.SIGTERM, lambda *_: os.kill(first, signal.SIGKILL))
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) & 0xFF)
-    libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end when the parent is killed
-    if select.select([parent], [], [], 0)[0]:  # it was killed before that call
+    if first:  # without this process, whoever started it would have to wait for the other
+        signal.sigwait([SIGTERM, SIGCHLD])
+        os._exit(kill(first) & 0xFF)
+    libc.prctl(1, SIGKILL)  # PR_SET_PDEATHSIG: end when the parent is killed
+    if select([parent], [], [], 0)[0]:  # it was killed before that call
         os._exit(1)
     os.close(parent)
     # A small file system in memory becomes the root; the readable paths of the old root are mounted
@@ -97,10 +97,10 @@ def enter_namespaces(libc, readable):
     os.makedirs(root + b"/.sandbox/test")
     # Swap the roots, unmount the old one, and make the new one and all below it read-only.
     os.chdir(root)
-    check(libc.syscall(MACHINES[os.uname().machine][3], b".", b"."), "pivot_root")
+    check(libc.syscall(MACHINES[MACHINE][3], b".", b"."), "pivot_root")
     check(libc.umount2(b".", 2), "umount")
     os.chdir("/")
-    flags = struct.pack("4Q", 3, 0, 0, 0)  # MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID
+    flags = pack("4Q", 3, 0, 0, 0)  # MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID
     check(libc.syscall(442, -100, b"/", 0x8000, flags, 32), "mount_setattr")
 
 
@@ -124,16 +124,16 @@ def file_rules(libc, job, writable):
         size = 16  # TCP
     if abi >= 6:
         size = 24  # abstract sockets and signals
-    ruleset = check(libc.syscall(444, struct.pack("3Q", rights, 3, 3)[:size], size, 0), "landlock")
+    ruleset = check(libc.syscall(444, pack("3Q", rights, 3, 3)[:size], size, 0), "landlock")
     for path in [*job["readable"], writable]:
         # write and read a file; execute, read a file, list a folder
         allowed = 6 if path.startswith("/dev/") else 13
         if path == writable:
-            allowed = rights if job["namespaces"] else rights & ~(128 + 32)  # MAKE_DIR, REMOVE_FILE
+            allowed = rights if job["namespaces"] else rights & ~0xA0  # MAKE_DIR, REMOVE_FILE
         if not os.path.isdir(path):
             allowed &= 7  # the rights that a file can have
-        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        check(libc.syscall(445, ruleset, 1, struct.pack("=Qi", allowed, fd), 0), "landlock rule")
+        fd = os.open(path, os.O_PATH)
+        check(libc.syscall(445, ruleset, 1, pack("=Qi", allowed, fd), 0), "landlock rule")
         os.close(fd)
     return ruleset
 
@@ -163,21 +163,24 @@ openat 257 56, mkdirat 258 34, newfstatat 262 79, unlinkat 263 35, renameat 264 
 symlinkat 266 36, readlinkat 267 78, faccessat 269 48, pselect6 270 72, ppoll 271 73,
 set_robust_list 273 99, epoll_pwait 281 22, eventfd2 290 19, epoll_create1 291 20, dup3 292 24,
 pipe2 293 59, preadv 295 69, pwritev 296 70, getcpu 309 168, renameat2 316 276, getrandom 318 278,
-membarrier 324 283, copy_file_range 326 285, statx 332 291, rseq 334 293
+membarrier 324 283, prlimit64 302 261, copy_file_range 326 285, statx 332 291, rseq 334 293
 """
 ALLOWED = {
     name: (int(x), None if a == "-" else int(a)) for name, x, a in map(str.split, CALLS.split(","))
 }
-# Of these only with one of these values as the argument of this number.
+# Of these only with one of these values as the argument of a number: F_DUPFD .. F_SETLKW, F_OFD_*
+# and a pipe's size; terminal or not, its size, bytes to read, flags; PR_SET_NAME, PR_GET_NAME; the
+# limits of this process, which cannot be raised; no clock of another process; AF_UNIX, which
+# asyncio needs and which is harmless where it reaches nothing.
+ARGUMENTS = """
+fcntl 1 0 1 2 3 4 5 6 7 36 37 38 1030 1031 1032, ioctl 1 0x5401 0x5413 0x541B 0x5421 0x5450 0x5451,
+prctl 0 15 16, prlimit64 0 0, clock_gettime 0 0 1 2 3 4 5 6 7 8 9 10 11, socketpair 0 1
+"""
 ARGUMENT = {
-    # F_DUPFD .. F_SETLKW, F_OFD_*, a pipe's size
-    "fcntl": (1, (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032)),
-    # terminal or not, its size, bytes to read, flags
-    "ioctl": (1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
-    "prctl": (0, (15, 16)),  # PR_SET_NAME, PR_GET_NAME
-    "clock_gettime": (0, tuple(range(12))),  # no clock of another process
-    "socketpair": (0, (1,)),  # AF_UNIX, which asyncio needs; harmless where it reaches nothing
+    name: (int(at), tuple(int(number, 0) for number in numbers))
+    for name, at, *numbers in map(str.split, ARGUMENTS.split(","))
 }
+MACHINE = os.uname().machine
 # column, audit, capset, pivot_root
 MACHINES = {"x86_64": (0, 0xC000003E, 126, 155), "aarch64": (1, 0xC00000B7, 91, 41)}
 
@@ -221,14 +224,14 @@ def call_filter(machine, threads, namespaces):
         lower = search(numbers[:middle])
         return [(0x35, len(lower), 0, numbers[middle]), *lower, *search(numbers[middle:])]
 
-    return b"".join(struct.pack("HBBI", *row) for row in rows + search(sorted(number.values())))
+    return b"".join(pack("HBBI", *row) for row in rows + search(sorted(number.values())))
 
 
 def confine(libc, job, tests=1):
     """Give up all rights of this process for good: resource limits, Landlock, capabilities,
     seccomp.
     """
-    libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    libc.prctl(1, SIGKILL)  # PR_SET_PDEATHSIG
     os.setsid()
     os.chdir(job["folder"])
     limits = {
@@ -252,16 +255,15 @@ def confine(libc, job, tests=1):
     if job["landlock"]:
         check(libc.syscall(446, job["ruleset"], 0), "landlock")
         os.close(job["ruleset"])
-    machine = os.uname().machine
-    if machine in MACHINES:  # no capabilities, so that root is an ordinary user too
+    if MACHINE in MACHINES:  # no capabilities, so that root is an ordinary user too
         check(
-            libc.syscall(MACHINES[machine][2], struct.pack("Ii", 0x20080522, 0), bytes(24)),
+            libc.syscall(MACHINES[MACHINE][2], pack("Ii", 0x20080522, 0), bytes(24)),
             "capset",
         )
     if job["seccomp"]:  # the filter judges every call from here on
         code = job["filter"]
         check(
-            libc.prctl(22, 2, struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(code))),
+            libc.prctl(22, 2, pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(code))),
             "seccomp",
         )
 
@@ -290,7 +292,7 @@ def run_program(libc, job, test, read, pipe):
     write(pipe, b"+")
     # From here on nothing in this process can be trusted: what comes through the pipe is data.
     name = "__main__" if job["main_block"] or test["mode"] == "stdin" else "program"
-    main = sys.modules[name] = types.ModuleType(name)
+    main = sys.modules[name] = ModuleType(name)
     if test["mode"] == "stdin":
         leave(run_on_input(request["program"], main, pipe))
 
@@ -328,7 +330,7 @@ def run_on_input(program, main, pipe):
     """Run a program as Python does, with the pipe as standard output: the exit status."""
     os.write(pipe, b"=")
     os.dup2(pipe, 1)
-    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8")
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", newline="\n")
     sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8")
     status = 0
     try:
@@ -360,50 +362,62 @@ assert_array_equal numpy.testing, assert_equal numpy.testing
 COMPARERS = dict(map(str.split, COMPARERS.split(",")))
 
 
-def permits(operation, target, *rest):
-    """What a program may do with a test's objects: call and iterate, and read or set attributes of
-    its own classes.
+# Modules that a program may name in another way, as their functions only compute.
+ALIASED = """
+bisect calendar cmath collections copy datetime decimal fractions functools heapq itertools json
+math numpy numpy.linalg numpy.testing posixpath random re statistics string textwrap time
+""".split()
 
-    It sets no attribute that the class defines, such as a method.
+
+def permits(operation, target, *rest):
+    """What a program may do with a test's objects: call, iterate, and read what data they are; all
+    operations of its own classes and their objects; read attributes of these, set those of objects.
+
+    It sets no method or the like, and nothing of a class.
     """
+    if operation in "call iter next contains bool base isinstance issubclass".split():
+        return True
+    is_class = isinstance(target, type)
     # for functools.wraps
     if operation == "get" and rest[0] in "__name__ __qualname__ __doc__".split():
-        return isinstance(target, types.FunctionType)
-    if operation in "get set getitem setitem len bool str repr".split():
-        name = rest[0] if rest and isinstance(rest[0], str) else ""
-        private = name.startswith("_") or (operation == "set" and hasattr(type(target), name))
-        return type(target).__module__ == "__main__" and not private
-    return operation in "call iter next".split()
+        return is_class or isinstance(target, FunctionType)
+    kind = target if is_class else type(target)
+    if kind.__module__ != "__main__":
+        return False
+    if operation not in ("get", "set", "del"):
+        return True
+    name = rest[0]
+    if type(name) is not str or name.startswith("_"):
+        return False
+    owner = next((base for base in kind.__mro__ if name in vars(base)), object)
+    if is_class:
+        return operation == "get" and owner.__module__ == "__main__"
+    there = vars(owner).get(name)
+    if operation == "get" or hasattr(there, "__set__"):
+        return True
+    return not (callable(there) or hasattr(there, "__get__"))
 
 
 def names_of(code):
     """The names that compiled code uses, and code within it."""
     return {*code.co_names}.union(
-        *(names_of(item) for item in code.co_consts if isinstance(item, types.CodeType))
+        *(names_of(item) for item in code.co_consts if isinstance(item, CodeType))
     )
 
 
-def names_set(tree):
+def names_set(code):
     """The names that a test gives a value before it reads them, by import, =, for, with: they are
     not the program's.
     """
     found = set()
     loaded = set()
-    for statement in tree.body:
-        nodes = [*ast.walk(statement)]
-        for node in nodes:
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.For):
-                found |= {
-                    each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)
-                } - loaded
-        changed = [node.target for node in nodes if isinstance(node, ast.AugAssign)]
-        names = [node for node in nodes if isinstance(node, ast.Name)]
-        loaded |= {
-            node.id for node in names if isinstance(node.ctx, ast.Load) or node in changed
-        } - found
-        found |= {node.id for node in names if isinstance(node.ctx, ast.Store)} - loaded
+    for step in dis.get_instructions(code):
+        if isinstance(step.argval, CodeType):
+            loaded |= names_of(step.argval)
+        elif step.opname in ("LOAD_NAME", "LOAD_GLOBAL"):
+            loaded.add(step.argval)
+        elif step.opname == "STORE_NAME" and step.argval not in loaded:
+            found.add(step.argval)
     return found
 
 
@@ -414,8 +428,8 @@ def run_test(text, peer, main):
         case [ast.Assert(test=ast.Compare(left=ast.Call()) as compared)]:  # for the report
             compared.left = ast.NamedExpr(ast.Name("_got", ast.Store()), compared.left)
     code = compile(ast.fix_missing_locations(tree), "<test>", "exec")
-    used = sorted(names_of(code))
-    its = names_set(tree)
+    used = names_of(code)
+    its = names_set(code)
     peer.stops = "StopIteration" in used
     # In plain Python what a test imports is there for the program, too.
     imports = [
@@ -427,31 +441,35 @@ def run_test(text, peer, main):
     # A builtin's name is the program's only if nothing else is, but for modules: a problem may ask
     # for sum(). Exceptions and __name__, not in lower case or not letters alone, are never the
     # program's.
-    own = [name for name in used if not hasattr(builtins, name) and name not in its]
-    builtin = [
+    own = {name for name in used - its if not hasattr(builtins, name)}
+    builtin = {
         name for name in used if hasattr(builtins, name) and name.isalpha() and name.islower()
-    ]
+    }
     offered = peer.ask("names", *own, *builtin)
     if type(offered) is not dict:  # of a class of its own it could answer each time otherwise
         raise TypeError("names are offered in a dict")
     others = offered.keys() - COMPARERS.keys()
-    taken = [name for name in own if name in offered]
-    if {*taken} <= COMPARERS.keys():
-        taken += [name for name in builtin if name in offered]
+    taken = own & offered.keys()
+    if taken <= COMPARERS.keys():
+        taken |= builtin & offered.keys()
     attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     for name in taken:  # whatever else it offers
         value = offered[name]
         # a module that only the program imports is replaced by ours of that name, and so is what
         # poses as one
         asked = {node.attr for node in attributes if getattr(node.value, "id", "") == name}
-        poses = isinstance(value, types.ModuleType)
-        if asked and name in sys.stdlib_module_names:
-            poses = poses or asked <= {*dir(import_module(name))}
-        if module := COMPARING.get(name) or (poses and {"dt": "datetime"}.get(name, name)):
+        is_module = isinstance(value, ModuleType)
+        known = (
+            name in sys.stdlib_module_names
+            and (asked or is_module)
+            and asked <= {*dir(import_module(name))}
+        )
+        other = is_module and (value.__name__ if value.__name__ in ALIASED else name)
+        if module := COMPARING.get(name) or (known and name) or other:
             value = import_module(module)
         elif name in COMPARERS and others:
             value = getattr(import_module(COMPARERS[name]), name)
-        elif type(value) is Remote and name[:1].isupper():
+        elif isinstance(value, Remote) and name[:1].isupper():
             value.__own__.is_class = True
         setattr(main, name, value)
     exec(code, main.__dict__)
@@ -465,11 +483,11 @@ def run_calls(request, peer, main, write):
     main.data = unwire(request["data"])
     for i, form in enumerate(request["inputs"]):
         value, seconds = peer.ask("timed", function, *unwire(form))
-        line = wire(value, opaque)
+        given = wire(value, opaque)
         seconds = max(0.0, float.__float__(seconds))
-        if request["check"] and not main.right(i, unwire(form), unwire(line)):
+        if request["check"] and not main.right(i, unwire(form), unwire(given)):
             raise AssertionError
-        write(b"\n" if request["check"] else json.dumps([line, seconds]).encode() + b"\n")
+        write(b"\n" if request["check"] else as_line([given, seconds]))
 
 
 def run_judge(libc, job, test, orders, ends, out, pipes):
@@ -510,7 +528,7 @@ def judge(request, test, read, ask, give):
     got = None
     if loaded == b"!":
         got = os.read(read, 400).decode("utf-8", "replace")
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main = sys.modules["__main__"] = ModuleType("__main__")
     try:
         if loaded == b"=":
             give(b"=")
@@ -529,11 +547,8 @@ def judge(request, test, read, ask, give):
                 if test["mode"] == "calls":
                     run_calls(request, peer, main, give)
                 elif test["mode"] == "value":
-                    give(
-                        json.dumps(
-                            wire(peer.ask("evaluate", request["before"], request["call"]), opaque)
-                        ).encode()
-                    )
+                    value = peer.ask("evaluate", request["before"], request["call"])
+                    give(as_line(wire(value, opaque)))
                 else:
                     run_test(request["text"], peer, main)
     except MemoryError:
@@ -545,7 +560,7 @@ def judge(request, test, read, ask, give):
                 got = f"{type(error).__name__}: {error}"[:200]
             elif hasattr(main, "_got"):
                 got = reprlib.repr(main._got)[:200]
-    give(request["token"].encode() + json.dumps([verdict, got]).encode())
+    give(request["token"].encode() + as_line([verdict, got]))
 
 
 # ---- the template: two confined processes for each test ------------------------------------------
@@ -576,8 +591,8 @@ def empty(libc, job):
     elif os.listdir(folder) or os.stat(folder).st_mtime_ns != job["made"]:
         if job["made"]:
             check(libc.umount2(folder.encode(), 2), "umount")
-        size = f"size={job['disk_mb']}m,nr_inodes=2k,mode=700".encode()
-        check(libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 6, size), "tmpfs")
+        options = f"size={job['disk_mb']}m,nr_inodes=2k,mode=700"
+        check(libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 6, options.encode()), "tmpfs")
         job["made"] = os.stat(folder).st_mtime_ns
 
 
@@ -629,9 +644,8 @@ def follow_test(job, test, pids, out, ends):
         if now > next_look:
             next_look = now + 0.1
             cpu_s = processor_s(pids) - earlier_s
-            while len(limits) > 1 and (end := buffer.find(b"\n", counted, size)) >= 0:
-                counted = end + 1
-                lines += 1
+            lines += buffer[counted:size].count(b"\n")
+            counted = size
             if (number := min(lines, len(limits) - 1)) != call:
                 call = number
                 call_cpu_s = cpu_s
@@ -643,9 +657,7 @@ def follow_test(job, test, pids, out, ends):
             # a file system of its own would be full
             if not job["namespaces"] and overfull(job["folder"], job["disk_mb"]):
                 return "output limit", 0
-        ready = select.select(watched, [], [], 0 if ended else max(0.01, min(0.1, deadline - now)))[
-            0
-        ]
+        ready = select(watched, [], [], 0 if ended else max(0.01, min(0.1, deadline - now)))[0]
         chunk = os.readv(out, [memoryview(buffer)[size : size + 65536]]) if out in ready else 0
         size += chunk
         if size > test["cap"]:
@@ -664,6 +676,12 @@ def memory_of_ours(size):
     buffer = mmap.mmap(-1, size)
     buffer.madvise(mmap.MADV_DONTFORK)
     return buffer
+
+
+def kill(pid):
+    """End a child, and wait for it: its exit status."""
+    os.kill(pid, SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def silence(*files):
@@ -718,8 +736,7 @@ class Judge:
         return self.programs.pop(0)
 
     def close(self):
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+        kill(self.pid)
         for file in (self.out, self.ends, self.orders, *sum(self.programs, ())):
             os.close(file)
 
@@ -728,8 +745,8 @@ def clear(job, judge):
     """End the judge, and whatever else of a program still runs."""
     judge.close()
     if job["namespaces"]:
-        with suppress(ProcessLookupError, ChildProcessError):
-            os.kill(-1, signal.SIGKILL)  # all of this process namespace but ourselves
+        with suppress(OSError):
+            os.kill(-1, SIGKILL)  # all of this process namespace but ourselves
             while os.waitpid(-1, 0):
                 pass
 
@@ -757,16 +774,15 @@ def run_confined(libc, job, test, judge):
         cpu_s = processor_s(pids) - earlier_s
         goes_on = outcome == "done" and os.read(judge.ends, 1) == b"e" and judge.programs
     finally:  # end what still runs, also where the trainer was killed
-        os.kill(pids[-1], signal.SIGKILL)
-        status = os.waitstatus_to_exitcode(os.waitpid(pids[-1], 0)[1])
+        status = kill(pids[-1])
         if not goes_on:
             clear(job, judge)
             judge = None
     buffer = job["buffer"]
     # it failed before the program ran: no verdict
-    if outcome == "done" and (not size or buffer[:1] != b"+"):
+    if outcome == "done" and buffer[:1] != b"+":
         sys.exit(f"a test process could not be confined: {buffer[:size].decode(errors='replace')}")
-    loaded = size > 1 and buffer[1:2] == b"="
+    loaded = buffer[1:2] == b"="  # what is not read is zeros
     given = memoryview(buffer)[1 + loaded : size]
     row = {
         "outcome": outcome,
@@ -782,15 +798,14 @@ def remove(base):
     """End the processes that still run, and remove the folder; with namespaces there are neither."""
     with suppress(OSError), open("/proc/thread-self/children") as file:
         for pid in map(int, file.read().split()):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            kill(pid)
     if base:
         import_module("shutil").rmtree(base, ignore_errors=True)
 
 
 def orphaned(*_):
     # the kernel may send one for every thread of the trainer that ends
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(SIGTERM, SIG_IGN)
     sys.exit("whoever started this was killed")
 
 
@@ -806,39 +821,36 @@ def launch():
     # nowhere.
     report = os.dup(1)
     silence(0, 1)
-    # A trainer may ignore or block signals, and what it starts inherits that. Python itself ignores
-    # two. SIGTERM waits until it can end everything.
-    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:
-        if signal.getsignal(number) == signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [signal.SIGTERM])
-    signal.signal(signal.SIGTERM, orphaned)
+    # A trainer may ignore or block signals, and what it starts inherits that. SIGTERM waits until
+    # it can end everything.
+    signal.signal(SIGCHLD, signal.SIG_DFL)
+    pthread_sigmask(SIG_SETMASK, [SIGTERM, SIGCHLD])
+    signal.signal(SIGTERM, orphaned)
     base = job["folder"]  # for what tests write; "" with namespaces
-    libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, which cleans up
+    libc.prctl(1, SIGTERM)  # PR_SET_PDEATHSIG, which cleans up
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # when memory runs out, the kernel kills this process before the trainer
 
     # Ask the kernel what it offers. Namespaces were tried before, by layers(), in a launcher
     # without tests.
     landlock = libc.syscall(444, None, 0, 1)
-    machine = os.uname().machine
     job["landlock"] = landlock if landlock >= 3 else 0  # older versions let files be truncated
     refused = libc.prctl(22, 2, None) == -1 and ctypes.get_errno()
     # EFAULT: known, only there was no filter
-    job["seccomp"] = machine in MACHINES and refused == 14
+    job["seccomp"] = MACHINE in MACHINES and refused == 14
     if job["seccomp"]:
-        code = call_filter(machine, job["threads"], job["namespaces"])
+        code = call_filter(MACHINE, job["threads"], job["namespaces"])
         job["filter"] = ctypes.create_string_buffer(code, len(code))
     # programs may read all of it
     exposed = sys.base_prefix in map(os.path.expanduser, ("~", "~/.local"))
     job["readable"] = [*filter(os.path.exists, (sys.base_prefix, *job["packages"], *READABLE))]
     if job["namespaces"]:
         enter_namespaces(libc, job["readable"])
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    pthread_sigmask(SIG_SETMASK, ())
     # PR_SET_DUMPABLE: no core; no other process may trace this one or its forks
     libc.prctl(4, 0)
     found = {name: job[name] for name in "namespaces landlock seccomp".split()}
-    write(report, json.dumps(found | {"size": 0}).encode() + b"\n")
+    write(report, as_line(found | {"size": 0}))
     if not job["allow_unsafe"]:
         if exposed:
             sys.exit("this Python lies in a home folder: use another")
@@ -851,8 +863,7 @@ def launch():
     sys.path += job["packages"]
     for name in USUAL.split():
         import_module(name)
-    for name in ("exit", "quit"):  # as without -S
-        setattr(builtins, name, import_module("_sitebuiltins").Quitter(name, "Ctrl-D"))
+    import_module("site").setquit()  # exit and quit, as without -S
     gc.collect()
     gc.freeze()  # a fork shares what no collection writes to
     try:
@@ -871,7 +882,7 @@ def launch():
                 clear(job, judge)
                 judge = None
             row, given, judge = run_confined(libc, job, test, judge)
-            write(report, json.dumps(row).encode() + b"\n")
+            write(report, as_line(row))
             write(report, given)
             row = given = given.release()
             job["buffer"].madvise(mmap.MADV_DONTNEED)  # zeros again

@@ -22,11 +22,11 @@ from importlib import import_module
 # ---- the wire format of values -------------------------------------------------------------------
 # Types that are built anew from arguments: name -> the arguments that make a value. VIEWS: how to
 # make views of a dict.
-REDUCED = """
+ARGUMENTS = """
 builtins.range builtins.slice collections.Counter decimal.Decimal datetime.date datetime.time
 datetime.datetime datetime.timedelta
-""".split()
-ARGUMENTS = dict.fromkeys(REDUCED, lambda value: value.__reduce__()[1])
+"""
+ARGUMENTS = dict.fromkeys(ARGUMENTS.split(), lambda value: value.__reduce__()[1])
 ARGUMENTS |= {
     "fractions.Fraction": lambda value: value.as_integer_ratio(),
     "datetime.timezone": lambda value: [value.utcoffset(None)],
@@ -43,10 +43,11 @@ ARGUMENTS |= dict.fromkeys(VIEWS, lambda value: [list(value)])
 LARGE = 1 << 63  # larger integers travel as hexadecimal digits: Python limits decimal ones
 # the only type of their arguments
 EXACT = {"fractions.Fraction": int, "builtins.range": int, "decimal.Decimal": str}
-BUILTIN = (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict)
+BUILTIN = "bool int float complex str bytes bytearray list tuple set frozenset dict object"
+BUILTIN = {name: getattr(builtins, name) for name in BUILTIN.split()}
 MUTABLE = """
 builtins.list builtins.bytearray builtins.set builtins.dict collections.deque numpy.ndarray
-collections.OrderedDict collections.defaultdict collections.Counter
+numpy.matrix collections.OrderedDict collections.defaultdict collections.Counter
 """.split()
 TAGS = {"b": bytes, "y": bytearray, "t": tuple, "s": set, "f": frozenset}
 TAG_OF = {kind: tag for tag, kind in TAGS.items()}
@@ -75,6 +76,15 @@ def is_plain(items):
     return kinds <= {float, str, bool, type(None)}
 
 
+def dtype_of(form):
+    """The type of NumPy's, without objects, that a text describes, or names with such forms."""
+    if isinstance(form, list):
+        form = [(name, dtype_of(each)) for name, each in form]
+    elif not re.fullmatch(r"[<>|]?[biufcSUMm]\d+(\[\d*[a-zA-Z]+\])?", form):
+        raise TypeError(f"no type of NumPy's: {form!r}")
+    return import_module("numpy").dtype(form)
+
+
 def contents(value, other, share=None):
     """wire() of what a container holds, or of any other value."""
     kind = type(value)
@@ -84,14 +94,13 @@ def contents(value, other, share=None):
     if kind is list and is_plain(value):
         return [*value]
     if kind.__module__ == "numpy" and hasattr(value, "dtype"):
-        if value.dtype.kind not in "biufcSU":
-            raise TypeError(f"values of NumPy's {value.dtype}")
-        return {"a": [value.dtype.str, list(value.shape), value.tobytes().decode("latin-1")]}
+        descr = value.dtype.descr if value.dtype.names else value.dtype.str
+        shape = list(value.shape) if value.ndim or name in MUTABLE else None
+        return {"a": [descr, shape, value.tobytes().decode("latin-1"), kind.__name__]}
     if name in ARGUMENTS:
-        arguments = ARGUMENTS[name](value)
-        return {"r": [name, *(contents(argument, other, share) for argument in arguments)]}
-    base = next((base for base in BUILTIN if issubclass(kind, base)), None)
-    if base is None:
+        return {"r": [name, *(contents(each, other, share) for each in ARGUMENTS[name](value))]}
+    base = next(base for base in BUILTIN.values() if issubclass(kind, base))
+    if base is object:
         return other(value, None)
     if base is int:
         form = {"i": int.__format__(value, "x")}  # decimal digits are limited to 4,300
@@ -138,21 +147,20 @@ def unwire(form, other=lambda tag, content: Opaque()):
         return int(content, 16)
     if tag == "c":
         return complex(*content)
-    if tag in ("b", "y"):
-        return TAGS[tag](content.encode("latin-1"))
     if tag == "d":
         return {unwire(key, other): unwire(value, other) for key, value in content}
-    if tag in ("t", "s", "f"):
+    if tag in TAGS:
+        if isinstance(content, str):
+            return TAGS[tag](content.encode("latin-1"))
         return TAGS[tag](unwire(item, other) for item in content)
     if tag == "a":
-        if not re.fullmatch(r"[<>|]?[biufcSU]\d+", content[0]):
-            raise TypeError(f"no type of NumPy's: {content[0]!r}")
+        descr, shape, data, kind = content
         numpy = import_module("numpy")
-        return (
-            numpy.frombuffer(content[2].encode("latin-1"), content[0])
-            .reshape(content[1])
-            .copy()[()]
-        )
+        array = numpy.frombuffer(data.encode("latin-1"), dtype_of(descr))
+        array = array.reshape(shape or ()).copy()
+        if shape is None:  # a scalar
+            return array[()]
+        return array.view(numpy.matrix) if kind == "matrix" else array
     if tag == "r" and content[0] in ARGUMENTS:
         module, _, name = content[0].rpartition(".")
         make = VIEWS.get(content[0]) or getattr(import_module(module), name)
@@ -177,7 +185,7 @@ def opaque(value, form):
     """For wire(): an object of a subclass counts as its builtin value, of others it says that there
     is one.
     """
-    if type(value) is Remote and value.__own__.has_base:
+    if isinstance(value, Remote) and value.__own__.has_base:
         return wire(value.__value__, opaque)
     return {"o": 0} if form is None else form
 
@@ -190,22 +198,28 @@ ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshi
 BINARY = "eq ne lt le gt ge divmod".split() + ARITHMETIC
 # these change nothing
 READING = "len bool str repr int float complex index abs round hash base".split()
-OPERATIONS = {}
 WRITTEN = "getitem setitem delitem contains neg pos invert index eq ne lt le gt ge".split()
-for name in WRITTEN + ARITHMETIC:
-    OPERATIONS[name] = getattr(operator, f"__{name}__")
-OPERATIONS |= {f"i{name}": getattr(operator, f"__i{name}__") for name in ARITHMETIC}
-OPERATIONS |= {name: getattr(builtins, name) for name in UNARY if hasattr(builtins, name)}
-OPERATIONS |= {each.__name__: each for each in (divmod, isinstance, issubclass)}
+IN_PLACE = [f"i{name}" for name in ARITHMETIC]
+OPERATIONS = {name: getattr(operator, f"__{name}__") for name in WRITTEN + ARITHMETIC + IN_PLACE}
+for name in UNARY:
+    OPERATIONS.setdefault(name, getattr(builtins, name, None))
 OPERATIONS |= {
+    "divmod": divmod,
+    "isinstance": lambda kind, value: isinstance(value, kind),
+    "issubclass": lambda kind, other: issubclass(other, kind),
     "get": getattr,
     "set": setattr,
     "del": delattr,
     "call": operator.call,
     "enter": lambda manager: type(manager).__enter__(manager),
-    "exit": lambda manager: type(manager).__exit__(manager, None, None, None),
+    "exit": lambda manager, error: type(manager).__exit__(
+        manager, error and type(error), error, None
+    ),
     "base": lambda value: unwire(wire(value, plain)),
     "run": lambda coroutine: import_module("asyncio").run(coroutine),
+}
+OPERATIONS |= {  # asked of the operand on the right
+    f"r{name}": lambda right, left, apply=OPERATIONS[name]: apply(left, right) for name in BINARY
 }
 # What changes an object: methods of builtin types that are asked for at its own side.
 CHANGING = """
@@ -214,8 +228,35 @@ difference_update intersection_update symmetric_difference_update
 """.split()
 
 
+# Attributes of functions and classes, by which a test looks at them.
+ABOUT = """
+__name__ __qualname__ __bases__ __slots__ __members__ __wrapped__ __code__ __defaults__
+__kwdefaults__ __annotations__
+""".split()
+# Types that isinstance() and inspect find in an object of the other side.
+KINDS = {
+    name: getattr(types, f"{name}Type", type)  # of classes it is type
+    for name in "Function Method BuiltinFunction Generator Coroutine Class".split()
+}
+
+
+def asks(operation):
+    """A method that asks the other side for an operation."""
+
+    def ask(self, /, *args, **options):
+        return self.__own__.peer.ask(operation, self, *args, **options)
+
+    return ask
+
+
+def as_line(content):
+    return json.dumps(content).encode() + b"\n"
+
+
 class Own(types.SimpleNamespace):
     """What a Remote knows."""
+
+    is_class = False
 
 
 class Remote:
@@ -227,15 +268,16 @@ class Remote:
     names, has its own methods, and + * divmod and `in` with anything.
     """
 
-    def __init__(self, peer, number, has_base):
+    def __init__(self, peer, number, has_base, kind):
         # under names that no program has
         vars(self)["__own__"] = Own(
             peer=peer,
             number=number,
             has_base=has_base,
+            kind=kind,
             answers={},
-            made=False,
-            is_class=False,
+            # a program asks the test's own objects for operators
+            made=kind == "__main__" and not (peer.permits or has_base),
         )
 
     def __read__(self, operation):
@@ -255,10 +297,10 @@ class Remote:
         return self.__read__("base") if self.__own__.has_base else object()
 
     # so that isinstance(a named tuple, tuple)
-    __class__ = property(lambda self: type(self.__value__))
+    __class__ = property(lambda self: KINDS.get(self.__own__.kind) or type(self.__value__))
 
     def __getattr__(self, name):
-        if name.startswith("__") and name not in ("__name__", "__qualname__"):
+        if name.startswith("__") and name not in ABOUT:
             raise AttributeError(name)
         own = self.__own__
         if (
@@ -270,37 +312,35 @@ class Remote:
             return getattr(self.__value__, name)
         return own.peer.ask("get", self, name)
 
-    def __setattr__(self, name, value):
-        self.__own__.peer.ask("set", self, name, value)
-
-    def __delattr__(self, name):
-        self.__own__.peer.ask("del", self, name)
-
-    def __call__(self, /, *args, **options):
-        return self.__own__.peer.ask("call", self, *args, **options)
+    __setattr__ = asks("set")
+    __delattr__ = asks("del")
+    __instancecheck__ = asks("isinstance")
 
     def __contains__(self, item):
-        if self.__own__.made:
-            return self.__own__.peer.ask("contains", self, item)
-        return any(
-            each is item or each == item
-            for each in (self.__value__ if self.__own__.has_base else self)
-        )
-
-    def __instancecheck__(self, value):
-        return self.__own__.peer.ask("isinstance", value, self)
+        own = self.__own__
+        if own.made:
+            return own.peer.ask("contains", self, item)
+        return item in (self.__value__ if own.has_base else (each for each in self))
 
     def __subclasscheck__(self, other):
-        return self.__own__.peer.ask("issubclass", other, self)
+        # a test that expects the program's exception would hide its own failure
+        if type(other) is type and issubclass(other, BaseException):
+            return False
+        return self.__own__.peer.ask("issubclass", self, other)
 
-    def __exit__(self, *raised):
-        # its answer does not count: it could suppress a failed assertion
-        self.__own__.peer.ask("exit", self)
+    def __exit__(self, kind, error, trace):
+        answer = self.__own__.peer.ask("exit", self, error)
+        # the program's does not count: it could suppress a failed assertion
+        return not self.__own__.peer.permits and answer
+
+
+class Caller(Remote):
+    """An object of the other side that can be called."""
+
+    __call__ = asks("call")
 
 
 Remote.__doc__ = property(lambda self: self.__own__.peer.ask("get", self, "__doc__"))
-# done with a builtin value
-LOCAL = OPERATIONS.keys() - "str repr setitem delitem next".split()
 
 
 def forwarded(name):
@@ -308,7 +348,7 @@ def forwarded(name):
 
     def apply(self, *args):
         own = self.__own__
-        if own.has_base and not own.made and name in LOCAL:
+        if own.has_base and not own.made and name not in "str repr setitem delitem next".split():
             return OPERATIONS[name](self.__value__, *args)
         if name in READING and not args:
             return self.__read__(name)
@@ -322,11 +362,12 @@ def between(name):
 
     def apply(left, right):
         remote = [side for side in (left, right) if isinstance(side, Remote)]
-        with_anything = name in "add iadd mul imul divmod".split() and any(
-            side.__own__.made for side in remote
-        )
-        if len(remote) == 2 or with_anything:
-            return remote[0].__own__.peer.ask(name, left, right)
+        peer = remote[0].__own__.peer
+        with_anything = not peer.permits or name in "add iadd mul imul divmod".split()
+        if len(remote) == 2 or (with_anything and remote[0].__own__.made):
+            if remote[0] is left:
+                return peer.ask(name, left, right)
+            return peer.ask(f"r{name}", right, left)
         return OPERATIONS[name](
             *(side.__value__ if isinstance(side, Remote) else side for side in (left, right))
         )
@@ -336,12 +377,10 @@ def between(name):
 
 for name in UNARY + "getitem setitem delitem enter".split():
     setattr(Remote, f"__{name}__", forwarded(name))
-for name in BINARY:  # Python never calls those named __req__ and the like
+for name in BINARY + IN_PLACE:  # Python never calls those named __req__ and the like
     plainly, exchanged = between(name)
     setattr(Remote, f"__{name}__", plainly)
     setattr(Remote, f"__r{name}__", exchanged)
-for name in ARITHMETIC:
-    setattr(Remote, f"__i{name}__", between(f"i{name}")[0])
 
 
 def state(container):
@@ -359,6 +398,10 @@ def same(before, now):
     if type(now) is bytes:
         return now == before
     return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
+# Attributes of exceptions that vars() does not have.
+HIDDEN = "__cause__ __notes__ filename filename2 name path".split()
 
 
 class Peer:
@@ -401,8 +444,7 @@ class Peer:
 
     def refer(self, value, form):
         """The form of an object that stays here, or that the other end has too."""
-        bound = type(value) in (types.MethodType, types.MethodWrapperType, types.BuiltinMethodType)
-        if type(value) in (Peer, Own) or (bound and type(value.__self__) is Remote):
+        if type(value) in (Peer, Own) or isinstance(getattr(value, "__self__", None), Remote):
             raise TypeError("what is behind an object of the program does not travel")
         if isinstance(value, Remote):
             return {"mine": value.__own__.number}
@@ -412,15 +454,21 @@ class Peer:
             return {"error": self.family_of(value)}
         if isinstance(value, BaseException):
             return {"raised": self.form_of_error(value)}
-        name = getattr(value, "__name__", "") if callable(value) else ""
-        by_name = isinstance(name, str) and getattr(builtins, name, None) is value
-        if by_name and (self.permits or value in BUILTIN):
+        name = str(getattr(value, "__name__", ""))
+        if vars(builtins).get(name) is value and (self.permits or name in BUILTIN):
             return {"builtin": name}
         if id(value) not in self.numbers:
             self.numbers[id(value)] = len(self.held)
             self.held.append(value)
-        tag = "coroutine" if isinstance(value, types.CoroutineType) else "yours"
-        return {tag: [self.numbers[id(value)], form is not None]}
+        return {
+            "yours": [
+                self.numbers[id(value)],
+                form is not None,
+                callable(value),
+                *(name for name, kind in KINDS.items() if isinstance(value, kind)),
+                type(value).__module__,
+            ]
+        }
 
     def resolve(self, tag, content):
         """The object of a form that wire() made at the other end."""
@@ -434,19 +482,17 @@ class Peer:
         if tag == "mine":
             return self.held[content]
         if tag == "error":
-            name, parents = content  # and no more: the program may say nothing of as_base
-            return self.error(name, parents)
+            return self.error(*content[:2])  # the program may say nothing of as_base
         if tag == "raised":
             return self.error_of(*content)
         if tag == "builtin":
-            if self.permits:
-                return {each.__name__: each for each in BUILTIN}[content]
-            return getattr(builtins, content)
+            return BUILTIN[content] if self.permits else getattr(builtins, content)
         if tag == "module":
             return types.ModuleType(content)
-        number, has_base = content
-        remote = self.remotes.setdefault(number, Remote(self, number, has_base))
-        return self.awaitable(remote) if tag == "coroutine" else remote
+        number, has_base, calls, kind = [*content, True, ""][:4]
+        make = Caller if calls else Remote
+        remote = self.remotes.setdefault(number, make(self, number, has_base, kind))
+        return self.awaitable(remote) if kind == "Coroutine" else remote
 
     async def awaitable(self, remote):
         """A coroutine of the other end; it runs there, to its end, when it is awaited here."""
@@ -455,10 +501,10 @@ class Peer:
     def form_of_error(self, error):
         """[family of its class, arguments, attributes, text]."""
         forms = {}
-        for name, value in ({"args": [*error.args]} | vars(error)).items():
-            if not name.startswith("_"):
-                with suppress(Exception):
-                    forms[name] = wire(value, self.refer)
+        values = {name: getattr(error, name, None) for name in HIDDEN}
+        for name, value in (values | vars(error) | {"args": [*error.args]}).items():
+            with suppress(Exception):
+                forms[name] = wire(value, self.refer)
         return [self.family_of(type(error)), forms.pop("args", []), forms, str(error)]
 
     def family_of(self, kind):
@@ -481,26 +527,27 @@ class Peer:
             bases = (
                 (kind,) if kind else tuple(self.error(*parent, as_base=True) for parent in parents)
             )
-            text = {"__str__": lambda self: vars(self).get("_text", "")}
             if not bases:
                 raise TypeError(f"{name} is no exception")
-            self.errors[name] = type(name.rpartition(".")[2], bases, text)
+            methods = {"__str__": lambda self: vars(self).get("_text", "")}
+            self.errors[name] = type(name.rpartition(".")[2], bases, methods)
         return self.errors[name]
 
     def error_of(self, family, args, attributes, text):
         """An exception like that of form_of_error()."""
-        name, parents = family
-        kind = self.error(name, parents)
+        kind = self.error(*family[:2])
         args = unwire(args, self.resolve)
         try:
             error = kind(*args)
         except Exception:  # a class of the program that wants other arguments
             error = kind.__new__(kind, *args)
             error.args = tuple(args)
-        with suppress(AttributeError):
-            vars(error).update(
-                {k: unwire(v, self.resolve) for k, v in attributes.items()}, _text=text
-            )
+        for name, form in attributes.items():
+            value = unwire(form, self.resolve)
+            vars(error)[name] = value
+            if value and name in HIDDEN:
+                setattr(error, name, value)
+        vars(error)["_text"] = text
         return error
 
     # Messages.
@@ -523,7 +570,7 @@ class Peer:
         ]
         for number in forgotten:
             del self.ids[id(self.shared.pop(number)[0])]
-        self.pipe.write(json.dumps([kind, content, changed, forgotten]).encode() + b"\n")
+        self.pipe.write(as_line([kind, content, changed, forgotten]))
         self.pipe.flush()
 
     def receive(self):
@@ -538,15 +585,15 @@ class Peer:
         for number, form in changed:
             value = self.shared[-number][0]
             new = unwire(form, self.resolve)
-            if type(value) in (list, bytearray):
-                value[:] = new
-            elif hasattr(value, "dtype"):
+            if hasattr(value, "dtype"):
                 value[...] = new
             else:
                 value.clear()
-                # Counter.update() adds; a deque has no update()
-                kind = dict if type(value).__name__ == "Counter" else type(value)
-                getattr(kind, "extend" if kind.__name__ == "deque" else "update")(value, new)
+                if hasattr(value, "extend"):
+                    value.extend(new)
+                else:
+                    kind = dict if type(value).__name__ == "Counter" else type(value)
+                    kind.update(value, new)  # Counter.update() adds
             self.shared[-number][1] = None
         for entry in self.shared.values():
             if entry[1] is None:
@@ -582,12 +629,10 @@ class Peer:
                     and not self.stops
                 )
                 raise RuntimeError("StopIteration") if ends else value
-            if type(value) is Remote:
-                makes = operation == "call" and type(args[0]) is Remote and args[0].__own__.is_class
-                made = operation in OPERATIONS and any(
-                    type(arg) is Remote and arg.__own__.made for arg in args
-                )
-                if makes or (made and operation not in "call get getitem next".split()):
+            if isinstance(value, Remote):
+                makes = operation == "call" and args[0].__own__.is_class
+                made = any(isinstance(arg, Remote) and arg.__own__.made for arg in args)
+                if makes or (made and operation not in "call get getitem next timed".split()):
                     value.__own__.made = True
             return value
 
@@ -642,4 +687,3 @@ def library_class(name):
             hidden = STEERING & {base.__module__.partition(".")[0] for base in kind.__mro__}
             if issubclass(kind, BaseException) and not hidden:
                 return kind
-    return None

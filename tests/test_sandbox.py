@@ -555,6 +555,12 @@ def test_programs_read_standard_input_and_what_they_print_comes_back(closed):
     assert [result.verdicts for result in results] == [["timeout"] * 2, ["output limit"]]
 
 
+def test_carriage_returns_are_read_and_printed_as_they_are(closed):
+    program = "import sys\nprint(repr(input()), repr(sys.stdin.read()), 'a\\rb\\r\\nc', end='\\r')"
+    (result,) = sandbox.run_tests([program], [[sandbox.Stdin("x\r\ny\rz\n")]])
+    assert result.values == ["'x\\r' 'y\\rz\\n' a\rb\r\nc\r"]
+
+
 ENDLESS = '{"r": ["builtins.range", 0, 1000000000, 1]}'
 BAD_FORMS = [  # a value that memory would not hold, from a short line
     *(f'{{"r": ["collections.{name}", {ENDLESS}]}}' for name in ("deque", "Counter")),
@@ -900,16 +906,16 @@ def test_a_trainer_that_adopts_orphans_has_no_zombies(namespaces, closed, layers
 
 def test_no_program_inherits_signals_that_a_trainer_ignores_or_blocks(closed):
     program = prelude("SIGNALS")
-    numbers = {signal.SIGCHLD, signal.SIGALRM, signal.SIGTERM, signal.SIGUSR1}
+    numbers = {signal.SIGCHLD, signal.SIGTERM}
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {*numbers, signal.SIGALRM})
     try:
         started = time.monotonic()
         tests = [sandbox.Probe("state()"), "assert f() == 'late'"]
         (result,) = sandbox.run_tests([program], [tests])
         assert time.monotonic() - started < 4
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for number, handler in handlers.items():
             signal.signal(number, handler)
     assert result.values == [[[], [signal.SIGPIPE, signal.SIGXFSZ]], None]
