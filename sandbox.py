@@ -35,13 +35,17 @@ that one trusts. What comes back is data: builtin types, some of the standard li
 are built anew, by type. Any other object stays in the program's process: two such are compared
 there, and none equals data. A list that f changes in place is changed for the test, too.
 
-A program cannot change the mode, the times or the links of a file (copyfile works, shutil.copy
-fails); without namespaces it cannot make folders, remove files or use asyncio. It imports the
-standard library and the site-packages of the Python that runs this, read-only. A test cannot
-subclass a program's class, compare type() of its objects, look at their __dict__ or signature, copy
-or dump them (copy, dataclasses, json), redirect the program's output or input, seed its random
-numbers, set its globals or see them rebound, give it objects of the library such as io.StringIO, or
-get async generators, memoryviews, cyclic data.
+What differs from plain Python, for honest programs too. A program starts no processes, and no
+threads without --threads. It cannot change the mode, the times or the links of a file (copyfile
+works, shutil.copy fails) or call flock (lockf works); without namespaces it cannot make folders,
+remove files (so no temporary files, no sqlite but in memory) or use asyncio. sys.exit('text') of a
+program that reads input is an end without an exception. It imports the standard library and the
+site-packages of the Python that runs this, read-only. type() of the other side's object is no class
+of it, for a program too; issubclass() and match know no ABC of it. A test cannot subclass a
+program's class, let its __exit__ suppress an exception, look at the __dict__ of its objects, copy
+or dump them (copy, dataclasses, json), redirect its output or input, seed its random numbers, set
+its globals or see them rebound, give it objects of the library such as io.StringIO, or get async
+generators, memoryviews, cyclic data.
 
 The local sandbox needs Linux on x86-64 or aarch64 (--runner=e2b does not), and only the standard
 library of Python 3.10 to 3.13.

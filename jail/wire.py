@@ -233,10 +233,11 @@ ABOUT = """
 __name__ __qualname__ __bases__ __slots__ __members__ __wrapped__ __code__ __defaults__
 __kwdefaults__ __annotations__
 """.split()
-# Types that isinstance() and inspect find in an object of the other side.
+# Types that isinstance() and inspect find in an object of the other side. Not type: pytest.raises()
+# would take a class of the program that poses as any exception.
 KINDS = {
-    name: getattr(types, f"{name}Type", type)  # of classes it is type
-    for name in "Function Method BuiltinFunction Generator Coroutine Class".split()
+    name: getattr(types, f"{name}Type")
+    for name in "Function Method BuiltinFunction Generator Coroutine".split()
 }
 
 
@@ -277,7 +278,7 @@ class Remote:
             kind=kind,
             answers={},
             # a program asks the test's own objects for operators
-            made=kind == "__main__" and not (peer.permits or has_base),
+            made=kind == "__main__" and not peer.permits,
         )
 
     def __read__(self, operation):
@@ -340,7 +341,9 @@ class Caller(Remote):
     __call__ = asks("call")
 
 
-Remote.__doc__ = property(lambda self: self.__own__.peer.ask("get", self, "__doc__"))
+Remote.__doc__ = Caller.__doc__ = property(
+    lambda self: self.__own__.peer.ask("get", self, "__doc__")
+)
 
 
 def forwarded(name):
