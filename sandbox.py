@@ -35,17 +35,16 @@ that one trusts. What comes back is data: builtin types, some of the standard li
 are built anew, by type. Any other object stays in the program's process: two such are compared
 there, and none equals data. A list that f changes in place is changed for the test, too.
 
-What differs from plain Python, for honest programs too. A program starts no processes, and no
-threads without --threads. It cannot change the mode, the times or the links of a file (copyfile
-works, shutil.copy fails) or call flock (lockf works); without namespaces it cannot make folders,
-remove files (so no temporary files, no sqlite but in memory) or use asyncio. sys.exit('text') of a
-program that reads input is an end without an exception. It imports the standard library and the
-site-packages of the Python that runs this, read-only. type() of the other side's object is no class
-of it, for a program too; issubclass() and match know no ABC of it. A test cannot subclass a
-program's class, let its __exit__ suppress an exception, look at the __dict__ of its objects, copy
-or dump them (copy, dataclasses, json), redirect its output or input, seed its random numbers, set
-its globals or see them rebound, give it objects of the library such as io.StringIO, or get async
-generators, memoryviews, cyclic data.
+What differs from plain Python: a program starts no processes, and no threads without --threads. It
+cannot change the mode, the times or the links of a file (copyfile works, shutil.copy fails) or call
+flock; without namespaces it cannot make folders, remove files (so no temporary files, and no sqlite
+but in memory) or use asyncio. sys.exit('text') of a program that reads input is no failure. It
+imports the standard library and the site-packages of the Python that runs this, read-only. type()
+of an object of the other side is no class of it; issubclass() finds no ABC of it. A test cannot
+subclass a program's class, let its __exit__ suppress an exception, look at the __dict__ of its
+objects, copy or dump them (copy, dataclasses, json), redirect its output or input, seed its random
+numbers, set its globals or see them rebound, give it objects of the library such as io.StringIO, or
+get async generators, memoryviews, cyclic data.
 
 The local sandbox needs Linux on x86-64 or aarch64 (--runner=e2b does not), and only the standard
 library of Python 3.10 to 3.13.
