@@ -414,7 +414,7 @@ def names_set(code):
     for step in dis.get_instructions(code):
         if isinstance(step.argval, CodeType):
             loaded |= names_of(step.argval)
-        elif step.opname in ("LOAD_NAME", "LOAD_GLOBAL"):
+        elif step.opname == "LOAD_NAME":
             loaded.add(step.argval)
         elif step.opname == "STORE_NAME" and step.argval not in loaded:
             found.add(step.argval)
@@ -589,10 +589,11 @@ def empty(libc, job):
         for name in os.listdir(folder):
             os.unlink(f"{folder}/{name}")
     elif os.listdir(folder) or os.stat(folder).st_mtime_ns != job["made"]:
+        path = folder.encode()
         if job["made"]:
-            check(libc.umount2(folder.encode(), 2), "umount")
+            check(libc.umount2(path, 2), "umount")
         options = f"size={job['disk_mb']}m,nr_inodes=2k,mode=700"
-        check(libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 6, options.encode()), "tmpfs")
+        check(libc.mount(b"tmpfs", path, b"tmpfs", 6, options.encode()), "tmpfs")
         job["made"] = os.stat(folder).st_mtime_ns
 
 

@@ -251,7 +251,7 @@ def asks(operation):
 
 
 def as_line(content):
-    return json.dumps(content).encode() + b"\n"
+    return f"{json.dumps(content)}\n".encode()
 
 
 class Own(types.SimpleNamespace):
@@ -365,12 +365,12 @@ def between(name):
 
     def apply(left, right):
         remote = [side for side in (left, right) if isinstance(side, Remote)]
-        peer = remote[0].__own__.peer
-        with_anything = not peer.permits or name in "add iadd mul imul divmod".split()
-        if len(remote) == 2 or (with_anything and remote[0].__own__.made):
+        own = remote[0].__own__
+        with_anything = not own.peer.permits or name in "add iadd mul imul divmod".split()
+        if len(remote) == 2 or (with_anything and own.made):
             if remote[0] is left:
-                return peer.ask(name, left, right)
-            return peer.ask(f"r{name}", right, left)
+                return own.peer.ask(name, left, right)
+            return own.peer.ask(f"r{name}", right, left)
         return OPERATIONS[name](
             *(side.__value__ if isinstance(side, Remote) else side for side in (left, right))
         )
@@ -506,8 +506,9 @@ class Peer:
         forms = {}
         values = {name: getattr(error, name, None) for name in HIDDEN}
         for name, value in (values | vars(error) | {"args": [*error.args]}).items():
-            with suppress(Exception):
-                forms[name] = wire(value, self.refer)
+            if name in HIDDEN or not name.startswith("_"):
+                with suppress(Exception):
+                    forms[name] = wire(value, self.refer)
         return [self.family_of(type(error)), forms.pop("args", []), forms, str(error)]
 
     def family_of(self, kind):
@@ -532,8 +533,11 @@ class Peer:
             )
             if not bases:
                 raise TypeError(f"{name} is no exception")
-            methods = {"__str__": lambda self: vars(self).get("_text", "")}
-            self.errors[name] = type(name.rpartition(".")[2], bases, methods)
+            self.errors[name] = type(
+                name.rpartition(".")[2],
+                bases,
+                {"__str__": lambda self: vars(self).get("_text", "")},
+            )
         return self.errors[name]
 
     def error_of(self, family, args, attributes, text):
