@@ -16,7 +16,6 @@ import builtins
 import ctypes
 import dis
 import fcntl
-import functools
 import gc
 import itertools
 import json
@@ -505,7 +504,7 @@ def run_judge(libc, job, test, orders, ends, out, pipes):
             confine(libc, job, len(pipes))
         os.chdir(job["folder"])  # which may be another one by now
         os.write(ends, b"r")
-        judge(request, test, read, ask, functools.partial(write, out))
+        judge(request, test, read, ask, lambda data: write(out, data))
         # 128 MB, which the next test may need
         if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 1 << 17:
             break
@@ -547,8 +546,8 @@ def judge(request, test, read, ask, give):
                 if test["mode"] == "calls":
                     run_calls(request, peer, main, give)
                 elif test["mode"] == "value":
-                    value = peer.ask("evaluate", request["before"], request["call"])
-                    give(as_line(wire(value, opaque)))
+                    form = wire(peer.ask("evaluate", request["before"], request["call"]), opaque)
+                    give(as_line(form))
                 else:
                     run_test(request["text"], peer, main)
     except MemoryError:
@@ -798,8 +797,8 @@ def run_confined(libc, job, test, judge):
 def remove(base):
     """End the processes that still run, and remove the folder; with namespaces there are neither."""
     with suppress(OSError), open("/proc/thread-self/children") as file:
-        for pid in map(int, file.read().split()):
-            kill(pid)
+        for pid in file.read().split():
+            kill(int(pid))
     if base:
         import_module("shutil").rmtree(base, ignore_errors=True)
 

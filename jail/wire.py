@@ -201,10 +201,9 @@ READING = "len bool str repr int float complex index abs round hash base".split(
 WRITTEN = "getitem setitem delitem contains neg pos invert index eq ne lt le gt ge".split()
 IN_PLACE = [f"i{name}" for name in ARITHMETIC]
 OPERATIONS = {name: getattr(operator, f"__{name}__") for name in WRITTEN + ARITHMETIC + IN_PLACE}
-for name in UNARY:
+for name in UNARY + BINARY:
     OPERATIONS.setdefault(name, getattr(builtins, name, None))
 OPERATIONS |= {
-    "divmod": divmod,
     "isinstance": lambda kind, value: isinstance(value, kind),
     "issubclass": lambda kind, other: issubclass(other, kind),
     "get": getattr,
@@ -447,7 +446,10 @@ class Peer:
 
     def refer(self, value, form):
         """The form of an object that stays here, or that the other end has too."""
-        if type(value) in (Peer, Own) or isinstance(getattr(value, "__self__", None), Remote):
+        kind = type(value)
+        if kind in (Peer, Own) or (
+            hasattr(kind, "__self__") and isinstance(value.__self__, Remote)
+        ):
             raise TypeError("what is behind an object of the program does not travel")
         if isinstance(value, Remote):
             return {"mine": value.__own__.number}
@@ -457,8 +459,9 @@ class Peer:
             return {"error": self.family_of(value)}
         if isinstance(value, BaseException):
             return {"raised": self.form_of_error(value)}
-        name = str(getattr(value, "__name__", ""))
-        if vars(builtins).get(name) is value and (self.permits or name in BUILTIN):
+        # not by its own __name__: a class may answer for any attribute
+        name = next((name for name, each in vars(builtins).items() if each is value), "")
+        if name and (self.permits or name in BUILTIN):
             return {"builtin": name}
         if id(value) not in self.numbers:
             self.numbers[id(value)] = len(self.held)
@@ -468,8 +471,8 @@ class Peer:
                 self.numbers[id(value)],
                 form is not None,
                 callable(value),
-                *(name for name, kind in KINDS.items() if isinstance(value, kind)),
-                type(value).__module__,
+                *(name for name, each in KINDS.items() if isinstance(value, each)),
+                kind.__module__,
             ]
         }
 
@@ -551,8 +554,9 @@ class Peer:
             error.args = tuple(args)
         for name, form in attributes.items():
             value = unwire(form, self.resolve)
-            vars(error)[name] = value
-            if value and name in HIDDEN:
+            if name not in HIDDEN:
+                vars(error)[name] = value
+            elif value:
                 setattr(error, name, value)
         vars(error)["_text"] = text
         return error
