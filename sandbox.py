@@ -37,17 +37,15 @@ there, and none equals data. A list that f changes in place is changed for the t
 
 What differs from plain Python: a program starts no processes, and no threads without --threads. It
 cannot change the mode, the times or the links of a file (copyfile works, shutil.copy fails) or call
-flock; without namespaces it cannot make folders, remove files (so no temporary files, and no sqlite
-but in memory) or use asyncio. sys.exit('text') of a program that reads input is no failure. It
-imports the standard library and the site-packages of the Python that runs this, read-only. type()
-of an object of the other side is no class of it; issubclass() finds no ABC of it. A test cannot
-subclass a program's class, let its __exit__ suppress an exception, look at the __dict__ of its
-objects, copy or dump them (copy, dataclasses, json), redirect its output or input, seed its random
-numbers, set its globals or see them rebound, give it objects of the library such as io.StringIO, or
-get async generators, memoryviews, cyclic data.
+flock; without namespaces it cannot make folders, remove files (so no temporary files, no sqlite on
+disk) or use asyncio. sys.exit('text') with input is no failure. It imports the standard library and
+the site-packages of the Python that runs this, read-only. type() of an object of the other side is
+no class of it; issubclass() finds no ABC of it. A test cannot subclass a program's class, let its
+__exit__ suppress an exception, look at the __dict__ of its objects, copy or dump them (copy,
+dataclasses, json), redirect its output or input, seed its random numbers, set its globals or see
+them rebound, give it io.StringIO and the like, or get async generators, memoryviews, cyclic data.
 
-The local sandbox needs Linux on x86-64 or aarch64 (--runner=e2b does not), and only the standard
-library of Python 3.10 to 3.13.
+It needs Linux on x86-64 or aarch64 (--runner=e2b does not) and Python 3.10 to 3.13, no package.
 """
 
 import concurrent.futures
@@ -593,10 +591,9 @@ def block(completion):
     """The code of a completion that holds one block, fenced by ```python and ```, and ends with it
     and one newline. What a model thinks before, up to </think>, does not count.
     """
-    before, fence, code = completion.rpartition("```python\n")
-    before = before.rpartition("</think>")[2]
-    parts = (before + fence + code).split("```")
-    thinks = "<think>" in before
+    head, fence, code = completion.rpartition("```python\n")
+    parts = (head.rpartition("</think>")[2] + fence + code).split("```")
+    thinks = "<think>" in parts[0]
     if thinks or len(parts) != 3 or parts[2] != "\n" or not parts[1].startswith("python\n"):
         return None
     return parts[1].removeprefix("python\n")
