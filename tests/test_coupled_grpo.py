@@ -527,7 +527,7 @@ def test_the_demo_is_scored_on_tasks_that_it_does_not_learn():
     names = ("train", "composed", "phrased")
     read = {n: prompts.read_tasks(coupled_grpo.DEMO / f"tasks/{n}.jsonl") for n in names}
     train, *heldout = ({task["prompt"] for task in read[name]} for name in names)
-    assert [len(tasks) for tasks in read.values()] == [480, 200, 200]
+    assert [len(tasks) for tasks in read.values()] == [400, 200, 200]
     assert not train & set.union(*heldout)
 
 
