@@ -748,9 +748,12 @@ def gains(cfg, log):
         last_R = reward_R[-quarter:]
         error = np.hypot(first_R.std(ddof=1), last_R.std(ddof=1)) / quarter**0.5
         if first_R.mean() - last_R.mean() > 2 * error:
+            advice = "lower --lr"
+            if cfg.threshold:
+                advice += ", or give --threshold=0"
             lines.append(
                 f"warning: its rounds were rewarded by {first_R.mean():.3f} in the first quarter "
-                f"and {last_R.mean():.3f} in the last; lower --lr, or give --threshold=0"
+                f"and {last_R.mean():.3f} in the last; {advice}"
             )
     return lines
 

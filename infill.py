@@ -90,6 +90,13 @@ def can_go_on(text):
             completed = text + "0" * (DIGITS[escape[1]] - len(escape[2]))
         if any(parses(completed + end, whole=False) for end in ENDINGS):
             return True
+    # In an f-string Python 3.12 reads what is before an open expression when that is closed, and
+    # 3.11 reads all of it when the string ends.
+    field = re.search(r"\{([^{}'\"\\]*)\Z", text)
+    if field:
+        before = text[: field.start()]
+        if not can_go_on(before + "{r}") and not can_go_on(before + "{'r': r}"):
+            return False
     begun = text
     words = [""]
     if found := re.search(r"[^\W\d]\w*\Z", text):
@@ -98,9 +105,7 @@ def can_go_on(text):
         words += [word for word in WORDS if word.startswith(found[0]) and word != found[0]]
     if any(parses(begun + word + end, whole=False) for word in words for end in ENDINGS):
         return True
-    # Before Python 3.12 an f-string is read when it is complete, so its last expression goes alone.
-    field = re.search(r"\{([^{}'\"\\\n]*)\Z", text)
-    return bool(field) and can_go_on(text[: field.start()] + "{r}") and can_go_on("(" + field[1])
+    return bool(field) and "\n" not in field[1] and can_go_on("(" + field[1])
 
 
 def swallows(before, hole, behind):

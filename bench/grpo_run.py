@@ -111,12 +111,14 @@ def table(cfg, curves):
         before_S, after_S = ends(cfg, curves, kind)
         gain_S = after_S - before_S
         above = f"{(gain_S > 0).sum()} of {len(gain_S)}"
-        less = gain_S - np.subtract(*reversed(ends(cfg, curves, cfg.kinds[0])))
-        gains = [
-            f"{x_S.mean():+.3f} ± {2 * x_S.std(ddof=1) / len(x_S) ** 0.5:.3f}"
-            for x_S in (gain_S, less)
-        ]
-        yield f"| {kind} | {before_S.mean():.3f} | {after_S.mean():.3f} | {gains[0]} | {above} | {gains[1]} |"
+        first_before_S, first_after_S = ends(cfg, curves, cfg.kinds[0])
+        gain, less = map(with_error, (gain_S, gain_S - (first_after_S - first_before_S)))
+        yield f"| {kind} | {before_S.mean():.3f} | {after_S.mean():.3f} | {gain} | {above} | {less} |"
+
+
+def with_error(x_S):
+    error = 2 * x_S.std(ddof=1) / len(x_S) ** 0.5 if len(x_S) > 1 else np.nan
+    return f"{x_S.mean():+.3f} ± {error:.3f}"
 
 
 def ends(cfg, curves, kind):

@@ -29,6 +29,8 @@ SCRIPT = """
     \"\"\"A script of ours. It reads nothing.
 
         python script.py  # a command
+
+    It writes nothing.
     \"\"\"
     import dataclasses, os, sys, time
     sys.path.insert(0, {root!r})
