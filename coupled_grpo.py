@@ -113,7 +113,7 @@ class Config:
 
 
 PRESETS = {  # of each flag whose default is None: its value in demo, and in 7b
-    "rounds": (30, 0),
+    "rounds": (20, 0),
     "tasks": (16, 8),
     "group": (8, 10),
     "iterations": (1, 2),

@@ -29,7 +29,7 @@ from flax import nnx
 import diffusion
 import model_dream as md
 
-GROUPS = 4  # versions of a canvas in a path score; an update then takes as long as a coupled one
+GROUPS = 8  # versions of a canvas in a path score
 
 # ---- scores --------------------------------------------------------------------------------------
 

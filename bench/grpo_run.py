@@ -2,12 +2,13 @@
 time it takes.
 
     python bench/grpo_run.py                           # three seeds; keep the machine idle
-    python bench/grpo_run.py --kinds demo shuffled coupled --seeds {0..11} --eval_every=15 --out=out/grpo_seeds
+    python bench/grpo_run.py --kinds demo shuffled coupled four --seeds {0..11} --out=out/grpo_seeds
 
 All runs begin at weights/dream and learn from the demo's tasks; a seed sets the order of tasks and
 the completions. The reward is the mean over `composed` and `phrased`, of which no task is rewarded.
 "demo" is what coupled_grpo.py does, "shuffled" the same with the advantages of each group in random
-order: updates of the same size that have learnt nothing. "coupled" is the demo with --score=coupled.
+order: updates of the same size that have learnt nothing. "coupled" is the demo with --score=coupled;
+"four" has path scores in four groups of steps, whose updates take as long as coupled ones.
 Differences between kinds are paired by seed. Writes the name of the folder --out with .png and, of
 several kinds, .md, and an entry for each kind in cpu.json, under bench/results/.
 """
@@ -48,8 +49,9 @@ SCORED = "composed_reward"  # in the rows of evaluations
 class Config:
     out: str = "out/grpo_run"  # folder of the runs; those that are finished there are not run again
     seeds: tuple[int, ...] = (0, 1, 2)  # of tasks and completions
-    kinds: tuple[typing.Literal["demo", "shuffled", "coupled"], ...] = ("demo",)  # of each seed
-    rounds: int = 30  # of each run
+    # of each seed
+    kinds: tuple[typing.Literal["demo", "shuffled", "coupled", "four"], ...] = ("demo",)
+    rounds: int = 20  # of each run
     eval_every: int = 10  # rounds between evaluations
     eval_tasks: int = 200  # held-out tasks of each file
     eval_samples: int = 2  # completions of each held-out task
@@ -64,6 +66,8 @@ def run_demo(kind, settings):
     coupled_grpo.EVAL_SAMPLES = settings.pop("eval_samples")
     if kind == "coupled":
         settings["score"] = "coupled"
+    if kind == "four":
+        grpo.GROUPS = 4
     if kind == "shuffled":
         of_rewards = grpo.group_advantages
         rng = np.random.default_rng(settings["seed"])

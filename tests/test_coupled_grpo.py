@@ -277,7 +277,8 @@ def test_a_path_in_as_many_groups_as_steps_has_the_sampler_s_own_log_probability
     assert (entropy_BC > 0).all()
 
 
-def test_steps_are_shared_evenly_over_the_groups_of_a_path():
+def test_steps_are_shared_evenly_over_the_groups_of_a_path(monkeypatch):
+    monkeypatch.setattr(grpo, "GROUPS", 4)
     step_BL = np.array(
         [[-1, 8, 0, 5, 5, 9, 2, 3, 7, 4, 6], [-1, 3, 1, 1, -1, -1, -1, -1, -1, -1, -1]]
     )
@@ -1108,7 +1109,7 @@ def test_the_demo_evaluates_on_operations_and_phrasings_that_training_lacks(tmp_
     done = run("coupled_grpo.py", f"--out={out}", timeout=1200)
     assert done.returncode == 0, done.stderr
     scored = [row for row in read_lines(out / "log.jsonl") if "composed_reward" in row]
-    assert [row["round"] for row in scored] == [0, 10, 20, 30]
+    assert [row["round"] for row in scored] == [0, 10, 20]
     first, *_, last = (row["composed_reward"] + row["phrased_reward"] for row in scored)
     assert last > first
     assert re.search(r"held-out reward of composed: 0\.\d+ -> 0\.\d+\n", done.stdout)
