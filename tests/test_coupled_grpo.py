@@ -277,8 +277,7 @@ def test_a_path_in_as_many_groups_as_steps_has_the_sampler_s_own_log_probability
     assert (entropy_BC > 0).all()
 
 
-def test_steps_are_shared_evenly_over_the_groups_of_a_path(monkeypatch):
-    monkeypatch.setattr(grpo, "GROUPS", 4)
+def test_steps_are_shared_evenly_over_the_groups_of_a_path():
     step_BL = np.array(
         [[-1, 8, 0, 5, 5, 9, 2, 3, 7, 4, 6], [-1, 3, 1, 1, -1, -1, -1, -1, -1, -1, -1]]
     )
@@ -286,8 +285,8 @@ def test_steps_are_shared_evenly_over_the_groups_of_a_path(monkeypatch):
     token_BL[1, 2] = 4  # filled behind an end, and never drawn
     record = sample_dream.Record(step_BL, token_BL, None)
     path_BL, group_BL = grpo.path_of(record, np.full(step_BL.shape, 5), mask_id=4)
-    assert group_BL[0].tolist() == [4, 3, 0, 1, 1, 3, 0, 0, 2, 1, 2]
-    assert group_BL[1, :4].tolist() == [4, 1, 4, 0]
+    assert group_BL[0].tolist() == [8, 6, 0, 3, 3, 7, 0, 1, 5, 2, 4]
+    assert group_BL[1, :4].tolist() == [8, 1, 8, 0]
     assert path_BL[:, :4].tolist() == [[5, 11, 11, 11], [5, 11, 5, 11]]
 
 
