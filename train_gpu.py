@@ -12,8 +12,9 @@ samples.txt, step_<n>/ with model.safetensors (the EMA weights, for inference) a
 trainer.safetensors (for --resume). It does not export; export_jetson.py does.
 
 The loss is the NELBO: w(t) * cross-entropy at the masked positions, over all tokens that could be
-masked. Rows and noise are functions of (seed, step), so they do not depend on micro-batches,
-devices or interruptions. The host waits for the device only to log, to evaluate and to save.
+masked; with --loss=uniform the mean cross-entropy at the masked positions. Rows and noise are
+functions of (seed, step), so they do not depend on micro-batches, devices or interruptions. The
+host waits for the device only to log, to evaluate and to save.
 
 Letters: B rows of a step, L row length, R held-out rows, N masked positions, padded to a multiple
 of 64, V vocabulary, T = 10 tenths of the mask rate.
@@ -59,6 +60,8 @@ class Config:
     # rows per device and forward pass; 0: all of a GPU's, up to 16 on a CPU
     micro_batch: Natural = 0
     steps: Count = 20_000  # optimizer steps
+    # nelbo: a bound on the likelihood; uniform: every masked token counts alike
+    loss: typing.Literal["nelbo", "uniform"] = "nelbo"
     optimizer: typing.Literal["muon", "adamw"] = "muon"  # of the blocks' matrices; the rest: AdamW
     lr: Positive = 1e-3  # peak learning rate of AdamW
     muon_lr: Positive = 0.02  # peak learning rate of Muon
@@ -162,10 +165,9 @@ def train(cfg, devices):
             if last or done % cfg.log_every == 0:
                 row, stop = metrics(state, loss, norm, run.signal, step, cfg, devices)
                 step_s = (time.perf_counter() - began) / len(tokens)
-                masks = noised.mask_BL.sum()
-                row["mask_rate"] = float(masks / is_text(noised.token_BL).sum())
+                row["mask_rate"] = mask_rate(noised)
                 row["step_ms"] = 1e3 * step_s
-                row["tok_per_s"] = sum(tokens) / len(tokens) / step_s
+                row["tok_per_s"] = np.mean(tokens) / step_s
                 row["eta_min"] = (cfg.steps - done) * step_s / 60
                 run.log(row)
 
@@ -202,8 +204,7 @@ def announce(cfg, architecture, rows, devices):
     epochs = cfg.steps * cfg.batch_size / rows.total
     print(f"{epochs:.2f} epochs of {rows.total:,} rows")
     if cfg.compile:
-        print("compiling: the first step takes about a minute more")
-    sys.stdout.flush()
+        print("compiling: the first step takes about a minute more", flush=True)
 
 
 # ---- rows and noise, in NumPy on the host -------------------------------------------------
@@ -243,7 +244,7 @@ def step_batches(rows, cfg, devices, step):
     for i in range(0, cfg.batch_size, size):
         # Rows are sorted by length: with every world-th row the devices get similar lengths.
         row_ids = slice(i + devices.rank, i + size, devices.world)
-        micro_batches.append(make_batch(noised, row_ids, devices.device))
+        micro_batches.append(make_batch(noised, row_ids, devices.device, cfg.loss))
     return noised, micro_batches
 
 
@@ -270,7 +271,8 @@ class Noised(typing.NamedTuple):
 def noise(token_BL, rng):
     """Noise rows at antithetic times, one in each of B strata, in random order."""
     u_B = rng.random(len(token_BL))
-    time_B = rng.permutation(diffusion.antithetic_times(u_B, SMALLEST_TIME))
+    time_B = diffusion.antithetic_times(u_B, SMALLEST_TIME)
+    rng.shuffle(time_B)
     u_BL = rng.random(token_BL.shape)
     fixed_BL = ~is_text(token_BL)
     xt_BL, mask_BL = diffusion.q_sample(
@@ -285,35 +287,55 @@ def noise(token_BL, rng):
     return Noised(token_BL, xt_BL, mask_BL, time_B)
 
 
+def mask_rate(noised):
+    """Masked share of the tokens of text in a step, 1 token at least."""
+    masks = max(1, noised.mask_BL.sum())
+    return masks / is_text(noised.token_BL).sum()
+
+
 class Batch(typing.NamedTuple):
     """A micro-batch on the device: the input of Loss."""
 
     xt_BL: torch.Tensor  # noised tokens
     index_N: torch.Tensor  # masked positions in the flattened rows: only they need logits
     token_N: torch.Tensor  # their tokens before masking
-    time_N: torch.Tensor  # noise times of their rows
+    time_N: torch.Tensor  # times t of their weights 1 / t
     masked_N: torch.Tensor  # False for the padding of the four [N]
     time_B: torch.Tensor  # noise times of the rows
     counted: torch.Tensor  # tokens of text in the whole step: the losses of micro-batches add up
 
 
-def make_batch(noised, row_ids, device):
-    """The Batch of these rows (a slice or indices), trimmed to the longest of them."""
+def make_batch(noised, row_ids, device, loss="nelbo"):
+    """The Batch of these rows (a slice or indices), trimmed to the longest of them.
+
+    A masked token weighs 1 / t, t being the noise time of its row, or with the loss "uniform" the
+    share of masks in the whole step, so that the sum is the mean over masked tokens.
+    """
     token_BL, xt_BL, mask_BL, time_B = (x[row_ids] for x in noised)
     longest = (token_BL != mdlm.PAD).sum(1).max()
     L = -(-longest // 32) * 32
     token_BL = token_BL[:, :L]
 
-    # The masked positions of the flattened rows, padded to a multiple of 64, at least once.
+    # The masked positions of the flattened rows, and 1 to 64 more, up to a multiple of 64.
     index_N = np.flatnonzero(mask_BL[:, :L])
     masks = len(index_N)
-    index_N = np.pad(index_N, (0, -masks % 64 if masks else 64))
+    index_N = np.pad(index_N, (0, 64 - masks % 64))
     masked_N = np.arange(len(index_N)) < masks
     token_N = token_BL.reshape(-1)[index_N]
     time_B = time_B.astype(np.float32)
     time_N = time_B[index_N // token_BL.shape[1]]
     counted = np.asarray(is_text(noised.token_BL).sum())
-    arrays = [xt_BL[:, :L].copy(), index_N, token_N, time_N, masked_N, time_B, counted]
+    if loss == "uniform":
+        time_N[:] = mask_rate(noised)
+    arrays = [
+        xt_BL[:, :L].copy(),
+        index_N,
+        token_N,
+        time_N,
+        masked_N,
+        time_B,
+        counted,
+    ]
 
     tensors = [torch.from_numpy(x) for x in arrays]
     if device.type == "cuda":  # copies from pinned memory do not block
@@ -328,9 +350,9 @@ def make_batch(noised, row_ids, device):
 
 
 class Loss(nn.Module):
-    """A Batch's share of the step's loss: the NELBO in nats per token.
+    """A Batch's share of the step's loss: the NELBO in nats per token, or what its times say.
 
-    In evaluation mode [4]: the NELBO, and of the masked tokens the nats, the correct ones and their
+    In evaluation mode [4]: the same, and of the masked tokens the nats, the correct ones and their
     number.
     """
 
@@ -344,13 +366,13 @@ class Loss(nn.Module):
         hidden_BLD = self.model.hidden(batch.xt_BL, batch.time_B, see_BL)
         logits_NV = self.model.logits(hidden_BLD.flatten(0, 1)[batch.index_N])
         nll_N = diffusion.masked_nll(logits_NV, batch.token_N, batch.masked_N, mdlm.MASK)
-        # Each masked token counts as a sequence of its own, at its row's time.
-        nelbo = diffusion.nelbo_per_token(nll_N[:, None], batch.time_N, batch.counted, "linear")
+        # Each masked token counts as a sequence of its own.
+        loss = diffusion.nelbo_per_token(nll_N[:, None], batch.time_N, batch.counted, "linear")
         if self.training:
-            return nelbo
+            return loss
         masks = batch.masked_N.sum()
         accuracy = diffusion.masked_accuracy(logits_NV, batch.token_N, batch.masked_N, mdlm.MASK)
-        return torch.stack([nelbo, nll_N.sum(), masks * accuracy, masks])
+        return torch.stack([loss, nll_N.sum(), masks * accuracy, masks])
 
 
 class Muon(torch.optim.Optimizer):
@@ -735,10 +757,6 @@ def main(cfg):
 
 if __name__ == "__main__":
     moved = {
-        "keep": "two checkpoints are kept",
-        "save_every": "each evaluation saves, see --eval_every",
-        "crop_rate": "rows are no longer cropped; no gain was ever measured",
         "prompt": "python inference_jetson.py --bundle=RUN --prompt=TEXT",
-        "schedule": "it is linear; no other one was ever measured",
     }
     runs.command(main, Config, __doc__, moved=moved)
