@@ -16,6 +16,7 @@ Letters: B rows, L slots of a canvas, M slots of a cache, D width, V vocabulary,
 import dataclasses
 import functools
 import itertools
+import logging
 import sys
 import threading
 import time
@@ -40,6 +41,7 @@ import sample_dream
 
 WIDTHS = 96, 192, 384, 768, 1536, 2048  # slots of a canvas or a cache, as far as the model reaches
 LIKELIEST = 5  # tokens that are kept for each position
+LOG = logging.getLogger("unmask")
 
 
 @dataclasses.dataclass(eq=False)
@@ -60,6 +62,7 @@ class Row:
     ended: str = ""  # stop, length or error
     error: Exception | None = None
     gone: bool = False  # nobody waits for it any more
+    compiling: bool = False  # its batch is the first of its kind
 
     @functools.cached_property
     def holes(self):
@@ -518,6 +521,7 @@ class Loop(threading.Thread):
         self.waiting = []
         self.changed = threading.Condition()
         self.closing = False
+        self.compiled = set()  # widths and orders of batches
         how = "compiling" if warm else "programs are compiled when they are asked for"
         print(how, file=sys.stderr)
         with model.context():
@@ -526,6 +530,7 @@ class Loop(threading.Thread):
                 batch.join(0, Row([None], {"seed": 0}))  # a text that nobody waits for
                 batch.step()
                 model.batches.clear()
+                self.compiled.add((width, order))
 
     def submit(self, rows):
         """Queue rows. OverflowError if the queue is too short for them now, ValueError if it always
@@ -561,6 +566,22 @@ class Loop(threading.Thread):
                     ]
                 for batch in self.running():
                     self.attempt(batch, batch.step)
+                    self.note(batch)
+
+    def note(self, batch):
+        """After the first step of a kind of batch, which compiles it: log that, and start the
+        rows' clocks anew.
+        """
+        if (batch.width, batch.order) in self.compiled:
+            return
+        self.compiled.add((batch.width, batch.order))
+        now = time.perf_counter()
+        rows = [row for row in batch.rows if row]
+        seconds = now - min(row.begun for row in rows)
+        LOG.info("compiled for texts of %d tokens in %.1f s", batch.width, seconds)
+        for row in rows:
+            row.begun = now
+            row.seconds = 0.0
 
     def running(self):
         """The batches that have rows, when those that have ended or whose reader has gone have
@@ -584,6 +605,8 @@ class Loop(threading.Thread):
         if free := None in batch.rows:
             i, row.begun = batch.rows.index(None), time.perf_counter()
             batch.rows[i] = row
+            row.compiling = (batch.width, batch.order) not in self.compiled
+            row.wake()
             self.attempt(batch, functools.partial(batch.join, i, row))
         return free
 

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import os
 import random
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import batching
 import repair
 
+import generate_dream
 import prompts
 import runs
 from runs import Count
@@ -44,6 +46,7 @@ except ModuleNotFoundError as error:
     raise SystemExit(f"{error}: pip install -r requirements-serve.txt") from None
 
 BODY, READING_S = 1 << 18, 20  # bytes of a request at most, seconds that a client has to send it
+LOG = logging.getLogger("unmask")
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 )
@@ -64,6 +67,7 @@ class Config:
     queue: Count = 64  # texts that may wait; more are refused with status 429
     warm: bool = False  # compile all programs before the first request
     grace: Count = 30  # seconds for running requests after SIGTERM
+    quiet: bool = False  # print no line for each request
     # folder of compiled programs, for later runs; "" keeps none
     compile_cache: str = "~/.cache/unmask"
 
@@ -81,17 +85,26 @@ def main(cfg):
     if ":" in host:
         host = f"[{host}]"
         kind = socket.AF_INET6
-    # a port in use is told before the model is read
-    socket.create_server((cfg.host, cfg.port), family=kind).close()
+    try:  # before the model is read
+        socket.create_server((cfg.host, cfg.port), family=kind).close()
+    except OSError as error:
+        problem = f"--host={cfg.host} --port={cfg.port}: {error.strerror}"
+        raise ValueError(f"{problem}; --port=0 takes a free one") from None
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    LOG.setLevel(logging.WARNING if cfg.quiet else logging.INFO)
     read = batching.Dream if family == "dream" else batching.PythonCoder
     bits = 8 if cfg.int8 else 0
     model = read(folder, cfg.batch_size, bits=bits, compile_cache=cfg.compile_cache)
+    name = Path(folder).resolve().name
+    chats = None  # whether a question goes through a chat template, as generate_dream.py has it
+    if model.wrap:
+        chats = generate_dream.prepare(generate_dream.Config(ckpt=folder)).chat != "off"
     loop = batching.Loop(model, cfg.queue, cfg.warm)
     loop.start()
     # a step that has ended waits for the interpreter no longer than this
     sys.setswitchinterval(5e-4)
     config = uvicorn.Config(
-        app(loop, Path(folder).resolve().name, cfg),
+        app(loop, name, cfg, chats),
         log_level="warning",
         timeout_graceful_shutdown=cfg.grace,
         lifespan="off",
@@ -100,13 +113,16 @@ def main(cfg):
     # uvicorn raises it at its end
     signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
     with socket.create_server((cfg.host, cfg.port), family=kind) as listener:
-        print(f"http://{host}:{listener.getsockname()[1]}", flush=True)
+        address = f"http://{host}:{listener.getsockname()[1]}"
+        print(f"{address}  a page; {name} answers at {address}/v1, as here:")
+        print(f"curl {address}/v1/completions --json '{CURL}'", flush=True)
         server.run(sockets=[listener])
     # it compiles, which nothing can end, and to leave as Python does would abort
     if not loop.close():
         os._exit(0)
 
 
+CURL = '{"prompt": "def is_even(n):", "max_tokens": 32}'
 MOST = (1, batching.WIDTHS[-1])
 TOP = (0, batching.LIKELIEST)
 SEEDS = (-(2**63), 2**63 - 1)
@@ -127,7 +143,7 @@ FORMS = {  # the fields of each path, beside COMMON and those of the model
     "/v1/completions": "prompt suffix n logprobs stream_options".split(),
     "/v1/chat/completions": "messages n logprobs top_logprobs stream_options".split(),
     "/v1/fim/completions": "prompt suffix random_seed stream_options".split(),
-    "/v1/canvas": "prompt suffix ids".split(),
+    "/v1/canvas": "prompt suffix messages ids".split(),
 }
 # Fields of OpenAI, vLLM and llama.cpp, with the values that ask for what is done anyway; and all
 # that stream_options may hold.
@@ -234,7 +250,7 @@ def rows_of(ask, path, model, wake):
     page = path == "/v1/canvas"
     # A single run of masks gets max_tokens, or a size of its own.
     sizes = "ids" not in ask and not (page and "[MASK" in str(ask.get("prompt")))
-    if "messages" in FORMS[path]:
+    if "messages" in ask or path == "/v1/chat/completions":
         canvases = [[*encode_messages(model.tokenizer, model.wrap, ask.get("messages")), None]]
     elif "ids" in ask:
         canvases = [ask["ids"]]
@@ -337,7 +353,9 @@ class Answer:
         self.changed = changed
         self.model = model
         self.ask = rows[0].ask
-        self.plain = request.url.path == "/v1/completions"
+        self.path = request.url.path
+        self.begun = time.perf_counter()
+        self.plain = self.path == "/v1/completions"
         self.head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -364,6 +382,9 @@ class Answer:
         finally:
             for row in self.rows:
                 row.gone = True
+            tokens = self.usage()["completion_tokens"]
+            seconds = time.perf_counter() - self.begun
+            LOG.info("200 %s: %d tokens in %.2f s", self.path, tokens, seconds)
 
     def tokens(self, row):
         return [row.written[slot] for slot in row.completion(self.model.ends)[0]]
@@ -465,6 +486,9 @@ class Answer:
         texts = iter(prompts.pieces(tokenizer, [token for token in row.ids if token is not None]))
         yield {"canvas": [token if token is None else [token, next(texts)] for token in row.ids]}
         async for _ in self.follow():
+            if row.compiling:
+                row.compiling = False
+                yield {"compiling": True}
             for slots in row.steps[shown:]:
                 shown, written = shown + 1, []
                 for slot in slots:
@@ -515,10 +539,11 @@ async def events(chunks):
 class Server:
     """What answers at each address, for a batching.Loop."""
 
-    def __init__(self, loop, name, key):
+    def __init__(self, loop, name, chats, key):
         self.loop = loop
         self.model = loop.model
         self.name = name
+        self.chats = chats  # None: the model has no chat template
         self.key = key  # "": everybody may ask
         self.testing = asyncio.Semaphore(2)
 
@@ -542,6 +567,7 @@ class Server:
             "created": 0,
             "owned_by": "unmask",
             "settings": sorted(self.model.settings),
+            "chat": self.chats,
         }
         return JSONResponse(about if name else {"object": "list", "data": [about]})
 
@@ -589,8 +615,12 @@ class Server:
                         repair.opened, self.model, prompt, text, body["open"]
                     )
                     return JSONResponse({"ids": ids})
+                tests = prompts.examples(prompt)
+                if problem := prompts.syntax_error(prompt, text):
+                    line, said = problem
+                    return JSONResponse({"examples": [f"line {line}: {said}"], "line": line})
                 program = text if "[MASK" in prompt else prompts.definitions(prompt, text)
-                said = await asyncio.to_thread(prompts.judged, program, prompts.examples(prompt))
+                said = await asyncio.to_thread(prompts.judged, program, tests)
                 return JSONResponse({"examples": said})
         # no examples; no sandbox; too deep
         except (ValueError, RuntimeError, MemoryError) as error:
@@ -606,12 +636,13 @@ async def refuse(request, error):
             f"{request.method} {request.url.path}: {said}",
             headers=vars(error).get("headers"),
         )
+    LOG.info("%d %s: %s", error.status, request.url.path, error.body["error"]["message"])
     return JSONResponse(error.body, error.status, error.headers)
 
 
-def app(loop, name, cfg):
+def app(loop, name, cfg, chats=None):
     """The server of a loop as an ASGI application."""
-    server = Server(loop, name, os.environ.get(cfg.api_key, ""))
+    server = Server(loop, name, chats, os.environ.get(cfg.api_key, ""))
     page = Path(__file__).with_name("serve.html")
 
     async def show(request):
@@ -619,6 +650,7 @@ def app(loop, name, cfg):
 
     routes = [
         Route("/", show),
+        Route("/health", JSONResponse({"status": "ok"})),
         Route("/v1/models", server.models),
         Route("/v1/models/{name}", server.models),
         Route("/v1/check", server.check, methods=["POST"]),
