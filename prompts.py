@@ -530,24 +530,6 @@ def definitions(prompt, text):
     return text
 
 
-def syntax_error(prompt, text):
-    """(line, message) where a text, or the function with which it goes on from its prompt, is no
-    Python; None if it is.
-    """
-    if "[MASK" not in prompt:
-        program = definitions(prompt, text)
-        goes_on = text.startswith(prompt)
-        behind = text[len(program) :].lstrip("\n")
-        if not goes_on or (len(program) > len(prompt.rstrip()) and not behind[:1].isspace()):
-            text = program
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            ast.parse(text)
-    except SyntaxError as error:
-        return error.lineno, error.msg
-    return None
-
-
 def verdicts(program, tests):
     """{"verdict", "test", "got"} of each assert of a program, by sandbox.py in its own process.
 

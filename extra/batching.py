@@ -56,8 +56,6 @@ class Row:
     written: dict = dataclasses.field(default_factory=dict)
     steps: list = dataclasses.field(default_factory=list)  # slots that each step wrote
     passes: int = 0  # forward passes that it took part in
-    begun: float = dataclasses.field(default_factory=time.perf_counter)
-    seconds: float = 0.0  # from `begun` to the newest step
     wake: typing.Callable = int  # called after each step
     ended: str = ""  # stop, length or error
     error: Exception | None = None
@@ -75,7 +73,6 @@ class Row:
         if tokens:
             self.steps.append([*tokens])
         self.passes += passes
-        self.seconds = time.perf_counter() - self.begun
 
     def completion(self, ends):
         """(slots of the completion so far, up to its first mask; whether an end token stands
@@ -565,23 +562,12 @@ class Loop(threading.Thread):
                         row for row in self.waiting if not row.gone and row not in taken
                     ]
                 for batch in self.running():
+                    began = time.perf_counter()
                     self.attempt(batch, batch.step)
-                    self.note(batch)
-
-    def note(self, batch):
-        """After the first step of a kind of batch, which compiles it: log that, and start the
-        rows' clocks anew.
-        """
-        if (batch.width, batch.order) in self.compiled:
-            return
-        self.compiled.add((batch.width, batch.order))
-        now = time.perf_counter()
-        rows = [row for row in batch.rows if row]
-        seconds = now - min(row.begun for row in rows)
-        LOG.info("compiled for texts of %d tokens in %.1f s", batch.width, seconds)
-        for row in rows:
-            row.begun = now
-            row.seconds = 0.0
+                    if (batch.width, batch.order) not in self.compiled:
+                        self.compiled.add((batch.width, batch.order))
+                        took = time.perf_counter() - began
+                        LOG.info("compiled for texts of %d tokens: %.1f s", batch.width, took)
 
     def running(self):
         """The batches that have rows, when those that have ended or whose reader has gone have
@@ -603,7 +589,7 @@ class Loop(threading.Thread):
             row.wake()
             return True
         if free := None in batch.rows:
-            i, row.begun = batch.rows.index(None), time.perf_counter()
+            i = batch.rows.index(None)
             batch.rows[i] = row
             row.compiling = (batch.width, batch.order) not in self.compiled
             row.wake()

@@ -9,6 +9,7 @@ OpenAI's clients send, for a Dream also steps, threshold, entropy_bound and bloc
 join a running batch, see batching.py. It takes no tools, no images and no logit_bias.
 """
 
+import ast
 import asyncio
 import contextlib
 import dataclasses
@@ -23,6 +24,7 @@ import socket
 import sys
 import time
 import typing
+import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -497,12 +499,7 @@ class Answer:
                         (tokenizer.decode([i]), math.exp(p)) for i, p in zip(*likely, strict=True)
                     ]
                     written.append((slot, token, tokenizer.decode([token]), math.exp(logp), others))
-                yield {
-                    "step": shown,
-                    "write": written,
-                    "passes": row.passes,
-                    "seconds": row.seconds,
-                }
+                yield {"step": shown, "write": written, "passes": row.passes}
         if row.error:
             yield failed(row).body
         ids = [
@@ -531,6 +528,24 @@ async def events(chunks):
     async for chunk in chunks:
         yield f"data: {json.dumps(chunk)}\n\n"
     yield "data: [DONE]\n\n"
+
+
+def syntax_error(prompt, text):
+    """(line, message) where a text, or the function with which it goes on from its prompt, is no
+    Python; None if it is.
+    """
+    if "[MASK" not in prompt:
+        program = prompts.definitions(prompt, text)
+        goes_on = text.startswith(prompt)
+        behind = text[len(program) :].lstrip("\n")
+        if not goes_on or (len(program) > len(prompt.rstrip()) and not behind[:1].isspace()):
+            text = program
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            ast.parse(text)
+    except SyntaxError as error:
+        return error.lineno, error.msg
+    return None
 
 
 # ---- the addresses -------------------------------------------------------------------------------
@@ -616,7 +631,7 @@ class Server:
                     )
                     return JSONResponse({"ids": ids})
                 tests = prompts.examples(prompt)
-                if problem := prompts.syntax_error(prompt, text):
+                if problem := syntax_error(prompt, text):
                     line, said = problem
                     return JSONResponse({"examples": [f"line {line}: {said}"], "line": line})
                 program = text if "[MASK" in prompt else prompts.definitions(prompt, text)

@@ -103,14 +103,16 @@ def test_all_ends_that_generation_config_lists_end_a_text(folder, tmp_path, fami
 
 
 @contextlib.contextmanager
-def served(model, name="tiny", **settings):
+def served(model, name="tiny", chats=None, **settings):
     """The address of a server in a thread."""
     cfg = serve.Config(**{"queue": 16} | settings)
     loop = batching.Loop(model, cfg.queue)
     model.batches.clear()
     loop.start()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        config = uvicorn.Config(serve.app(loop, name, cfg), log_level="error", lifespan="off")
+        config = uvicorn.Config(
+            serve.app(loop, name, cfg, chats), log_level="error", lifespan="off"
+        )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
@@ -647,7 +649,7 @@ def events_of(url, **body):
     with httpx.stream("POST", url + "/v1/canvas", json=body, timeout=60) as stream:
         lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
     canvas, *steps, end = map(json.loads, lines[:-1])
-    return canvas["canvas"], steps, end["keep"]
+    return canvas["canvas"], [step for step in steps if "write" in step], end["keep"]
 
 
 def test_the_page_gets_a_canvas_and_its_steps(dream_server):
@@ -693,6 +695,10 @@ def test_the_page_gets_verdicts_and_spans_to_repair(dream_server, coder_server):
     said = ["pass: count_long(['apple', 'sea']) gives 1"]
     assert post(coder, "/v1/check", **right).json()["examples"] == said
     assert post(coder, "/v1/check", **right | {"prompt": "x"}).status_code == 400
+    for text, line in (("    return (n\n", 7), ("    n = 1\nx = = 1\n", 0), ("no Python\n", 7)):
+        found = post(coder, "/v1/check", **right | {"text": PROMPT + text}).json()
+        assert found.get("line", 0) == line
+        assert found["examples"][0].startswith(f"line {line}: " if line else "fail: ")
     # where a text that fails is to be filled again: two spans of it
     wrong = right | {"text": PROMPT + "    return len(words)\n"}
     found = [post(dream, "/v1/check", open=i, **wrong).json()["ids"] for i in (0, 1)]
@@ -714,7 +720,7 @@ def started(*flags):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
     with subprocess.Popen(line, **pipes) as process:
         try:
-            yield process, process.stdout.readline().strip()
+            yield process, process.stdout.readline().split()[0]
         finally:
             process.kill()
 
@@ -755,7 +761,8 @@ def test_what_still_runs_when_the_grace_is_over_is_told_so():
 def test_a_port_in_use_a_folder_without_a_model_and_a_missing_package_are_one_line(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert port in refused_by(serve, f"--port={port}")
+        said = f"--port={port}: Address already in use; --port=0 takes a free one"
+        assert said in refused_by(serve, f"--port={port}")
     assert "--port=70000 is not in 0 .. 65535" in refused_by(serve, "--port=70000")
     assert "holds no checkpoint" in refused_by(serve, "--port=0", f"--ckpt={tmp_path}")
     (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError(\"No module named 'uvicorn'\")")
@@ -932,9 +939,15 @@ def test_on_a_touch_screen_a_tap_masks_a_token_and_a_swipe_scrolls(coder_server)
 def test_a_reader_of_the_page_watches_masks_fills_and_tests(coder_server):
     with browser_at(coder_server[0], viewport={"width": 900, "height": 860}) as page:
         page.wait_for_selector("#name:not(:empty)")
-        page.fill("#prompt", "")
-        page.type("#prompt", PROMPT, delay=1)
-        page.fill("#temperature", "0")
+        for tokens, prompt, said in (
+            ("0", PROMPT, "tokens: 1 to 2048"),
+            ("48", " ", "write a prompt, or take an example"),
+        ):
+            page.fill("#max_tokens", tokens)
+            page.fill("#prompt", prompt)
+            page.click("#generate")
+            assert page.inner_text("#error") == said
+        page.click("text=a function")
         count = "seen.push(document.querySelectorAll('.mask').length)"
         page.evaluate(f"window.seen = []; draw = (old => () => {{ old(); {count} }})(draw)")
         generate(page)
@@ -955,7 +968,8 @@ def test_a_reader_of_the_page_watches_masks_fills_and_tests(coder_server):
         about = page.inner_text("#about")
         assert "probability" in about
         assert page.locator("#about tr").count() == 4
-        # mask it, then three more by dragging; the keyboard opens one of them
+        # mask it, then three more by dragging, under which nothing moves; the keyboard opens one
+        boxes = [span.bounding_box() for span in page.locator("#canvas span").all()]
         page.click(f"#canvas span:nth-child({number + 1})")
         assert page.inner_text("#fill") == "Fill 1 mask"
         spans = [page.locator(f"#canvas span:nth-child({number - i})") for i in (0, 2)]
@@ -964,6 +978,14 @@ def test_a_reader_of_the_page_watches_masks_fills_and_tests(coder_server):
         page.mouse.down()
         page.mouse.move(spans[1]["x"] + 3, spans[1]["y"] + 5, steps=20)
         page.mouse.up()
+        assert texts_of(page).count(None) == 4
+        assert [span.bounding_box() for span in page.locator("#canvas span").all()] == boxes
+        page.keyboard.press("Control+z")
+        assert texts_of(page).count(None) == 1
+        page.click("#redo")
+        assert texts_of(page).count(None) == 4
+        page.reload()
+        page.wait_for_function("tokens.length")
         assert texts_of(page).count(None) == 4
         page.focus(f"#canvas span:nth-child({number - 2})")
         page.keyboard.press("ArrowLeft")
@@ -988,6 +1010,10 @@ def test_a_reader_of_the_page_watches_masks_fills_and_tests(coder_server):
             for i in holes[:2] if grows else ():  # mask two of them for the second time
                 page.click(f"#canvas span:nth-child({i + 1})")
                 kept = second[i + 1 :]
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        page.click("#copy")
+        copied = page.evaluate("navigator.clipboard.readText()")
+        assert copied == "".join(texts_of(page))
         # replay
         page.fill("#slider", "1")
         assert page.locator("#canvas .mask").count() == page.evaluate("last") - 1
@@ -999,7 +1025,7 @@ def test_a_reader_of_the_page_watches_masks_fills_and_tests(coder_server):
 def test_a_dream_on_the_page_has_controls_and_several_holes(dream_server):
     narrow = {"width": 400, "height": 800}
     with browser_at(dream_server[0], viewport=narrow, color_scheme="dark") as page:
-        page.wait_for_selector("#order:not([hidden])")
+        page.click("#order summary")
         assert page.evaluate("document.documentElement.scrollWidth") <= 400
         page.fill("#prompt", "def [MASK:5]: return [MASK:3]")
         page.select_option("#rule", "threshold")
@@ -1011,12 +1037,12 @@ def test_a_dream_on_the_page_has_controls_and_several_holes(dream_server):
         page.fill("#steps", "8")
         generate(page)
         assert few < page.evaluate("last")
-        assert "forward passes" in page.inner_text("#rate")
+        assert re.match(r"\d+ steps?, \d+ tokens", page.inner_text("#rate"))
         page.fill("#steps", "")
         page.fill("#prompt", "x " * 200)
         page.click("#generate")
-        page.wait_for_selector("#verdicts li")
-        assert "do not fit" in page.inner_text("#verdicts")
+        page.wait_for_selector("#error:not(:empty)")
+        assert "do not fit" in page.inner_text("#error")
         page.fill("#prompt", "def")
         generate(page)
         assert page.evaluate("document.documentElement.scrollWidth") <= 400
@@ -1081,5 +1107,7 @@ def test_a_text_that_fails_is_repaired_round_by_round():
             texts.append("".join(texts_of(page)))
             page.click("#repair")
             page.wait_for_selector("#verdicts:empty", state="attached")
+            page.wait_for_selector("#verdicts li")
+            assert page.locator("#canvas .changed").count() > 0
         assert len({*texts}) > 1
         assert all(text.startswith(prompt) for text in texts)
