@@ -8,6 +8,7 @@ The page is serve.html with the steps inside: it replays them without a server. 
 SVG file: blue tokens came first, red ones last. This program asks no model.
 """
 
+import bisect
 import dataclasses
 import html
 import io
@@ -19,9 +20,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import runs
 
-STEP_S, REST_S = 0.4, 3.0  # seconds of a step, and of the finished text before it starts again
+STEPS_S, REST_S = 9.0, 3.0  # seconds of all steps, and of the finished text
 LETTER, LINE = 8.43, 21  # width of a letter and height of a line, in pixels
 STYLE = "<style>text{font:14px monospace;white-space:pre}</style>"
+LEGEND = """<linearGradient id="g"><stop stop-color="hsl(220 80% 85%)"/><stop offset="1"
+stop-color="hsl(0 80% 85%)"/></linearGradient><rect x="54" y="8" width="120" height="12"
+fill="url(#g)"/><text x="12" y="19">first</text><text x="180" y="19">last</text>"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,39 +63,45 @@ def page(texts):
 
 def animation(texts):
     """A self-contained SVG that shows the texts step by step, rests, and starts again."""
-    last = max(step for tokens in texts for _, step, _ in tokens)
-    total_s = last * STEP_S + REST_S
+    # Steps that show nothing new, as those of EOS, take no time.
+    visible = sorted(
+        {step for tokens in texts for text, step, _ in tokens if step and text.strip()}
+    )
+    last = len(visible)
     shapes = []
-    line = 0
+    line = 1
     longest = 0
     for tokens in texts:
         column = 0
         for text, step, _ in tokens:
+            if step:
+                step = 1 + bisect.bisect_left(visible[:-1], step)
             # XML has no form feed
             for part in re.split("(\n)", re.sub("[^\n\t -\U0010ffff]", " ", text)):
                 if part == "\n":
                     line += 1
                     column = 0
                 elif part:
-                    shapes.append(shape(part, column, line, step, last, total_s))
+                    shapes.append(shape(part, column, line, step, last))
                     column += len(part)
                     longest = max(longest, column)
         line += 2
     size = f'width="{24 + longest * LETTER:.0f}" height="{line * LINE}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" {size}>{STYLE}'
     back = "<rect width='100%' height='100%' fill='#fff'/>"
-    return f"{head}{back}{''.join(shapes)}</svg>\n"
+    return f"{head}{back}{LEGEND}{''.join(shapes)}</svg>\n"
 
 
-def shape(text, column, line, step, last, total_s):
+def shape(text, column, line, step, last):
     """A box and the letters over it, which appear in their step; at once what was given."""
     fill = "#eee"
     turns = ""
     appears = ""
     if step:
         fill = f"hsl({220 - 220 * step / last:.0f} 80% 85%)"
+        total_s = STEPS_S + REST_S
         timing = (
-            f'keyTimes="0;{step * STEP_S / total_s:.3f}" dur="{total_s:.1f}s" '
+            f'keyTimes="0;{step / last * STEPS_S / total_s:.3f}" dur="{total_s}s" '
             'calcMode="discrete" repeatCount="indefinite"'
         )
         turns = f'<animate {timing} attributeName="fill" values="#aaa;{fill}"/>'

@@ -17,14 +17,15 @@ def written(tmp_path, *texts, out):
 
 
 def test_an_animation_writes_every_token_at_its_place_in_its_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(steps, "STEP_S", 1.0)
+    monkeypatch.setattr(steps, "STEPS_S", 2.0)
     monkeypatch.setattr(steps, "REST_S", 2.0)
     text = written(tmp_path, TEXT, out="steps.svg")
     assert "white-space:pre" in text  # Chromium no longer reads xml:space
     tree = ElementTree.fromstring(text)
-    texts = [node for node in tree if node.tag.endswith("text")]
+    first, last, *texts = [node for node in tree if node.tag.endswith("text")]
+    assert (first.text, last.text) == ("first", "last")
     assert [node.text for node in texts] == ["a", "b", "< ", "c"]  # XML has no form feed
-    assert [node.get("y") for node in texts] == ["22", "22", "22", "43"]  # c is on the next line
+    assert [node.get("y") for node in texts] == ["43", "43", "43", "64"]  # c is on the next line
     starts = [[child.get("keyTimes") for child in node] for node in texts]
     assert starts == [[], ["0;0.500"], ["0;0.250"], ["0;0.500"]]  # of 4 seconds; a was given
 
