@@ -23,9 +23,11 @@ import runs
 STEPS_S, REST_S = 9.0, 3.0  # seconds of all steps, and of the finished text
 LETTER, LINE = 8.43, 21  # width of a letter and height of a line, in pixels
 STYLE = "<style>text{font:14px monospace;white-space:pre}</style>"
-LEGEND = """<linearGradient id="g"><stop stop-color="hsl(220 80% 85%)"/><stop offset="1"
-stop-color="hsl(0 80% 85%)"/></linearGradient><rect x="54" y="8" width="120" height="12"
-fill="url(#g)"/><text x="12" y="19">first</text><text x="180" y="19">last</text>"""
+LEGEND = """<linearGradient id="g"><stop stop-color="hsl(220 80% 85%)"/>
+<stop offset=".25" stop-color="hsl(165 80% 85%)"/><stop offset=".5" stop-color="hsl(110 80% 85%)"/>
+<stop offset=".75" stop-color="hsl(55 80% 85%)"/><stop offset="1" stop-color="hsl(0 80% 85%)"/>
+</linearGradient><rect x="62" y="8" width="120" height="12" fill="url(#g)"/>
+<text x="12" y="19">first</text><text x="190" y="19">last</text>"""
 
 
 @dataclasses.dataclass(frozen=True)
