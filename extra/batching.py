@@ -32,6 +32,7 @@ from flax import nnx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import checkpoints
 import diffusion
+import generate_dream
 import model_dream
 import model_pythoncoder as pc
 import prompts
@@ -146,29 +147,24 @@ class Family:
         self.context = functools.partial(checkpoints.mesh_context, mesh)
         self.tokenizer = runs.read_tokenizer(folder, self.model.cfg.vocab)
         self.rows, self.vocab, self.batches = rows, self.tokenizer.get_vocab_size(), {}
+        self.compiled = set()  # widths and orders of batches that there were
         self.positions = min(self.model.cfg.positions, WIDTHS[-1])
         self.widths = [*(width for width in WIDTHS if width < self.positions), self.positions]
 
     def batch(self, width, order):
-        if (width, order) not in self.batches:
-            self.batches[width, order] = self.Batch(self, width, order)
-        return self.batches[width, order]
+        key = width, order
+        if key not in self.batches:
+            self.batches[key] = self.Batch(self, width, order)
+            self.batches[key].compiles = key not in self.compiled
+            self.compiled.add(key)
+        return self.batches[key]
 
     def width_of(self, row):
         return next(width for width in self.widths if width >= len(row.ids) + self.extra)
 
     def batch_of(self, row):
-        """The narrowest batch with a free place and a text that needs its full width; else that of
-        the row's width.
-        """
-        own = self.width_of(row)
         order = next((order for order in self.ORDERS if row.ask.get(order)), "steps")
-        wide = []
-        for batch in self.batches.values():
-            free = batch.order == order and None in batch.rows and batch.width >= own
-            if free and batch.width in map(self.width_of, filter(None, batch.rows)):
-                wide.append(batch.width)
-        return self.batch(min(wide, default=own), order)
+        return self.batch(self.width_of(row), order)
 
 
 def rule_of(batch, kind, **settings):
@@ -381,10 +377,8 @@ class Dream(Family):
             set() if cfg.block_length else {"steps", "block_length"}
         )
         self.tokenizer = sample_dream.load_tokenizer(folder, cfg)
-        ends = map(self.tokenizer.token_to_id, ("<|endoftext|>", *prompts.TURN_ENDS, "<|dlm_pad|>"))
-        ends = dict.fromkeys((*cfg.eos_ids, cfg.pad_id, *ends))
         # the first one fills a text that ended
-        self.ends = tuple(i for i in ends if i not in (None, cfg.expand_id))
+        self.ends = generate_dream.ends_of(cfg, self.tokenizer)
         self.wrap = prompts.chat_template(runs.as_path(folder))
 
     def check(self, ids, ask):
@@ -518,16 +512,12 @@ class Loop(threading.Thread):
         self.waiting = []
         self.changed = threading.Condition()
         self.closing = False
-        self.compiled = set()  # widths and orders of batches
-        how = "compiling" if warm else "programs are compiled when they are asked for"
-        print(how, file=sys.stderr)
         with model.context():
             for width, order in itertools.product(model.widths, model.ORDERS if warm else ()):
                 batch = model.batch(width, order)
                 batch.join(0, Row([None], {"seed": 0}))  # a text that nobody waits for
                 batch.step()
                 model.batches.clear()
-                self.compiled.add((width, order))
 
     def submit(self, rows):
         """Queue rows. OverflowError if the queue is too short for them now, ValueError if it always
@@ -564,8 +554,8 @@ class Loop(threading.Thread):
                 for batch in self.running():
                     began = time.perf_counter()
                     self.attempt(batch, batch.step)
-                    if (batch.width, batch.order) not in self.compiled:
-                        self.compiled.add((batch.width, batch.order))
+                    if batch.compiles:
+                        batch.compiles = False
                         took = time.perf_counter() - began
                         LOG.info("compiled for texts of %d tokens: %.1f s", batch.width, took)
 
@@ -591,7 +581,7 @@ class Loop(threading.Thread):
         if free := None in batch.rows:
             i = batch.rows.index(None)
             batch.rows[i] = row
-            row.compiling = (batch.width, batch.order) not in self.compiled
+            row.compiling = batch.compiles
             row.wake()
             self.attempt(batch, functools.partial(batch.join, i, row))
         return free

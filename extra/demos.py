@@ -106,10 +106,8 @@ def main(cfg):
     likes = {"dream": ["dream_coder", "fast_dllm"], "llada": ["fast_dllm", "llada"]}
     likes = likes.get(family, [family])
     if cfg.like not in likes:
-        said = f"say --like={' or '.join(likes)}"
-        if likes[0] not in LIKE:
-            said = "python generate_dream.py samples as its demo does"
-        raise ValueError(f"{cfg.ckpt} is a {family}; {said}")
+        names = [f"--like={name}" for name in likes if name in LIKE] or ["generate_dream.py"]
+        raise ValueError(f"{cfg.ckpt} is a {family}; take {' or '.join(names)}")
 
     row = row_of(cfg, model.cfg, tokenizer)
     positions = model.cfg.positions

@@ -154,15 +154,8 @@ def repair(drafts, rounds, read, fill):
             trial = dataclasses.replace(draft, body=before + first + new + after)
             trial.judge()
             draft.tried.add(span)
-            draft.rounds.append(
-                {
-                    "before": before,
-                    "old": draft.body[start:end],
-                    "new": first + new,
-                    "behind": after,
-                    "passed": trial.passed,
-                }
-            )
+            old = draft.body[start:end]
+            draft.rounds.append({"old": old, "new": first + new, "passed": trial.passed})
             if trial.passed > draft.passed:
                 draft.body = trial.body
                 draft.passed = trial.passed

@@ -11,6 +11,7 @@ join a running batch, see batching.py. It takes no tools, no images and no logit
 
 import ast
 import asyncio
+import builtins
 import contextlib
 import dataclasses
 import json
@@ -23,6 +24,7 @@ import signal
 import socket
 import sys
 import time
+import tomllib
 import typing
 import warnings
 from pathlib import Path
@@ -56,8 +58,7 @@ POLICY = (
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    # family; "" is Dream if weights/dream exists
-    model: typing.Literal["", "pythoncoder", "dream"] = ""
+    model: typing.Literal["dream", "pythoncoder"] = "dream"  # family
     ckpt: str = ""  # folder of a run or of convert_weights.py; "" is that in weights/
     int8: bool = False  # Dream's matrices in 8 bits, half the memory of bfloat16
     host: str = "127.0.0.1"  # address to listen at; 0.0.0.0 is open to the network
@@ -79,28 +80,25 @@ def main(cfg):
         raise ValueError(
             "--api_key names an environment variable that holds the key, and that one is not set"
         )
-    weights = Path(__file__).parents[1] / "weights"  # small models, a folder for each family
-    family = cfg.model or ("dream" if (weights / "dream").is_dir() else "pythoncoder")
-    folder = cfg.ckpt or str(weights / family)
+    folder = cfg.ckpt or str(Path(__file__).parents[1] / "weights" / cfg.model)
     host = cfg.host
     kind = socket.AF_INET
     if ":" in host:
         host = f"[{host}]"
         kind = socket.AF_INET6
     try:  # before the model is read
-        socket.create_server((cfg.host, cfg.port), family=kind).close()
+        listener = socket.create_server((cfg.host, cfg.port), family=kind)
     except OSError as error:
-        problem = f"--host={cfg.host} --port={cfg.port}: {error.strerror}"
-        raise ValueError(f"{problem}; --port=0 takes a free one") from None
+        said = f"--port={cfg.port}: {error.strerror}; --port=0 takes a free one"
+        raise ValueError(said) from None
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     LOG.setLevel(logging.WARNING if cfg.quiet else logging.INFO)
-    read = batching.Dream if family == "dream" else batching.PythonCoder
+    read = batching.Dream if cfg.model == "dream" else batching.PythonCoder
     bits = 8 if cfg.int8 else 0
     model = read(folder, cfg.batch_size, bits=bits, compile_cache=cfg.compile_cache)
     name = Path(folder).resolve().name
-    chats = None  # whether a question goes through a chat template, as generate_dream.py has it
-    if model.wrap:
-        chats = generate_dream.prepare(generate_dream.Config(ckpt=folder)).chat != "off"
+    # whether a question goes through the chat template, if there is one, as in generate_dream.py
+    chats = model.wrap and generate_dream.prepare(generate_dream.Config(ckpt=folder)).chat != "off"
     loop = batching.Loop(model, cfg.queue, cfg.warm)
     loop.start()
     # a step that has ended waits for the interpreter no longer than this
@@ -114,56 +112,19 @@ def main(cfg):
     server = uvicorn.Server(config)
     # uvicorn raises it at its end
     signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
-    with socket.create_server((cfg.host, cfg.port), family=kind) as listener:
+    with listener:
         address = f"http://{host}:{listener.getsockname()[1]}"
         print(f"{address}  a page; {name} answers at {address}/v1, as here:")
-        print(f"curl {address}/v1/completions --json '{CURL}'", flush=True)
+        example = '{"prompt": "def is_even(n):", "max_tokens": 32}'
+        print(f"curl {address}/v1/completions --json '{example}'", flush=True)
         server.run(sockets=[listener])
     # it compiles, which nothing can end, and to leave as Python does would abort
     if not loop.close():
         os._exit(0)
 
 
-CURL = '{"prompt": "def is_even(n):", "max_tokens": 32}'
-MOST = (1, batching.WIDTHS[-1])
-TOP = (0, batching.LIKELIEST)
-SEEDS = (-(2**63), 2**63 - 1)
-# fmt: off
-NUMBERS = {  # lowest and highest; a field whose limits are of type int is one
-    "max_tokens": MOST, "max_completion_tokens": MOST, "steps": MOST, "block_length": MOST,
-    "n": (1, 16), "logprobs": TOP, "top_logprobs": TOP, "seed": SEEDS, "random_seed": SEEDS,
-    "temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "threshold": (0.0, 1.0),
-    "entropy_bound": (0.0, 1e6),
-}
-TYPES = {
-    "model": str, "user": str, "suffix": str, "messages": list, "ids": list,
-    "stream": bool, "stream_options": dict
-}
-# fmt: on
-COMMON = "model user max_tokens max_completion_tokens temperature top_p seed stop stream".split()
-FORMS = {  # the fields of each path, beside COMMON and those of the model
-    "/v1/completions": "prompt suffix n logprobs stream_options".split(),
-    "/v1/chat/completions": "messages n logprobs top_logprobs stream_options".split(),
-    "/v1/fim/completions": "prompt suffix random_seed stream_options".split(),
-    "/v1/canvas": "prompt suffix messages ids".split(),
-}
-# Fields of OpenAI, vLLM and llama.cpp, with the values that ask for what is done anyway; and all
-# that stream_options may hold.
-NO_EFFECT = json.loads("""{
-    "add_generation_prompt": [true], "best_of": [1], "bad_words": [[]], "echo": [false],
-    "frequency_penalty": [0, 0.0], "function_call": ["none", "auto"], "functions": [[]],
-    "ignore_eos": [false], "include_stop_str_in_output": [false], "length_penalty": [1, 1.0],
-    "logit_bias": [{}, []], "logprobs": [false], "metadata": [{}], "min_p": [0, 0.0],
-    "min_tokens": [0], "mirostat": [0], "modalities": [["text"]], "n": [1],
-    "parallel_tool_calls": [true, false], "presence_penalty": [0, 0.0], "repeat_penalty": [1, 1.0],
-    "repetition_penalty": [1, 1.0], "response_format": [{"type": "text"}],
-    "service_tier": ["auto", "default"], "skip_special_tokens": [true],
-    "spaces_between_special_tokens": [true], "stop_token_ids": [[]], "store": [false],
-    "tool_choice": ["none", "auto"], "tools": [[]], "top_k": [0, -1], "top_logprobs": [0],
-    "typical_p": [1, 1.0], "use_beam_search": [false],
-    "stream_options.continuous_usage_stats": [false], "stream_options.include_obfuscation": [false],
-    "stream_options.include_usage": [true, false, null]
-}""")
+FIELDS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+FORMS = FIELDS["forms"]
 
 
 class Refusal(Exception):
@@ -202,7 +163,7 @@ async def read(request):
 
 def no_effect(field, value):
     """Whether a field asks for what is done anyway. False is not 0 here, as in JSON."""
-    return json.dumps(value) in map(json.dumps, NO_EFFECT.get(field, []))
+    return json.dumps(value) in map(json.dumps, FIELDS["no_effect"].get(field, []))
 
 
 def checked(given, path, model, name):
@@ -213,11 +174,11 @@ def checked(given, path, model, name):
     for field, value in given.items():
         if no_effect(field, value):
             continue
-        if field not in {*COMMON, *FORMS[path], *model.settings}:
+        if field not in {*FIELDS["common"], *FORMS[path], *model.settings}:
             raise Refusal(400, f"{field} is not supported here", field)
         fields[field] = value
-        kind = TYPES.get(field, object)
-        limits = NUMBERS.get(field)
+        kind = getattr(builtins, FIELDS["types"].get(field, "object"))
+        limits = FIELDS["limits"].get(field)
         if field == "logprobs" and "top_logprobs" in FORMS[path]:
             kind = bool
             limits = None
@@ -231,7 +192,7 @@ def checked(given, path, model, name):
             raise Refusal(400, problem, field)
     for option, value in fields.get("stream_options", {}).items():
         option = f"stream_options.{option}"
-        if not no_effect(option, value):
+        if value is not None and not no_effect(option, value):
             raise Refusal(400, f"{option} is not supported here", option)
     stop = fields.get("stop", [])
     if isinstance(stop, str):
@@ -355,9 +316,8 @@ class Answer:
         self.changed = changed
         self.model = model
         self.ask = rows[0].ask
-        self.path = request.url.path
         self.begun = time.perf_counter()
-        self.plain = self.path == "/v1/completions"
+        self.plain = request.url.path == "/v1/completions"
         self.head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -386,7 +346,7 @@ class Answer:
                 row.gone = True
             tokens = self.usage()["completion_tokens"]
             seconds = time.perf_counter() - self.begun
-            LOG.info("200 %s: %d tokens in %.2f s", self.path, tokens, seconds)
+            LOG.info("200 %s: %d tokens in %.2f s", self.request.url.path, tokens, seconds)
 
     def tokens(self, row):
         return [row.written[slot] for slot in row.completion(self.model.ends)[0]]
@@ -531,20 +491,20 @@ async def events(chunks):
 
 
 def syntax_error(prompt, text):
-    """(line, message) where a text, or the function with which it goes on from its prompt, is no
-    Python; None if it is.
+    """What is no Python in a function with which a text goes on from its prompt, or in a text that
+    was filled; None if all is.
     """
     if "[MASK" not in prompt:
         program = prompts.definitions(prompt, text)
-        goes_on = text.startswith(prompt)
         behind = text[len(program) :].lstrip("\n")
-        if not goes_on or (len(program) > len(prompt.rstrip()) and not behind[:1].isspace()):
+        added = len(program) > len(prompt.rstrip())
+        if not text.startswith(prompt) or (added and not behind[:1].isspace()):
             text = program
     try:
         with warnings.catch_warnings(action="ignore"):
             ast.parse(text)
     except SyntaxError as error:
-        return error.lineno, error.msg
+        return error
     return None
 
 
@@ -631,9 +591,9 @@ class Server:
                     )
                     return JSONResponse({"ids": ids})
                 tests = prompts.examples(prompt)
-                if problem := syntax_error(prompt, text):
-                    line, said = problem
-                    return JSONResponse({"examples": [f"line {line}: {said}"], "line": line})
+                if wrong := syntax_error(prompt, text):
+                    said = f"line {wrong.lineno}: {wrong.msg}"
+                    return JSONResponse({"examples": [said], "line": wrong.lineno})
                 program = text if "[MASK" in prompt else prompts.definitions(prompt, text)
                 said = await asyncio.to_thread(prompts.judged, program, tests)
                 return JSONResponse({"examples": said})

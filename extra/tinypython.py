@@ -520,27 +520,21 @@ def hole(text, rng):
 def main(cfg):
     out = Path(cfg.out)
     meta = out / "meta.json"
-    ours = meta.exists() or (out / ".lock").exists()
-    if any(out.glob("*.jsonl")) and not ours:
-        raise ValueError(f"{out} holds other files than a TinyPython; choose another --out")
+    if any(out.glob("*.jsonl")) and not meta.exists():
+        raise ValueError(
+            f"{out} holds other files than a TinyPython, or a part of one; "
+            "choose another --out or delete it"
+        )
     settings = {"n": cfg.n, "tasks": cfg.tasks, "splits": [*cfg.splits], "seed": cfg.seed}
     out.mkdir(parents=True, exist_ok=True)
     with runs.lock(out / ".lock"):
         if meta.exists():
-            saved = runs.read_json(meta, "settings")["settings"]
-            other = [f"{name}={saved.get(name)}" for name in settings]
-            if other != [f"{name}={value}" for name, value in settings.items()]:
-                raise ValueError(
-                    f"{out} holds another world ({', '.join(other)}); "
-                    "choose another --out or delete it"
-                )
+            if runs.read_json(meta, "settings")["settings"] != settings:
+                raise ValueError(f"{out} holds another world; choose another --out or delete it")
             written = "train", "pairs", "holes", *cfg.splits
             if all((out / f"{name}.jsonl").exists() for name in written):
                 print(f"{out} is complete, nothing to do")
                 return
-        # of a run with other settings that was killed
-        for name in ("train", "pairs", "holes", *SPLITS):
-            (out / f"{name}.jsonl").unlink(missing_ok=True)
         world = World(cfg.seed)
         rng = random.Random(f"{cfg.seed} holes")
         files = {"train": [], "pairs": [], "holes": []}
@@ -559,8 +553,7 @@ def main(cfg):
             runs.write(out / f"{name}.jsonl", data)
         counts = {split: len(files[split]) for split in cfg.splits}
         runs.write(meta, {"settings": settings, "tasks": counts})
-    said = ", ".join(f"{split} {count:,}" for split, count in counts.items())
-    print(f"wrote {out}: {cfg.n:,} functions, tasks: {said}")
+    print(f"wrote {out}: {cfg.n:,} functions, tasks: {counts}")
 
 
 if __name__ == "__main__":

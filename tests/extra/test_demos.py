@@ -341,7 +341,7 @@ def test_each_demo_prints_a_text(folder_of, capsys, like):
 
 def test_a_demo_for_a_model_of_another_kind_is_one_line(folder_of):
     said = refused_by(demos, f"--ckpt={folder_of('sdar')}", "--like=llada", "--compile_cache=")
-    assert said.endswith("is a sdar; python generate_dream.py samples as its demo does")
+    assert said.endswith("is a sdar; take generate_dream.py")
     says(run("extra/demos.py", "--like=llada", "--ckpt=nowhere"), "nowhere")
 
 

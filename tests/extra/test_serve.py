@@ -304,28 +304,6 @@ def test_three_programs_fill_all_canvases_of_a_width(dream):
     assert sample_dream.fill_block._cache_size() - before <= 3
 
 
-def test_a_text_joins_a_wider_batch_that_runs_if_it_has_a_place_and_becomes_what_it_is_alone(dream):
-    def row(masks):
-        return row_of(dream, "x = ", masks, steps=6)
-
-    def tokens(written):
-        return {slot: token for slot, (token, *_) in written.items()}
-
-    for longer, keys in ((1, [(160, "steps")]), (4, [(160, "steps"), (96, "steps")])):
-        dream.batches.clear()
-        *_, short = fill(dream, [*(row(120) for _ in range(longer)), row(12)], (*[0] * longer, 2))
-        assert [*dream.batches] == keys
-        dream.batches.clear()
-        assert tokens(fill(dream, [row(12)], (0,))[0]) == tokens(short)
-        assert [*dream.batches] == [(96, "steps")]
-    batch = dream.batch(160, "steps")
-    batch.rows = [row(120), row(12), None, None]
-    assert dream.batch_of(row(12)) is batch
-    batch.rows[0] = None  # a text that comes now would keep the wide batch alive
-    assert dream.batch_of(row(12)).width == 96
-    dream.batches.clear()
-
-
 def test_openais_client_completes_texts_with_a_suffix_stop_strings_log_probabilities_and_usage(
     coder_server,
 ):
