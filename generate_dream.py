@@ -46,19 +46,11 @@ import sample_block
 import sample_dream
 from runs import Count, Natural, NonNegative, Share, TopP
 
-MOVED = {
-    "model": "a PythonCoder takes python generate.py",
-    "html": "add --json --show_steps, then python extra/steps.py",
-    "repair": "python extra/repair.py",
-    "draft": "python extra/draft.py",
-    "draft_steps": "python extra/draft.py",
-    "step": "python convert_weights.py --step makes a folder of an older checkpoint",
-    "infill": "--raw takes [MASK] as text",
-    "no_infill": "--raw takes [MASK] as text",
-    "hole": "[MASK:12] is a hole of 12 tokens",
-}
-for name in "like schedule sub_block fast_dllm guidance eos_penalty late_eos regrow top_k".split():
-    MOVED[name] = "python extra/demos.py samples as the models' own demos do"
+MOVED = dict.fromkeys(
+    "like schedule sub_block fast_dllm guidance eos_penalty late_eos regrow top_k".split(),
+    "python extra/demos.py samples as the models' own demos do",
+)
+MOVED["repair"] = "python extra/repair.py"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -465,7 +457,10 @@ class Dream:
         self.printed = text
 
     def show_step(self, blank, step):
-        """Print the first canvas of a batch if a step has changed it; in a terminal in place."""
+        """Print the first canvas of a batch if a step has changed it: in a terminal in place, for
+        50 ms at least, else as a line.
+        """
+        mask = self.texts.mask
         ids = step.rows[0]
         in_place = sys.stdout.isatty()
         text = ""
@@ -473,19 +468,25 @@ class Dream:
         for p in self.texts.kept(blank, ids):
             if p < blank.start:
                 continue
-            if ids[p] == self.texts.mask:
+            if ids[p] == mask:
                 stream = DecodeStream(skip_special_tokens=True)
                 text += "\u2591"
                 continue
             piece = stream.step(self.tokenizer, ids[p]) or ""
-            if piece and in_place and blank.ids[p] == self.texts.mask:
+            if piece and in_place and blank.ids[p] == mask:
                 shade = SHADES[min(int(10 * step.probability[0][p]), 9)]
                 piece = f"\x1b[38;5;{shade}m{piece}\x1b[39m"
             text += piece
-        if text != self.shown:
-            clear = "\x1b[2J\x1b[H" if in_place else ""
-            print(f"{clear}step {step.number}: {text}", flush=True)
+        if text == self.shown:
+            return
         self.shown = text
+        left = ids.count(mask)
+        head = f"step {step.number} of at most {step.number + left}, {left} left"
+        frame = f"{head}: {text}".replace("\n", "\u21b5")
+        if in_place:
+            frame = f"\x1b[H\x1b[J\x1b[2m{head}\x1b[22m\n{text}"
+            time.sleep(0.05)
+        print(frame, flush=True)
 
 
 # of a terminal, red to green: one for each tenth of probability

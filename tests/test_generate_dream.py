@@ -390,7 +390,7 @@ def test_tokens_are_coloured_by_the_probability_they_had(coder, capsys, monkeypa
     cfg = config(coder / "model", **settings, show_steps=True)
     shown = in_a_terminal(monkeypatch, generate_dream, cfg)
     out, _ = dream_says(capsys, coder / "model", **settings)
-    assert plain(shown.split("\x1b[2J\x1b[H")[-1]).endswith(out)
+    assert plain(shown.split("\x1b[H\x1b[J")[-1]).endswith(out)
     assert COLOUR.search(shown)
     # the first token that was written: what the model says of the canvas as it was given
     model, _ = checkpoints.load(md, coder / "model")
