@@ -273,24 +273,21 @@ def noise(token_BL, rng):
     u_B = rng.random(len(token_BL))
     time_B = diffusion.antithetic_times(u_B, SMALLEST_TIME)
     rng.shuffle(time_B)
-    u_BL = rng.random(token_BL.shape)
-    fixed_BL = ~is_text(token_BL)
     xt_BL, mask_BL = diffusion.q_sample(
         token_BL,
         time_B,
-        u_BL,
+        rng.random(token_BL.shape),
         "linear",
         mdlm.MASK,
         mdlm.PAD,
-        fixed_BL,
+        ~is_text(token_BL),
     )
     return Noised(token_BL, xt_BL, mask_BL, time_B)
 
 
 def mask_rate(noised):
     """Masked share of the tokens of text in a step, 1 token at least."""
-    masks = max(1, noised.mask_BL.sum())
-    return masks / is_text(noised.token_BL).sum()
+    return max(1, noised.mask_BL.sum()) / is_text(noised.token_BL).sum()
 
 
 class Batch(typing.NamedTuple):
@@ -626,8 +623,8 @@ def read_heldout(heldout, tokenizer, rows):
     """(held-out rows [R, L], spread over the split; bits per byte of a nat per token)."""
     token_RL = heldout.read(heldout.spread(rows))[0].astype(np.int64)
     bytes_V = token_bytes(tokenizer, heldout.meta["vocab_padded"])
-    text_bytes = bytes_V[token_RL].sum(dtype=float)
-    return token_RL, is_text(token_RL).sum() / math.log(2) / text_bytes
+    bits = is_text(token_RL).sum() / math.log(2)
+    return token_RL, bits / bytes_V[token_RL].sum(dtype=float)
 
 
 @torch.no_grad()
@@ -641,8 +638,8 @@ def evaluate(model, token_RL, rng, cfg):
     """
     device = model.embed.weight.device
     u_R = rng.permutation(diffusion.antithetic_times(rng.random(len(token_RL)), eps=0))
-    u_RL = rng.random(token_RL.shape)
-    mask_RL, weight_R = diffusion.mask_exactly(is_text(token_RL), u_R, u_RL)
+    counted_RL = is_text(token_RL)
+    mask_RL, weight_R = diffusion.mask_exactly(counted_RL, u_R, rng.random(token_RL.shape))
     xt_RL = np.where(mask_RL, mdlm.MASK, token_RL)
     noised = Noised(token_RL, xt_RL, mask_RL, 1 / weight_R)
     # A batch holds rows of one tenth, and of similar length, so that there is little PAD.
@@ -713,8 +710,7 @@ def sample_text(model, tokenizer, cfg, seq_len):
     canvas_BL[0, 0] = mdlm.BOS
     generator = torch.Generator(device).manual_seed(cfg.seed)
     rule = mdlm.Sampling(vocab=tokenizer.get_vocab_size())
-    filled_BL = mdlm.sample(model, canvas_BL, rule, generator)
-    token_L = filled_BL[0].tolist()
+    token_L = mdlm.sample(model, canvas_BL, rule, generator)[0].tolist()
     if mdlm.EOS in token_L:
         token_L = token_L[: token_L.index(mdlm.EOS)]
     return tokenizer.decode(token_L)
@@ -756,7 +752,4 @@ def main(cfg):
 
 
 if __name__ == "__main__":
-    moved = {
-        "prompt": "python inference_jetson.py --bundle=RUN --prompt=TEXT",
-    }
-    runs.command(main, Config, __doc__, moved=moved)
+    runs.command(main, Config, __doc__)

@@ -28,8 +28,7 @@ import sandbox
 
 BLOCKS = 0, 16, 8, 4  # block lengths of rollouts; 0: the whole canvas
 SETS = 6  # rounds of completions
-EXACT = "path of every step"
-# groups of steps of each score; 1000: every step
+EXACT = "path of every step"  # in more groups than there are steps
 GROUPS = {"coupled": 0, "path in 4 groups": 4, "path in 8 groups": 8, EXACT: 1000}
 
 
