@@ -1048,7 +1048,7 @@ def test_the_screenshot_of_the_readme(tmp_path):
     path = (ROOT / "bench/results" if os.environ.get("SCREENSHOT") else tmp_path) / "serve.png"
     with (
         served(model, "dream") as (url, _),
-        browser_at(url, viewport={"width": 900, "height": 890}) as page,
+        browser_at(url, viewport={"width": 1280, "height": 720}) as page,
     ):
         page.wait_for_selector("#order:not([hidden])")
         generate(page)
