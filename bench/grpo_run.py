@@ -8,7 +8,7 @@ All runs begin at weights/dream and learn from the demo's tasks; a seed sets the
 the completions. The reward is the mean over `composed` and `phrased`, of which no task is rewarded.
 "demo" is what coupled_grpo.py does, "shuffled" the same with the advantages of each group in random
 order: updates of the same size that have learnt nothing. "coupled" is the demo with --score=coupled;
-"four" has path scores in four groups of steps, whose updates take as long as coupled ones.
+"four" has path scores in four groups of steps: four versions of a canvas, where coupled have three.
 Differences between kinds are paired by seed. Writes the name of the folder --out with .png and, of
 several kinds, .md, and an entry for each kind in cpu.json, under bench/results/.
 """

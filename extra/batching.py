@@ -514,6 +514,7 @@ class Loop(threading.Thread):
         self.closing = False
         with model.context():
             for width, order in itertools.product(model.widths, model.ORDERS if warm else ()):
+                LOG.info("compiling for texts of %d tokens", width)
                 batch = model.batch(width, order)
                 batch.join(0, Row([None], {"seed": 0}))  # a text that nobody waits for
                 batch.step()
@@ -556,8 +557,11 @@ class Loop(threading.Thread):
                     self.attempt(batch, batch.step)
                     if batch.compiles:
                         batch.compiles = False
-                        took = time.perf_counter() - began
-                        LOG.info("compiled for texts of %d tokens: %.1f s", batch.width, took)
+                        LOG.info(
+                            "compiled for texts of %d tokens: %.1f s",
+                            batch.width,
+                            time.perf_counter() - began,
+                        )
 
     def running(self):
         """The batches that have rows, when those that have ended or whose reader has gone have

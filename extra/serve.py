@@ -89,10 +89,11 @@ def main(cfg):
     try:  # before the model is read
         listener = socket.create_server((cfg.host, cfg.port), family=kind)
     except OSError as error:
-        said = f"--port={cfg.port}: {error.strerror}; --port=0 takes a free one"
-        raise ValueError(said) from None
+        raise ValueError(
+            f"--port={cfg.port}: {error.strerror}; --port=0 takes a free one"
+        ) from None
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    LOG.setLevel(logging.WARNING if cfg.quiet else logging.INFO)
+    LOG.setLevel("WARNING" if cfg.quiet else "INFO")
     read = batching.Dream if cfg.model == "dream" else batching.PythonCoder
     bits = 8 if cfg.int8 else 0
     model = read(folder, cfg.batch_size, bits=bits, compile_cache=cfg.compile_cache)
@@ -344,9 +345,13 @@ class Answer:
         finally:
             for row in self.rows:
                 row.gone = True
-            tokens = self.usage()["completion_tokens"]
-            seconds = time.perf_counter() - self.begun
-            LOG.info("200 %s: %d tokens in %.2f s", self.request.url.path, tokens, seconds)
+            if not self.rows[0].error:  # which is logged as it is answered
+                LOG.info(
+                    "200 %s: %d tokens in %.2f s",
+                    self.request.url.path,
+                    self.usage()["completion_tokens"],
+                    time.perf_counter() - self.begun,
+                )
 
     def tokens(self, row):
         return [row.written[slot] for slot in row.completion(self.model.ends)[0]]
@@ -505,7 +510,6 @@ def syntax_error(prompt, text):
             ast.parse(text)
     except SyntaxError as error:
         return error
-    return None
 
 
 # ---- the addresses -------------------------------------------------------------------------------
@@ -590,12 +594,11 @@ class Server:
                         repair.opened, self.model, prompt, text, body["open"]
                     )
                     return JSONResponse({"ids": ids})
-                tests = prompts.examples(prompt)
                 if wrong := syntax_error(prompt, text):
                     said = f"line {wrong.lineno}: {wrong.msg}"
                     return JSONResponse({"examples": [said], "line": wrong.lineno})
                 program = text if "[MASK" in prompt else prompts.definitions(prompt, text)
-                said = await asyncio.to_thread(prompts.judged, program, tests)
+                said = await asyncio.to_thread(prompts.judged, program, prompts.examples(prompt))
                 return JSONResponse({"examples": said})
         # no examples; no sandbox; too deep
         except (ValueError, RuntimeError, MemoryError) as error:

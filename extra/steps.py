@@ -69,7 +69,7 @@ def animation(texts):
     visible = sorted(
         {step for tokens in texts for text, step, _ in tokens if step and text.strip()}
     )
-    last = len(visible)
+    last = max(1, len(visible))
     shapes = []
     line = 1
     longest = 0
