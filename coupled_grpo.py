@@ -175,10 +175,10 @@ def settle(cfg, devices, block_length=0, files=()):
         )
     if cfg.steps and cfg.threshold:
         raise ValueError("--steps and --threshold are two ways to fill a canvas: leave one out")
-    if cfg.threshold and not cfg.block_length:
+    if not cfg.block_length and not cfg.steps:
         raise ValueError(
-            "rollouts by a threshold over the whole canvas make the demo worse (bench/LOG.md): "
-            "give blocks, as --block_length=8, or a number of --steps"
+            "rollouts over the whole canvas make the demo worse (bench/LOG.md): give blocks, as "
+            "--block_length=8, or, for the order of Apple's code, a number of --steps"
         )
     if cfg.steps and not block_length:  # refuses what does not divide over the blocks
         sample_dream.layout(rule_of(cfg, 0, ()), np.ones((1, cfg.max_new), bool))

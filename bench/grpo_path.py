@@ -33,7 +33,7 @@ GROUPS = {"coupled": 0, "path in 4 groups": 4, "path in 8 groups": 8, EXACT: 100
 
 
 def gradients(trainer, number):
-    """The gradient of each score, flat, of the completions of round `number`."""
+    """The gradient of each score, flat and of length 1, of the completions of round `number`."""
     cfg = trainer.cfg
     task_B = np.repeat(np.arange(number * cfg.tasks, (number + 1) * cfg.tasks), cfg.group)
     key = jax.random.key(number)
@@ -56,14 +56,18 @@ def gradients(trainer, number):
         for row_N in grpo.micro_batches(row_R, cfg.group, 1):
             inputs = trainer.to_devices(batch, row_N, more | view) | {"first": True}
             total, _ = trainer.programs[name](trainer.trained, {}, total, inputs)
-        found[name] = np.concatenate([np.ravel(x) for x in jax.tree.leaves(total)], dtype=float)
+        flat = np.concatenate([np.ravel(x) for x in jax.tree.leaves(total)], dtype=float)
+        found[name] = flat / np.linalg.norm(flat)
     return found
 
 
 def trainer_of(block_length):
     """The demo's trainer with rollouts in such blocks, that keeps the sampler's last record."""
     tasks = coupled_grpo.DEMO / "tasks" / "train.jsonl"
-    flags = coupled_grpo.Config(prompts=str(tasks), block_length=block_length, score="coupled")
+    steps = 0 if block_length else coupled_grpo.PRESETS["max_new"][0]
+    flags = coupled_grpo.Config(
+        prompts=str(tasks), block_length=block_length, steps=steps, score="coupled"
+    )
     cfg = coupled_grpo.settle(flags, 1)
     model_cfg = md.read_config(cfg.ckpt)
     tokenizer = sample_dream.load_tokenizer(cfg.ckpt, model_cfg)
@@ -85,10 +89,6 @@ def trainer_of(block_length):
     return trainer
 
 
-def cosine(a, b):
-    return a @ b / np.sqrt((a @ a) * (b @ b))
-
-
 def main():
     for block_length in BLOCKS:
         trainer = trainer_of(block_length)
@@ -97,7 +97,7 @@ def main():
         what = f"coupled-grpo, weights/dream, rollouts in {where}: cosine with the exact path"
         cosines = {}  # of each score: mean and two standard errors
         for name in GROUPS:
-            cosine_S = np.array([cosine(found[name], found[EXACT]) for found in sets])
+            cosine_S = np.array([found[name] @ found[EXACT] for found in sets])
             error = 2 * cosine_S.std(ddof=1) / SETS**0.5
             cosines[name] = [float(cosine_S.mean()), float(error)]
         record("cpu", what, cosines["path in 8 groups"][0], "cosine", cosines=cosines, sets=SETS)
