@@ -240,7 +240,7 @@ def prepare(cfg, out):
         cfg = dataclasses.replace(cfg, benchmarks=corpus.benchmark_files(cfg))
     vocabulary = None
     if cfg.tokenizer:
-        vocabulary = load_vocabulary(runs.tokenizer_json(cfg.tokenizer), cfg)
+        vocabulary = load_vocabulary(tokenizer_json(cfg.tokenizer), cfg)
     if cfg.chat:
         next(chat_turns([], cfg, vocabulary), None)  # fails here where it fails at all
     settings = settings_of(cfg, vocabulary)
@@ -530,15 +530,15 @@ def new_vocabulary(cfg, groups):
 
 def load_vocabulary(data, cfg):
     """The Vocabulary of a tokenizer.json. Names of special tokens in a document are plain text."""
-    encoder = read_tokenizer(data, cfg.tokenizer)
+    encoder = Tokenizer.from_buffer(data)
     if not cfg.chat:  # those of a chat keep their marks, as in inference
         description = json.loads(data)
-        if "added_tokens" not in description:
-            raise ValueError(f"--tokenizer={cfg.tokenizer} is no tokenizer.json (no added_tokens)")
-        for token in description["added_tokens"]:
+        for token in description.get("added_tokens", []):
             # runs of spaces, as GPT-NeoX has them, stay tokens
             token["special"] = not token["content"].isspace()
-        encoder = read_tokenizer(json.dumps(description).encode(), cfg.tokenizer)
+        encoder = Tokenizer.from_str(json.dumps(description))
+    encoder.no_truncation()
+    encoder.no_padding()
     encoder.encode_special_tokens = True  # as plain text
 
     # Packed rows have EOS as PAD, whose segment is 0; padded rows need five special tokens.
@@ -560,16 +560,16 @@ def load_vocabulary(data, cfg):
     return Vocabulary(data, encoder, size, special, None if None in fim.values() else fim)
 
 
-def read_tokenizer(data, path):
-    """The Tokenizer of the bytes of a tokenizer.json. ValueError if they are something else."""
-    try:
-        tokenizer = Tokenizer.from_buffer(data)
-    except Exception as error:  # tokenizers raises no narrower class
-        reason = runs.first_line(error)
-        raise ValueError(f"--tokenizer={path} is no tokenizer.json ({reason})") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+def tokenizer_json(path):
+    """Bytes of a tokenizer.json, with the tokens that files beside it name. ValueError for another
+    file.
+    """
+    path = runs.as_path(path)
+    named = runs.read_tokenizer(path)
+    data = path.read_bytes()
+    if runs.add_named_tokens(Tokenizer.from_buffer(data), path.parent):
+        return named.to_str().encode()
+    return data
 
 
 def encoded(documents, vocabulary):
@@ -754,9 +754,8 @@ def write_acecode(cfg):
     settings = vars(cfg) | {"roots": [item.sha256 for item in items], "out": ""}
     tokenizer = None
     if cfg.tokenizer:
-        data = runs.tokenizer_json(cfg.tokenizer)
-        tokenizer = read_tokenizer(data, cfg.tokenizer)
-        settings["tokenizer"] = sha256(data)
+        tokenizer = runs.read_tokenizer(cfg.tokenizer)
+        settings["tokenizer"] = sha256(tokenizer_json(cfg.tokenizer))
     out.parent.mkdir(parents=True, exist_ok=True)
     with runs.lock(out.absolute().with_name(f".lock_{out.name}")):
         names = "train.jsonl", "heldout.jsonl", "meta.json"

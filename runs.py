@@ -430,22 +430,24 @@ def delete_damaged(folder):
         checked.touch()
 
 
-def read_tokenizer(folder, vocab=2**31):
-    """The tokenizer in a folder, with what add_named_tokens adds. ValueError if there is none, or a
-    damaged one, or one with ids from `vocab` on.
+def read_tokenizer(path, vocab=2**31):
+    """The tokenizer in a file, or in a folder, with what add_named_tokens adds. ValueError if there
+    is none, or a damaged one, or one with ids from `vocab` on.
     """
     import tokenizers
 
-    path = as_path(folder) / "tokenizer.json"
+    path = as_path(path)
+    if path.is_dir():
+        path /= "tokenizer.json"
     try:
-        tokenizer = tokenizers.Tokenizer.from_buffer(as_path(path).read_bytes())
+        tokenizer = tokenizers.Tokenizer.from_buffer(path.read_bytes())
         tokenizer.no_truncation()  # as a file may have been saved with
         tokenizer.no_padding()
     except Exception as error:  # tokenizers raises nothing narrower for a broken file
         raise ValueError(
             f"{path} cannot be read ({error}); put the tokenizer.json of the model there"
         ) from None
-    added = add_named_tokens(tokenizer, folder)
+    added = add_named_tokens(tokenizer, path.parent)
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= vocab:
         beside = " with the tokens that the files beside it name" if added else ""
@@ -454,21 +456,6 @@ def read_tokenizer(folder, vocab=2**31):
             "copy its own there"
         )
     return tokenizer
-
-
-def tokenizer_json(path):
-    """Bytes of a tokenizer.json, with the tokens that files beside it name; a damaged one's own."""
-    import tokenizers
-
-    path = as_path(path)
-    data = path.read_bytes()
-    try:
-        tokenizer = tokenizers.Tokenizer.from_buffer(data)
-    except Exception:  # tokenizers raises no narrower class; who reads the bytes says what they are
-        return data
-    if add_named_tokens(tokenizer, path.parent):
-        data = tokenizer.to_str().encode()
-    return data
 
 
 def added_token(value, **flags):

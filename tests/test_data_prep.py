@@ -703,10 +703,9 @@ roots | nowhere | nowhere: No such file .*run the same command
 roots | none | no .py, .parquet, .jsonl, .* files below .* \(there: .txt\); name other folders
 roots | bad | no document to train on \(left out: .*1 unparsable.*name more
 roots | one | no document to train on
-tokenizer | nowhere.json | nowhere.json: No such file
-tokenizer | broken.json | broken.json is no tokenizer.json
-tokenizer | src/a/m0.py | m0.py is no tokenizer.json
-tokenizer | no_added.json | no_added.json is no tokenizer.json \(no added_tokens\)
+tokenizer | nowhere.json | nowhere.json cannot be read \(.*No such file
+tokenizer | broken.json | broken.json cannot be read \(
+tokenizer | src/a/m0.py | m0.py cannot be read \(
 tokenizer | no_end.json | no token <\|endoftext\|>; .*--eos
 tokenizer | no_fim.json | no token <\|fim_middle\|>; .*--fim_rate=0
 out | file | File exists: .*file
@@ -725,8 +724,6 @@ def test_bad_input_is_one_line_that_says_what_to_do(python_run, tmp_path):
         vocab = {token: id for token, id in tokenizer["model"]["vocab"].items() if token != name}
         part = tokenizer | {"added_tokens": tokens, "model": tokenizer["model"] | {"vocab": vocab}}
         (tmp_path / f"no_{name[2:5]}.json").write_text(json.dumps(part))
-    del part["added_tokens"]
-    (tmp_path / "no_added.json").write_text(json.dumps(part))
     cases = [
         ({"seq_len": 1}, "--seq_len=1: at least 2"),
         ({"heldout": 1.0}, "no document to train on .*lower --heldout"),
