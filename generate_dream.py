@@ -134,7 +134,7 @@ def main(cfg):
 def prepare(cfg):
     """The settings as they count. Reads what the model's folder says."""
     folder = runs.as_path(cfg.ckpt or checkpoints.default_folder("out/train_dream", "dream"))
-    config = prompts.check_family(folder, "a Dream")
+    _, config = prompts.check_family(folder, "a Dream")
     own = runs.read_about(folder, "generation_config.json")
     # what was converted, or the folder's own name, not that of a link
     name = config.get("source") or f"{folder.resolve().name} {config.get('_name_or_path', '')}"

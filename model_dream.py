@@ -896,7 +896,7 @@ def read_config(folder, meta=None):
     except (TypeError, ValueError) as error:
         reason = f"{error}; is it of another version?"
         if "diff" in meta["model"]:
-            reason = "it is a PythonCoder"
+            reason = "it is a PythonCoder (benchmarks.py --model=pythoncoder)"
         raise ValueError(f"{folder} holds none of {KNOWN}: {reason}") from None
 
 

@@ -604,7 +604,7 @@ def read_config(folder, meta):
                 raise ValueError(f"{name} is below 1")
         return Config(**meta["model"])
     except (KeyError, TypeError, ValueError) as error:
-        advice = "is it a Dream, or of another version?"
+        advice = "is it a Dream (benchmarks.py --model=dream), or of another version?"
         raise ValueError(f"{folder} holds no PythonCoder ({error}); {advice}") from None
 
 

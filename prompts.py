@@ -142,21 +142,23 @@ TURN_ENDS = "<|im_end|>", "<|eot_id|>"  # end a turn of a chat, in Qwen2.5's tem
 HIDDEN = "\ufdd0"  # a code point that Unicode keeps out of texts
 
 
-def check_family(folder, expected):
-    """The config.json of a model's folder. ValueError with the right command for another family."""
+def check_family(folder, *expected):
+    """(family, config.json) of a model's folder, of the first one expected where nothing says which.
+    ValueError with the right command for another family.
+    """
     config = runs.read_about(folder, "config.json")
     kind = config.get("model_type")
     model = config.get("model") or {}  # of a run
-    family = expected
+    family = expected[0]
     if kind == "pythoncoder" or "diff" in model:
         family = "a PythonCoder"
     elif kind == "mdlm" or "dropout" in model:
         family = "an MDLM"
     elif kind or "mask_id" in model:
         family = "a Dream"
-    if family != expected:
+    if family not in expected:
         raise ValueError(f"{folder} holds {family}: {COMMANDS[family]}{folder}")
-    return config
+    return family, config
 
 
 def turn_end(tokenizer):

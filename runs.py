@@ -40,6 +40,8 @@ NonNegative = typing.Annotated[float, (0, 1e12)]
 Share = typing.Annotated[float, (0, 1)]
 TopP = typing.Annotated[float, (1e-9, 1)]
 
+# how a terminal shows a column of a log, others as "name 0.1234"
+FORMS = {"lr": "lr {:.1e}", "tok_per_s": "{:,.0f} tok/s", "eta_min": "{:.0f} min left"}
 SAVED = ".saved"  # a file in the folder of a run that has had a checkpoint
 # of special tokens, in the order in which transformers adds them
 ROLES = "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
@@ -58,6 +60,7 @@ def command(main, config_class, doc, machine=(), moved=None):
     """
     # of a GPU's memory; JAX alone takes three quarters
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # None: it was closed
     status = 0
     try:
         main(parse(config_class, doc, machine, moved or {}))
@@ -76,9 +79,12 @@ def command(main, config_class, doc, machine=(), moved=None):
         source = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         folders = (here, here / "bench", here / "extra")
         ours = source.is_file() and source.resolve().parent in folders
-        if sys.flags.dev_mode or not (ours or isinstance(error, OSError)):
+        devices = source.name == "xla_bridge.py"  # JAX finds none, or not that of JAX_PLATFORMS
+        if sys.flags.dev_mode or not (ours or devices or isinstance(error, OSError)):
             raise
         message = str(error) or repr(error)
+        if isinstance(error, OSError) and error.filename:
+            message = f"{error.filename}: {error.strerror}"
         if getattr(error, "name", "") == "torch":
             message += "; pip install -r requirements-gpu.txt"
         print(message, file=sys.__stderr__)
@@ -120,7 +126,9 @@ def parse(config_class, doc, machine, moved):
         if value.startswith("~/"):  # shells leave it there
             sys.argv[i] = f"{flag}={os.path.expanduser(value)}"
     if "--help" in sys.argv or "-h" in sys.argv:
-        print_manual(doc)
+        columns = max(shutil.get_terminal_size().columns, 40)
+        os.environ["COLUMNS"] = str(columns)  # tyro never ends where a terminal has one
+        print_manual(doc, columns)
     form = {"description": "", "config": (tyro.conf.OmitArgPrefixes,)}
     cfg = tyro.cli(config_class, **form)
     if getattr(cfg, "resume", ""):
@@ -128,11 +136,11 @@ def parse(config_class, doc, machine, moved):
     return check(cfg)
 
 
-def print_manual(doc):
+def print_manual(doc, columns):
     """Print a docstring; its paragraphs are broken between words, which tyro does not do."""
     for paragraph in doc.strip().split("\n\n"):
         if not paragraph.startswith(" "):
-            paragraph = textwrap.fill(paragraph, shutil.get_terminal_size().columns)
+            paragraph = textwrap.fill(paragraph, columns)
         print(f"{paragraph}\n")
 
 
@@ -625,14 +633,10 @@ class Folder:
         if self.rank:
             return
         last = first if saved_steps(self.out) else -1  # a folder without a checkpoint begins anew
-        for name, until in (
-            ("log.jsonl", rows_until),
-            ("rounds.jsonl", rows_until),
-            ("samples.txt", samples_until),
-        ):
+        for name in ("log.jsonl", "rounds.jsonl", "samples.txt"):
             path = self.out / name
             if path.exists():
-                write(path, until(last, path, self.unit))
+                write(path, until(last, path.read_bytes(), self.unit))
         write(self.out / "config.json", settings)
         for name, data in (files or {}).items():
             write(self.out / name, data)
@@ -671,14 +675,22 @@ class Folder:
             self.signal = name
 
     def log(self, row):
-        """Print a row of metrics and append it to log.jsonl, the source of every plot and table."""
+        """Append a row of metrics to log.jsonl, the source of every plot and table, and print as
+        many of its columns as fit.
+        """
         if self.rank:
             return
-        shown = []
+        done = row[self.unit]
+        total = getattr(self.cfg, f"{self.unit}s") or done
+        line = f"{self.unit} {done:,}/{total:,}"
+        if sys.stdout.isatty() and total:
+            line = f"{'█' * (10 * done // total):░<10} {line}"
         for name, value in row.items():
-            shown.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value:,}")
+            shown = "  " + FORMS.get(name, f"{name} {{:.4g}}").format(value)
+            if name != self.unit and len(line + shown) <= 100:
+                line += shown
         with contextlib.suppress(OSError):  # a terminal or pipe that is closed ends no run
-            print(" | ".join(shown), flush=True)
+            print(line, flush=True)
         self.append("log.jsonl", json.dumps(row) + "\n")
         if self.tracker:
             self.tracker.log(row, step=row[self.unit])
@@ -696,34 +708,19 @@ class Folder:
 
     def leave(self, done):
         """End the program after a signal, when `done` is saved."""
-        saved = (
+        raise InterruptedError(
             f"{self.signal or 'a signal'}: saved {self.unit} {done}; go on with --resume={self.out}"
         )
-        raise InterruptedError(saved)
 
 
-def samples_until(last, path, unit):
-    """The bytes of samples.txt up to step `last`."""
-    data = path.read_bytes()
-    for match in re.finditer(rb"^---- step (\d+)$", data, re.M):
-        if int(match[1]) > last:
+def until(last, data, unit):
+    """The bytes of a log up to step `last`: of rows that begin as {"step": 7, or of samples, each
+    after a line ---- step 7. A kill cuts the last line short.
+    """
+    for match in re.finditer(rf'^({{"{unit}": |---- step )(\d+)[,}}\n]'.encode(), data, re.M):
+        if int(match[2]) > last:
             return data[: match.start()]
-    return data
-
-
-def rows_until(last, path, unit):
-    """The bytes of a log up to step `last`. ValueError names a damaged line."""
-    rows = []
-    lines = path.read_bytes().split(b"\n")[:-1]  # a kill cuts the last one short
-    for number, line in enumerate(lines, 1):
-        try:
-            if json.loads(line)[unit] <= last:
-                rows.append(line + b"\n")
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(
-                f"{path}, line {number} is damaged: it is no row of a {unit}; delete the line"
-            ) from None
-    return b"".join(rows)
+    return data[: data.rfind(b"\n") + 1]
 
 
 # ---- what has to agree -------------------------------------------------------------------------

@@ -230,7 +230,7 @@ def main(flags):
 
             # The clocks of hosts differ, and all have to save the same step.
             late = False
-            if last or done % cfg.log_every == 0 or in_a_row:
+            if done == first + 1 or last or done % cfg.log_every == 0 or in_a_row:
                 folder.log({"step": done, **metrics, **meter.row(done), "skipped": skipped})
                 late = checkpoints.host_0_says(time.monotonic() - saved_at > SAVE_SECONDS)
 

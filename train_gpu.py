@@ -162,13 +162,15 @@ def train(cfg, devices):
             # The host has not waited for the device so far. Several processes agree to stop where
             # they communicate anyway.
             stop = run.signal if devices.world == 1 else ""
-            if last or done % cfg.log_every == 0:
+            logs = done == first + 1 or last or done % cfg.log_every == 0
+            if logs:
                 row, stop = metrics(state, loss, norm, run.signal, step, cfg, devices)
                 step_s = (time.perf_counter() - began) / len(tokens)
+                if done > first + 1:  # the first one compiles
+                    row["tok_per_s"] = np.mean(tokens) / step_s
+                    row["eta_min"] = (cfg.steps - done) * step_s / 60
                 row["mask_rate"] = mask_rate(noised)
                 row["step_ms"] = 1e3 * step_s
-                row["tok_per_s"] = np.mean(tokens) / step_s
-                row["eta_min"] = (cfg.steps - done) * step_s / 60
                 run.log(row)
 
             # The same noise each time, of a step that no run reaches. All processes evaluate: the
@@ -186,7 +188,7 @@ def train(cfg, devices):
                 run.leave(done)
 
             # The next rates leave out the time of evaluating and saving.
-            if evaluates or done % cfg.log_every == 0:
+            if evaluates or logs:
                 began = time.perf_counter()
                 tokens.clear()
     print(f"done: {cfg.out}; generate text with: python inference_jetson.py --bundle={cfg.out}")
@@ -538,8 +540,8 @@ def metrics(state, loss, norm, stop, step, cfg, devices):
         "step": step + 1,
         "loss": loss,
         "lr": cfg.lr * learning_rate(step, cfg),
-        "grad_norm": norm,
         "skipped": int(skipped),
+        "grad_norm": norm,
     }
     return row, stop > 0
 

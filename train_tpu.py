@@ -104,7 +104,7 @@ OF_A_HOST = ("hosts", "data", "out", "resume", "wandb", "compile_cache")
 MACHINE = ("device", "hosts", "fsdp", "tensor")
 COLUMNS = ("token_ABL", "segment_ABL", "position_ABL")  # of a batch
 # of a step, in the order of the log; jit returns them sorted
-METRICS = ("loss", "main", "mtp", "lr", "grad_norm", "ok")
+METRICS = ("loss", "lr", "main", "mtp", "grad_norm", "ok")
 
 
 def settle(cfg, devices, data=None, memory=None):
@@ -233,7 +233,7 @@ def main(flags):
 
             # The clocks of hosts differ, and all have to save the same step.
             late = False
-            if last or done % cfg.log_every == 0 or in_a_row:
+            if done == first + 1 or last or done % cfg.log_every == 0 or in_a_row:
                 folder.log({"step": done, **metrics, **meter.row(done), "skipped": skipped})
                 late = checkpoints.host_0_says(time.monotonic() - saved_at > SAVE_SECONDS)
 

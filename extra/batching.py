@@ -437,7 +437,7 @@ class PythonCoder(Family):
 
     def __init__(self, folder, rows, bits=0, **how):
         if bits:
-            raise ValueError("--int8 is for --model=dream")
+            raise ValueError("--int8 is for a Dream")
         super().__init__(pc, folder, rows, **how)
         self.ends = runs.ends_of_text(folder, self.tokenizer)
 

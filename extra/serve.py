@@ -2,7 +2,7 @@
 
     # weights/dream, or weights/pythoncoder; open the address that it prints
     python extra/serve.py
-    python extra/serve.py --model=dream --ckpt=out/diffucoder --int8 --warm
+    python extra/serve.py --ckpt=out/diffucoder --int8 --warm
 
 /v1/models, /v1/completions, /v1/chat/completions and Mistral's /v1/fim/completions take what
 OpenAI's clients send, for a Dream also steps, threshold, entropy_bound and block_length. Requests
@@ -56,10 +56,13 @@ POLICY = (
 )
 
 
+FAMILIES = {"a Dream": batching.Dream, "a PythonCoder": batching.PythonCoder}
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
-    model: typing.Literal["dream", "pythoncoder"] = "dream"  # family
-    ckpt: str = ""  # folder of a run or of convert_weights.py; "" is that in weights/
+    # folder of a run or of convert_weights.py, of a Dream or a PythonCoder
+    ckpt: str = str(Path(__file__).parents[1] / "weights/dream")
     int8: bool = False  # Dream's matrices in 8 bits, half the memory of bfloat16
     host: str = "127.0.0.1"  # address to listen at; 0.0.0.0 is open to the network
     # 0 takes a free one, printed when the model is read
@@ -80,7 +83,7 @@ def main(cfg):
         raise ValueError(
             "--api_key names an environment variable that holds the key, and that one is not set"
         )
-    folder = cfg.ckpt or str(Path(__file__).parents[1] / "weights" / cfg.model)
+    family, _ = prompts.check_family(cfg.ckpt, *FAMILIES)
     host = cfg.host
     kind = socket.AF_INET
     if ":" in host:
@@ -94,12 +97,13 @@ def main(cfg):
         ) from None
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     LOG.setLevel("WARNING" if cfg.quiet else "INFO")
-    read = batching.Dream if cfg.model == "dream" else batching.PythonCoder
     bits = 8 if cfg.int8 else 0
-    model = read(folder, cfg.batch_size, bits=bits, compile_cache=cfg.compile_cache)
-    name = Path(folder).resolve().name
+    model = FAMILIES[family](cfg.ckpt, cfg.batch_size, bits=bits, compile_cache=cfg.compile_cache)
+    name = Path(cfg.ckpt).resolve().name
     # whether a question goes through the chat template, if there is one, as in generate_dream.py
-    chats = model.wrap and generate_dream.prepare(generate_dream.Config(ckpt=folder)).chat != "off"
+    chats = (
+        model.wrap and generate_dream.prepare(generate_dream.Config(ckpt=cfg.ckpt)).chat != "off"
+    )
     loop = batching.Loop(model, cfg.queue, cfg.warm)
     loop.start()
     # a step that has ended waits for the interpreter no longer than this

@@ -158,7 +158,7 @@ def kill_and_resume(first, resume, kills=20, seed=0, lines=4):
                     continue
                 line_number += 1
                 if line_number == 1:
-                    first_steps.append(int(line.split()[1].replace(b",", b"")))
+                    first_steps.append(int(line.split()[1].split(b"/")[0].replace(b",", b"")))
                 if die_after and line_number >= die_after:
                     process.send_signal(signal.SIGKILL)
                     break
@@ -192,7 +192,7 @@ def two_hosts(*lines):
 
 def wait_for_step(process, step):
     for line in process.stdout:
-        if line.startswith(f"step {step} "):
+        if line.startswith(f"step {step:,}/"):
             return
     raise AssertionError(process.stderr.read())
 

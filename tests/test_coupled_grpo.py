@@ -1366,7 +1366,7 @@ def test_two_hosts_learn_as_one_and_stop_together(folder, tmp_path):
     one, two = (config(folder, tmp_path / name, **settings) for name in ("one", "two"))
     both = two_hosts(two)
     for line in both[0].stdout:
-        if line.startswith("round 4 "):
+        if line.startswith("round 4/"):
             break
     both[1].send_signal(signal.SIGTERM)  # to either
     for error in finish(both, 1):

@@ -51,12 +51,12 @@ def test_the_colab_notebook_trains_writes_code_scores_and_learns(tmp_path, monke
     for part in (
         "1,075,150,848 parameters",
         "model tiny",
-        "step 10",
+        "step 10/",
         "tokens per forward pass",
         "xz_bits_per_byte",
     ):
         assert part in text, text
-    for part in ("tensors,", "64 tokens in", "round 2 |"):
+    for part in ("tensors,", "64 tokens in", "round 2/"):
         assert part in text, text
     assert (tmp_path / "my runs" / "grpo_7b" / "merged").is_dir()
     kinds = {kind for output in outputs for kind in output.get("data", {})}

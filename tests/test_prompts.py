@@ -297,7 +297,7 @@ def test_a_folder_of_another_family_is_told_with_its_command(tmp_path, config, f
     (tmp_path / "config.json").write_text(json.dumps(config))
     for expected in ("a Dream", "a PythonCoder"):
         if family.startswith(expected):
-            assert prompts.check_family(tmp_path, expected) == config
+            assert prompts.check_family(tmp_path, expected)[1] == config
             continue
         with pytest.raises(ValueError, match="holds") as error:
             prompts.check_family(tmp_path, expected)

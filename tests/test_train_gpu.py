@@ -494,7 +494,7 @@ def stopped(command, step, signal_to):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, env=ENV, **pipes)
     for line in process.stdout:
-        if line.startswith(f"step {step} "):
+        if line.startswith(f"step {step}/"):
             os.kill(signal_to(process), signal.SIGTERM)
             break
     errors = process.communicate(timeout=60)[1]
