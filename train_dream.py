@@ -193,8 +193,9 @@ def main(flags):
     optimizer = make_optimizer(compute.dtype, cfg.optimizer == "muon")
     shapes = shapes_that_fit(cfg, model, optimizer, mesh)
     with runs.Folder(cfg, rank=jax.process_index(), hosts=jax.process_count()) as folder:
-        settings = (cfg, flags, model, data, tokenizer, optimizer, shapes, mesh)
-        store, about, state, first, skipped = begin(folder, *settings)
+        store, about, state, first, skipped = begin(
+            folder, cfg, flags, model, data, tokenizer, optimizer, shapes, mesh
+        )
         graph = md.graph_of(model, compute)
         if first < cfg.steps:
             print("compiling the train step", flush=True)
@@ -228,9 +229,8 @@ def main(flags):
                     f"lower --lr, then --resume={cfg.out}"
                 )
 
-            # The clocks of hosts differ, and all have to save the same step.
-            late = False
-            if done == first + 1 or last or done % cfg.log_every == 0 or in_a_row:
+            late = False  # by the clock of host 0: all have to save the same step
+            if step == first or last or done % cfg.log_every == 0 or in_a_row:
                 folder.log({"step": done, **metrics, **meter.row(done), "skipped": skipped})
                 late = checkpoints.host_0_says(time.monotonic() - saved_at > SAVE_SECONDS)
 
@@ -372,10 +372,7 @@ def describe(cfg, model, mesh, data):
 def begin(folder, cfg, flags, model, data, tokenizer, optimizer, shapes, mesh):
     """(store, what its checkpoints say, state, its step, skipped steps). Hosts have to agree."""
     settings = dataclasses.asdict(cfg)
-    about = {
-        "model": dataclasses.asdict(model),
-        "data": data.meta["fingerprint"],
-    }
+    about = {"model": dataclasses.asdict(model), "data": data.meta["fingerprint"]}
     if cfg.lora_rank:  # what the adapters belong to
         _, base, step = checkpoints.find_weights(runs.as_path(cfg.init))
         about["base"] = base["sums"]

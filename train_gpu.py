@@ -162,11 +162,11 @@ def train(cfg, devices):
             # The host has not waited for the device so far. Several processes agree to stop where
             # they communicate anyway.
             stop = run.signal if devices.world == 1 else ""
-            logs = done == first + 1 or last or done % cfg.log_every == 0
+            logs = step == first or last or done % cfg.log_every == 0
             if logs:
                 row, stop = metrics(state, loss, norm, run.signal, step, cfg, devices)
                 step_s = (time.perf_counter() - began) / len(tokens)
-                if done > first + 1:  # the first one compiles
+                if step > first:  # that one compiles
                     row["tok_per_s"] = np.mean(tokens) / step_s
                     row["eta_min"] = (cfg.steps - done) * step_s / 60
                 row["mask_rate"] = mask_rate(noised)

@@ -231,9 +231,8 @@ def main(flags):
                     f"lower --lr, then --resume={cfg.out}"
                 )
 
-            # The clocks of hosts differ, and all have to save the same step.
-            late = False
-            if done == first + 1 or last or done % cfg.log_every == 0 or in_a_row:
+            late = False  # by the clock of host 0: all have to save the same step
+            if step == first or last or done % cfg.log_every == 0 or in_a_row:
                 folder.log({"step": done, **metrics, **meter.row(done), "skipped": skipped})
                 late = checkpoints.host_0_says(time.monotonic() - saved_at > SAVE_SECONDS)
 

@@ -97,8 +97,12 @@ def main(cfg):
         ) from None
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     LOG.setLevel("WARNING" if cfg.quiet else "INFO")
-    bits = 8 if cfg.int8 else 0
-    model = FAMILIES[family](cfg.ckpt, cfg.batch_size, bits=bits, compile_cache=cfg.compile_cache)
+    model = FAMILIES[family](
+        cfg.ckpt,
+        cfg.batch_size,
+        bits=8 if cfg.int8 else 0,
+        compile_cache=cfg.compile_cache,
+    )
     name = Path(cfg.ckpt).resolve().name
     # whether a question goes through the chat template, if there is one, as in generate_dream.py
     chats = (
