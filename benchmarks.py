@@ -74,7 +74,9 @@ class Config:
     model: typing.Literal["pythoncoder", "dream"] = "pythoncoder"  # family of the checkpoint
     ckpt: str = ""  # folder of a run or of convert_weights.py; default: the last run, else weights/
     step: Natural = 0  # checkpoint to load; 0 takes the newest
-    out: str = ""  # folder of samples and results, resumed if it exists; default: out/<task>-<model>
+    out: str = (
+        ""  # folder of samples and results, resumed if it exists; default: out/<task>-<model>
+    )
     tasks_file: str = ""  # the official file, or tasks in its form, .gz or not; default: download
     # MBPP: test, ids 11-510 (257 problems), or all 427; holes: which; default: the first
     split: typing.Literal[("", "test", "all", *tasks.INFILLING)] = ""
@@ -382,7 +384,8 @@ def generated_samples(cfg, problems, protocol, settings):
     by_length = sorted(problems, key=lambda key: len(problems[key].prompt))
     order = [(key, i) for i in range(cfg.n) for key in by_length]
     model = None
-    for number in range(math.ceil(len(order) / cfg.batch_size)):
+    batches = math.ceil(len(order) / cfg.batch_size)
+    for number in range(batches):
         batch = order[number * cfg.batch_size :][: cfg.batch_size]
         if rows.keys() >= {*batch}:
             continue
@@ -390,6 +393,7 @@ def generated_samples(cfg, problems, protocol, settings):
             run = runs.as_path(settings["ckpt"])
             model = MODELS[cfg.model](cfg, protocol, run, settings["step"] or 0)
             prompts = {key: protocol.ids(problem, model) for key, problem in problems.items()}
+        print(f"{len(rows)} of {len(order)} samples, batch {number + 1}/{batches}", file=sys.stderr)
         texts = write_batch(cfg, problems, protocol, model, prompts, batch, number)
         new = {}  # the samples of the batch that are not on disk yet
         for (key, i), text in zip(batch, texts, strict=True):
@@ -404,7 +408,6 @@ def generated_samples(cfg, problems, protocol, settings):
             new[key, i] = row
         append(path, new.values())
         rows |= new
-        print(f"{len(rows):,} of {len(order):,} samples", file=sys.stderr, flush=True)
     return {key: row["completion"] if row["fits"] else None for key, row in rows.items()}
 
 

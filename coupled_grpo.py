@@ -177,8 +177,7 @@ def settle(cfg, devices, block_length=0, files=()):
         raise ValueError("--steps and --threshold are two ways to fill a canvas: leave one out")
     if not cfg.block_length and not cfg.steps:
         raise ValueError(
-            "rollouts over the whole canvas make the demo worse (bench/LOG.md): give blocks, as "
-            "--block_length=8, or, for the order of Apple's code, a number of --steps"
+            "over the whole canvas the demo gets worse (bench/LOG.md): --block_length=8, or --steps"
         )
     if cfg.steps and not block_length:  # refuses what does not divide over the blocks
         sample_dream.layout(rule_of(cfg, 0, ()), np.ones((1, cfg.max_new), bool))

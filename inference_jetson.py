@@ -142,11 +142,11 @@ def read_bundle(folder):
     export = f"python export_jetson.py --out={folder}"
     if not (folder / "bundle.json").exists():
         names = "config.json", "model.safetensors", "tokenizer.json"
-        missing = [name for name in names if not (folder / name).exists()]
-        if missing:
-            raise FileNotFoundError(
-                f"{folder} has no bundle.json, no {', no '.join(missing)}; write one with: {export}"
-            )
+        for name in names:
+            if not (folder / name).exists():
+                raise FileNotFoundError(
+                    f"{folder} holds no MDLM: it has no {name}; export_jetson.py writes one"
+                )
         return {"files": dict.fromkeys(names)}
     try:
         about = json.loads((folder / "bundle.json").read_text())

@@ -362,7 +362,7 @@ def load(folder, device="cpu", dtype=torch.float32):
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         if not (folder / name).exists():
             raise FileNotFoundError(
-                f"{folder} holds no {name}; copy it again, or train a model: python train_gpu.py"
+                f"{folder} holds no MDLM: it has no {name}; train_gpu.py trains one"
             )
     try:
         model = build(

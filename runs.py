@@ -174,7 +174,10 @@ def resumed(config_class, folder, machine=()):
         if field.name in saved and field.name not in machine:
             value = saved[field.name]
             values[field.name] = tuple(value) if isinstance(value, list) else value
-    return config_class(**values)
+    try:
+        return check(config_class(**values))
+    except ValueError as error:
+        raise ValueError(f"{folder} holds a run of another script ({error})") from None
 
 
 def script(name, *flags):

@@ -23,6 +23,8 @@ try:
 except ImportError as error:
     sys.exit(f"{error}; the build needs: pip install pybind11 setuptools")
 
+if "--help" in sys.argv:
+    sys.exit(__doc__)
 ROOT = Path(__file__).resolve().parent
 KERNELS = ("attention", "pointwise", "sampler")
 
@@ -131,4 +133,5 @@ if __name__ == "__main__":
     else:
         print("nvcc not found, see CUDA_HOME: the host emulation alone is built, for tests")
     setup(name="kernels", ext_modules=extensions, cmdclass={"build_ext": Build})
-    print("built", ", ".join(f"{e.name} ({dict(e.define_macros)['ARCH']})" for e in extensions))
+    for extension in extensions:
+        print(f"built {extension.name} ({dict(extension.define_macros)['ARCH']})")

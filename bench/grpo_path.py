@@ -98,8 +98,7 @@ def main():
         cosines = {}  # of each score: mean and two standard errors
         for name in GROUPS:
             cosine_S = np.array([found[name] @ found[EXACT] for found in sets])
-            error = 2 * cosine_S.std(ddof=1) / SETS**0.5
-            cosines[name] = [float(cosine_S.mean()), float(error)]
+            cosines[name] = [cosine_S.mean(), 2 * cosine_S.std(ddof=1) / SETS**0.5]
         record("cpu", what, cosines["path in 8 groups"][0], "cosine", cosines=cosines, sets=SETS)
 
 

@@ -8,13 +8,11 @@
 The other flags are lm-eval's own. --model_args are those of Unmask below, and fields of
 sample_dream.Sampling: steps, block_length, cache, threshold, alg, ...
 
-What a log-likelihood is depends on the model, is printed, and stands in the results as
-"likelihood": exact   of a model with blocks of up to four tokens: the sum over all masks of a block
-ar      each token from those before it, in one pass, exact: of blocks of one token, and of causal
-models (Nemotron) bound   of any other: the ELBO, a lower bound, the mean of `draws` draws of the
-noise, stratified in time llada   LLaDA's own estimate of its bound, by number of masks, with
-softmax over all ids and guidance by cfg_scale.
-        Ref: arXiv:2502.09992, eq. 14
+What a log-likelihood is depends on the model, and stands in the results as "likelihood":
+    exact   the sum over all masks of a block, in a model with blocks of up to four tokens
+    ar      each token from those before it, in one pass, exact: of causal models, blocks of one
+    bound   the ELBO, a lower bound, of any other: the mean of `draws` draws, stratified in time
+    llada   LLaDA's own estimate, by number of masks, with cfg_scale; arXiv:2502.09992, eq. 14
 
 Letters: B batch, L length, A tokens of an answer, N chunks of draws, V vocabulary.
 """
@@ -22,11 +20,14 @@ Letters: B batch, L length, A tokens of an answer, N chunks of draws, V vocabula
 import collections
 import dataclasses
 import functools
+import importlib.util
 import json
 import math
 import sys
 from pathlib import Path
 
+if not importlib.util.find_spec("lm_eval"):
+    sys.exit(__doc__)
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,8 +1,8 @@
-"""Draw the curves of a run in the terminal, and as curve.png in its folder, also while it trains.
+"""Draw the curves of a run in the terminal, and as curve.png in its folder.
 
-python bench/plot.py out/train_tpu                      # loss and bits per byte
-python bench/plot.py out/grpo --names reward kl         # any numbers of log.jsonl
-watch -n 10 python bench/plot.py out/train_tpu          # every ten seconds
+    python bench/plot.py out/train_tpu                      # loss and bits per byte
+    python bench/plot.py out/grpo --names reward kl         # any numbers of log.jsonl
+Also while it trains: watch -n 10 python bench/plot.py out/train_tpu
 """
 
 import dataclasses

@@ -660,7 +660,7 @@ def test_a_model_writes_programs_and_resuming_equals_not_stopping(
     capsys.readouterr()
     assert benchmarks.main(cfg) == row
     # the first of three batches was there
-    assert capsys.readouterr().err.count("of 6 samples\n") == 2
+    assert capsys.readouterr().err.count("of 6 samples, batch ") == 2
     assert path.read_bytes() == uninterrupted
     assert results(cfg.out) == scored
     refused(dataclasses.replace(cfg, temperature=0.5), "holds results with temperature=0.8")

@@ -141,7 +141,7 @@ def stops(match, **settings):
 def test_bad_input_is_named_and_nothing_is_lost(tmp_path):
     run, out, mine = tmp_path / "run", tmp_path / "out", tmp_path / "mine"
     model = checkpoint(run)
-    said = "holds no config.json; copy it again, or train a model"
+    said = "holds no MDLM: it has no config.json; train_gpu.py trains one"
     stops(said, ckpt=tmp_path / "none", out=out)
     mine.mkdir()
     (mine / "thesis.tex").write_text("all")

@@ -682,7 +682,7 @@ def test_a_checkpoint_needs_no_export(tmp_path, monkeypatch, capsys):
         assert torch.equal(read[name], weight.float())
     (tmp_path / "out/jetson").mkdir(parents=True)  # it is there, so it is meant
     cfg = jetson.command_line(arguments)
-    stops(r"out/jetson has no bundle.json, no config.json, no mod", jetson.main, cfg)
+    stops("out/jetson holds no MDLM: it has no config.json; ", jetson.main, cfg)
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path):
@@ -861,7 +861,9 @@ def test_a_bad_command_line_ends_in_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["inference_jetson.py", f"--bundle={tmp_path / 'none'}"])
     before = signal.getsignal(signal.SIGPIPE)
     try:
-        with pytest.raises(SystemExit, match=r"has no bundle.json, .*export_jetson.py") as stop:
+        with pytest.raises(
+            SystemExit, match=r"it has no config.json; export_jetson.py writes one"
+        ) as stop:
             runpy.run_path(str(ROOT / "inference_jetson.py"), run_name="__main__")
     finally:
         signal.signal(signal.SIGPIPE, before)  # which a program sets to end silently

@@ -186,5 +186,5 @@ def test_a_model_that_was_saved_is_the_same_and_a_wrong_one_is_named(rope, tmp_p
     with pytest.raises(ValueError, match="cannot be read"):
         mdlm.load(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="holds no model"):
+    with pytest.raises(FileNotFoundError, match="it has no model"):
         mdlm.load(tmp_path)
