@@ -11,8 +11,7 @@
 Reads a Dream (a folder of convert_weights.py, or a run of train_dream.py) and tasks: JSON lines of
 a "question" or a "prompt", and "test_cases". Writes --out: config.json, log.jsonl, rounds.jsonl
 (each completion with its rewards), checkpoints/<round>/, the tokenizer; with LoRA at the end also
-the adapters in peft's form, and merged/, a whole model. It does not compare seeds
-(bench/grpo_run.py). Several hosts train all weights, one also LoRA.
+the adapters in peft's form, and merged/, a whole model. Several hosts train all weights, one LoRA.
 
 A round: --group completions of each of --tasks tasks, their rewards (sandbox.py), and --iterations
 updates, each over all of them under fresh masks (grpo.py). Random numbers are functions of (seed,
@@ -27,9 +26,12 @@ shuffled (bench/results/grpo_seeds.md).
 A forward pass of a rollout writes one token, or with --steps an equal share, or with --threshold
 all positions whose largest probability reaches it, whichever token is drawn. Learning makes the
 policy surer, so that by a threshold it writes more tokens at once, which are drawn independently
-and fit together less: by 0.9 the demo hardly gains in blocks, and loses over the whole canvas. A
-Dream trained in blocks generates with its exact cache and is scored block by block, at twice the
-cost.
+and fit together less: by 0.9 the demo hardly gains. Over the whole canvas it loses, by any rule.
+A Dream trained in blocks generates with its exact cache and is scored block by block, at twice
+the cost.
+
+A line shows a round's mean reward, length and forward passes, the shares of completions that ended
+and that repeat one of their group, and of groups with equal rewards, which teach nothing.
 
 --preset=7b has the settings of DiffuCoder's code, but for blocks of 32 and a threshold of 0.9. It
 is not known whether a threshold harms 7B parameters as it does the demo: if "passes" in the log
@@ -37,11 +39,9 @@ fall while the reward does not rise, give --threshold=0.
 DiffuCoder's own rollouts are --steps=256 --block_length=0. Its scores see the padding on the left,
 ours do not. It draws a mask rate for a micro-batch, we one for a group. It cuts long prompts, we
 drop them. It computes the KL divergence of groups of equal rewards, we drop such groups. It rewards
-text after <|im_end|>, and counts a failed sandbox as a wrong answer. Its masks repeat after about a
-hundred draws.
+text after <|im_end|>. A failed sandbox is a wrong answer. Its masks repeat after a hundred draws.
 
-Letters: B sequences, L columns of a canvas, C of them its completion, R rows of a micro-batch, F
-reward functions.
+Letters: B sequences, L columns, C of them a completion, R rows of a micro-batch, F rewards.
 """
 
 import concurrent.futures
@@ -333,12 +333,13 @@ def train(run, store, meta, trainer, first):
         clock.append(perf_counter())
 
         # log.jsonl has a row per round, rounds.jsonl a row per completion.
-        row = {"round": done} | summary(trainer, batch, reward_BF, advantages) | metrics
+        row = {"round": done}
         if not metrics and run.rank == 0:
             print(f"round {done}: no group has completions of different rewards; nothing is learnt")
         due = done % cfg.eval_every == 0 or done == trainer.rounds
         if due:
             row |= trainer.evaluate()
+        row |= summary(trainer, batch, reward_BF, advantages) | metrics
         if run.rank == 0:
             run.append("rounds.jsonl", completion_lines(done, cfg, batch, reward_BF, advantages))
         phases = "generate_s", "score_s", "reward_s", "update_s"
@@ -704,29 +705,29 @@ class Tasks:
 
 
 def summary(trainer, batch, reward_BF, advantages):
-    """Rewards and completions of a round as numbers for the log."""
+    """Rewards and completions of a round as numbers for the log; host 0 alone knows timeouts."""
     cfg = trainer.cfg
     counted_B = advantages.counted_B
-    row = {"reward": np.mean(advantages.reward_B[counted_B])}
-    for name, reward_B in zip(cfg.rewards, reward_BF.T, strict=True):
-        row[f"{name}_mean"] = np.nanmean(reward_B)
-        row[f"{name}_std"] = np.nanstd(reward_B)
     token_BC = batch.arrays["token_BL"][:, -cfg.max_new :]
     counted_BC = batch.arrays["counted_BC"]
     # completions that repeat another of their group: a sign of a policy that collapses
     text_BC = np.where(counted_BC, token_BC, -1)
     groups_GNC = text_BC.reshape(-1, cfg.group, cfg.max_new)
     different = sum(len(np.unique(group_NC, axis=0)) for group_NC in groups_GNC)
-    return row | {
+    row = {
+        "reward": np.mean(advantages.reward_B[counted_B]),
+        "length": counted_BC.sum(-1).mean(),
+        "passes": batch.passes,
+        "ended": np.isin(token_BC, trainer.rule.eos_ids).any(-1).mean(),
+        "duplicates": 1 - different / len(token_BC),
         "constant_groups": advantages.constant_B.mean(),
         "no_reward": int((~counted_B).sum()),
-        # known to host 0
         "timeouts": sum(task.get("verdicts", []).count("timeout") for task in batch.rows),
-        "ended": np.isin(token_BC, trainer.rule.eos_ids).any(-1).mean(),
-        "length": counted_BC.sum(-1).mean(),
-        "duplicates": 1 - different / len(token_BC),
-        "passes": batch.passes,
     }
+    for name, reward_B in zip(cfg.rewards, reward_BF.T, strict=True):
+        row[f"{name}_mean"] = np.nanmean(reward_B)
+        row[f"{name}_std"] = np.nanstd(reward_B)
+    return row
 
 
 def gains(cfg, log):

@@ -16,6 +16,9 @@ With --block_length it learns block diffusion (BD3-LM, arXiv:2503.09573): a mask
 its own block and to the clean text before it, so each row passes the layers twice. Blocks of one
 token are an autoregressive model. Row order, noise and learning rate are functions of (seed, step).
 
+A line shows the loss, in nats, the learning rate, the gradient's norm, mfu (the share of the
+device's peak) and wait (the share of the time without a batch). An evaluation is another line.
+
 Letters: A micro-batches of a step, B rows of a micro-batch, L length, V vocabulary, N draws.
 """
 
@@ -518,11 +521,11 @@ class Meter:
         elapsed = time.perf_counter() - self.started
         rate = (step - self.step) / elapsed
         row = {"tok_per_s": rate * cfg.batch_size * cfg.seq_len}
+        row["eta_min"] = (cfg.steps - step) / rate / 60
         peak = checkpoints.peak_flops(jax.devices()[0])
         if cfg.dtype == "bfloat16" and math.isfinite(peak):
             row["mfu"] = rate * self.flops / peak
         row["wait"] = self.waited_s / elapsed
-        row["eta_min"] = (cfg.steps - step) / rate / 60
         self.restart(step)
         return row
 

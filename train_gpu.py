@@ -16,6 +16,9 @@ masked; with --loss=uniform the mean cross-entropy at the masked positions. Rows
 functions of (seed, step), so they do not depend on micro-batches, devices or interruptions. The
 host waits for the device only to log, to evaluate and to save.
 
+A line shows the loss, in nats, the learning rate, the updates that were skipped as not finite, the
+gradient's norm before clipping, and the mask rate of its rows. An evaluation is a line of its own.
+
 Letters: B rows of a step, L row length, R held-out rows, N masked positions, padded to a multiple
 of 64, V vocabulary, T = 10 tenths of the mask rate.
 """

@@ -17,6 +17,10 @@ gradient is that of (sum of token losses) / (all valid tokens of the step), what
 micro-batches. Row order, dropout and learning rate are functions of (seed, step), so a checkpoint
 holds parameters, moments and the step alone.
 
+A line shows the loss, in nats a token, and of it main (the next token) and mtp (those after it);
+the learning rate, the gradient's norm before clipping, mfu (the share of the device's peak) and
+wait (the share of the time without a batch). An evaluation is a line of its own.
+
 Letters: A micro-batches of a step, B rows of a micro-batch, L length, V vocabulary.
 """
 
@@ -481,11 +485,11 @@ class Meter:
         elapsed = time.perf_counter() - self.started
         rate = (step - self.step) / elapsed
         row = {"tok_per_s": rate * cfg.batch_size * cfg.seq_len}
+        row["eta_min"] = (cfg.steps - step) / rate / 60
         peak = checkpoints.peak_flops(jax.devices()[0])
         if cfg.dtype == "bfloat16" and math.isfinite(peak):
             row["mfu"] = rate * self.flops / peak
         row["wait"] = self.waited_s / elapsed
-        row["eta_min"] = (cfg.steps - step) / rate / 60
         self.restart(step)
         return row
 
