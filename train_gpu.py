@@ -231,7 +231,7 @@ def find_data(cfg):
     ids = [train.meta.get(f"{name}_id") for name in ("pad", "bos", "eos", "mask", "unk")]
     if ids != [mdlm.PAD, mdlm.BOS, mdlm.EOS, mdlm.MASK, mdlm.UNK]:  # packed rows have none
         raise ValueError(
-            f"{folder} has its special tokens at {ids}, not at 0 to 4; "
+            f"{folder} holds rows for train_tpu.py and train_dream.py (special tokens at {ids}); "
             "prepare it with --rows=padded"
         )
     if not heldout.total:

@@ -399,7 +399,7 @@ def describe(cfg, model, mesh, data):
     print(f"{mesh.size} x {kind}, mesh {axes}, {cfg.dtype} compute")
     print(f"model {cfg.model} of {params:,} parameters: {seen / params:.1f} tokens for each")
     print(f"{cfg.steps:,} steps of {tokens:,} tokens = {seen / data.tokens:.2f} epochs")
-    print(f"{cfg.optimizer}, peak learning rate {cfg.lr:.3g}")
+    print(f"{model.vocab:,} token ids, {cfg.optimizer}, peak learning rate {cfg.lr:.3g}")
 
 
 def begin(folder, cfg, flags, model, data, optimizer, shapes):
