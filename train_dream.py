@@ -369,9 +369,7 @@ def describe(cfg, model, mesh, data):
     print(f"{mesh.size} x {jax.devices()[0].device_kind}, mesh {axes}, {cfg.dtype} compute")
     print(f"model {cfg.model} of {params:,} parameters: {seen / params:.1f} tokens for each")
     print(f"{cfg.steps:,} steps of {tokens:,} tokens = {seen / data.tokens:.2f} epochs")
-    print(
-        f"{model.vocab:,} token ids, {cfg.optimizer}, peak learning rate {cfg.lr:.3g}, LoRA rank {cfg.lora_rank}"
-    )
+    print(f"{model.vocab:,} ids, {cfg.optimizer}, peak lr {cfg.lr:.3g}, LoRA rank {cfg.lora_rank}")
 
 
 def begin(folder, cfg, flags, model, data, tokenizer, optimizer, shapes, mesh):
