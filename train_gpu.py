@@ -12,9 +12,10 @@ samples.txt, step_<n>/ with model.safetensors (the EMA weights, for inference) a
 trainer.safetensors (for --resume). It does not export; export_jetson.py does.
 
 The loss is the NELBO: w(t) * cross-entropy at the masked positions, over all tokens that could be
-masked; with --loss=uniform the mean cross-entropy at the masked positions. Rows and noise are
-functions of (seed, step), so they do not depend on micro-batches, devices or interruptions. The
-host waits for the device only to log, to evaluate and to save.
+masked; with --loss=uniform the mean cross-entropy at the masked positions. Training draws mask
+rates from 0.1 on, an evaluation draws all (bench/LOG.md compares both, and both losses). Rows and
+noise are functions of (seed, step), so they do not depend on micro-batches, devices or
+interruptions. The host waits for the device only to log, to evaluate and to save.
 
 A line shows the loss, in nats, the learning rate, the updates that were skipped as not finite, the
 gradient's norm before clipping, and the mask rate of its rows. An evaluation is a line of its own.
@@ -86,7 +87,7 @@ class Config:
     seed: Natural = 0  # initial weights, row order, noise
 
 
-SMALLEST_TIME = 1e-3  # in training: the NELBO's weights grow like 1 / t
+SMALLEST_TIME = 0.1  # in training: the NELBO's weights grow like 1 / t, and so does their noise
 KEEP = 2  # newest checkpoints
 
 

@@ -129,7 +129,7 @@ def test_noise_masks_neither_pad_nor_bos():
 def test_a_uniform_prediction_costs_log_v():
     token_BL = rows_of_tokens(4096, 8)
     noised = train_gpu.noise(token_BL, np.random.default_rng(0))
-    assert 0.99e-3 < noised.time_B.min() < 0.01  # the first of 4096 strata
+    assert 0.1 <= noised.time_B.min() < 0.101  # the first of 4096 strata
     model = a_model(width=8, ffn=8)
     torch.nn.init.zeros_(model.head.weight)
     nelbo, nats, _, masks = train_gpu.Loss(model).eval()(batch_of(noised)).tolist()
