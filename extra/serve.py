@@ -29,7 +29,8 @@ import typing
 import warnings
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 import batching
 import repair
 
@@ -61,8 +62,8 @@ FAMILIES = {"a Dream": batching.Dream, "a PythonCoder": batching.PythonCoder}
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    # folder of a run or of convert_weights.py, of a Dream or a PythonCoder
-    ckpt: str = str(Path(__file__).parents[1] / "weights/dream")
+    ckpt: str = ""  # folder of a run or of convert_weights.py; "" is that in weights/
+    model: typing.Literal["dream", "pythoncoder"] = "dream"  # of weights/
     int8: bool = False  # Dream's matrices in 8 bits, half the memory of bfloat16
     host: str = "127.0.0.1"  # address to listen at; 0.0.0.0 is open to the network
     # 0 takes a free one, printed when the model is read
@@ -83,7 +84,8 @@ def main(cfg):
         raise ValueError(
             "--api_key names an environment variable that holds the key, and that one is not set"
         )
-    family, _ = prompts.check_family(cfg.ckpt, *FAMILIES)
+    folder = cfg.ckpt or str(ROOT / f"weights/{cfg.model}")
+    family, _ = prompts.check_family(folder, *FAMILIES)
     host = cfg.host
     kind = socket.AF_INET
     if ":" in host:
@@ -98,16 +100,14 @@ def main(cfg):
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     LOG.setLevel("WARNING" if cfg.quiet else "INFO")
     model = FAMILIES[family](
-        cfg.ckpt,
+        folder,
         cfg.batch_size,
         bits=8 if cfg.int8 else 0,
         compile_cache=cfg.compile_cache,
     )
-    name = Path(cfg.ckpt).resolve().name
+    name = Path(folder).resolve().name
     # whether a question goes through the chat template, if there is one, as in generate_dream.py
-    chats = (
-        model.wrap and generate_dream.prepare(generate_dream.Config(ckpt=cfg.ckpt)).chat != "off"
-    )
+    chats = model.wrap and generate_dream.prepare(generate_dream.Config(ckpt=folder)).chat != "off"
     loop = batching.Loop(model, cfg.queue, cfg.warm)
     loop.start()
     # a step that has ended waits for the interpreter no longer than this
@@ -123,9 +123,12 @@ def main(cfg):
     signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
     with listener:
         address = f"http://{host}:{listener.getsockname()[1]}"
-        print(f"{address}  a page; {name} answers at {address}/v1, as here:")
         example = '{"prompt": "def is_even(n):", "max_tokens": 32}'
-        print(f"curl {address}/v1/completions --json '{example}'", flush=True)
+        print(
+            f"{address}\na page; {name} answers at {address}/v1, as here:\n"
+            f"curl {address}/v1/completions --json '{example}'",
+            flush=True,
+        )
         server.run(sockets=[listener])
     # it compiles, which nothing can end, and to leave as Python does would abort
     if not loop.close():
@@ -638,7 +641,7 @@ def app(loop, name, cfg, chats=None):
         Route("/", show),
         Route("/health", JSONResponse({"status": "ok"})),
         Route("/v1/models", server.models),
-        Route("/v1/models/{name}", server.models),
+        Route("/v1/models/{name:path}", server.models),
         Route("/v1/check", server.check, methods=["POST"]),
     ]
     routes += [Route(path, server.complete, methods=["POST"]) for path in FORMS]

@@ -9,6 +9,7 @@ SVG file: blue tokens came first, red ones last. This program asks no model.
 """
 
 import bisect
+import contextlib
 import dataclasses
 import html
 import io
@@ -42,14 +43,12 @@ def main(cfg):
         raise ValueError(f"--out={out} is neither .html nor .svg")
     texts = []
     for _, row in runs.json_rows(io.BytesIO(runs.as_path(cfg.file).read_bytes())):
-        try:
+        with contextlib.suppress(ValueError, TypeError, KeyError):
             texts.append([(text, int(step), p) for text, step, p in row["steps"]])
-        except (ValueError, TypeError, KeyError):
-            raise ValueError(
-                f"{cfg.file} holds no steps; generate_dream.py --json --show_steps writes them"
-            ) from None
     if not any(texts):
-        raise ValueError(f"{cfg.file} is empty")
+        raise ValueError(
+            f"{cfg.file} holds no steps; generate_dream.py --json --show_steps writes them"
+        )
     runs.write(out, (animation(texts) if out.suffix == ".svg" else page(texts)).encode())
     print(f"{out}: {len(texts)} texts")
 

@@ -780,7 +780,7 @@ def broken(draw):
 @pytest.mark.slow
 def test_clients_that_misbehave_leave_the_server_as_it_was():
     draw = random.Random(0)
-    flags = f"--ckpt={ROOT / 'weights/pythoncoder'}", "--queue=128", "--warm"
+    flags = "--model=pythoncoder", "--queue=128", "--warm"
     with started(*flags) as (process, url), httpx.Client(timeout=120) as client:
         host, port = url.removeprefix("http://").split(":")
         body = {"prompt": PROMPT, "max_tokens": 400, "stream": True, "temperature": 1.5}

@@ -46,7 +46,7 @@ def test_a_file_without_steps_is_refused_in_one_line(tmp_path):
         assert "holds no steps" in refused_by(steps, f"--file={path}")
     for line in ("", "[]", "\n \n"):
         path.write_text(line)
-        assert "is empty" in refused_by(steps, f"--file={path}")
+        assert "holds no steps" in refused_by(steps, f"--file={path}")
     assert "neither" in refused_by(steps, f"--file={path}", "--out=x.png")
     with pytest.raises(FileNotFoundError):
         steps.main(steps.Config(str(tmp_path / "none.json")))
