@@ -320,7 +320,7 @@ def quantised(params, dtype=jnp.float32, bits=8):
 
 
 def test_a_run_of_another_family_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"holds none of dream, llada, .*: it is a PythonCoder$"):
+    with pytest.raises(ValueError, match=r"holds none of dream, llada, .*: it is a PythonCoder"):
         md.read_config(tmp_path, {"model": {"vocab": 48, "width": 32, "diff": "seed"}})
     with pytest.raises(ValueError, match=r"holds none of .*; is it of another version\?"):
         md.read_config(tmp_path, {"model": {"later": 3}})
