@@ -687,7 +687,7 @@ class Folder:
         total = getattr(self.cfg, f"{self.unit}s") or done
         line = f"{self.unit} {done:,}/{total:,}"
         if sys.stdout.isatty() and total:
-            line = f"{'█' * (10 * done // total):░<10} {line}"
+            line = f"[{'#' * (10 * done // total):.<10}] {line}"
         for name, value in row.items():
             shown = "  " + FORMS.get(name, f"{name} {{:.4g}}").format(value)
             if name != self.unit and len(line + shown) <= 100:

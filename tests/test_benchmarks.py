@@ -692,6 +692,7 @@ def test_the_end_token_of_a_model_ends_a_text_whatever_its_name(dream, tmp_path)
     folder = shutil.copytree(dream, tmp_path / "dream")
     new_tokenizer(folder / "tokenizer.json", ["<pad>", "<bos>", "</s>", "<unk>", "<|mask|>"])
     cfg = benchmarks.settle(benchmarks.Config(model="dream"))
+    assert cfg.out == "out/humaneval-dream"
     assert benchmarks.Dream(cfg, tasks.Ours(cfg), folder, 0).rule.eos_ids == (2,)
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 2, 9]}')
     assert benchmarks.Dream(cfg, tasks.Ours(cfg), folder, 0).rule.eos_ids == (2, 7, 9)

@@ -112,7 +112,8 @@ def test_an_error_of_ours_is_one_line_and_status_1(script, tmp_path):
     env |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}
     result = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path / "below", env=env)
     assert (result.returncode, result.stderr) == (1, "no 0.5\n")
-    says(script("open('nowhere/file')"), "nowhere/file")
+    assert script("open('no/file')").stderr == "no/file: No such file or directory\n"
+    says(script("import jax; jax.devices()", env=env | {"JAX_PLATFORMS": "nosuch"}), "'nosuch'")
     says(script("sys.modules['torch'] = None\nimport torch"), "pip install -r requirements-gpu.txt")
     says(script("pass", "--mend=2"), "--mend is gone: python extra/mend.py")
     says(script("print(1)", "--steps=0"), "--steps=0 is not in 1 .. 2147483647")
@@ -144,6 +145,7 @@ def test_help_is_the_docstring_and_the_comments_of_the_fields(script):
     ):
         assert text in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 40
+    assert script("pass", "--help", env=os.environ | {"COLUMNS": "1"}).stdout == result.stdout
     assert script("pass", "--step=1").returncode == 2  # a misspelt flag
 
 
@@ -327,6 +329,13 @@ def test_a_resumed_run_goes_on_after_its_checkpoint(tmp_path, capsys):
     assert steps == [1, 2, 3]
     assert (tmp_path / "tokenizer.json").read_bytes() == b"{}"
     assert (tmp_path / "samples.txt").read_bytes() == b"".join(samples[:2])
+
+
+def test_a_terminal_shows_a_bar(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with runs.Folder(Config(str(tmp_path))) as run:
+        run.log({"step": 3, "lr": 0.0013})
+    assert capsys.readouterr().out == "[###.......] step 3/9  lr 1.3e-03\n"
 
 
 def test_a_folder_without_a_checkpoint_begins_its_log_anew(tmp_path):

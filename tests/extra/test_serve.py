@@ -735,6 +735,7 @@ def test_a_port_in_use_a_folder_without_a_model_and_a_missing_package_are_one_li
         assert said in refused_by(serve, f"--port={port}")
     assert "--port=70000 is not in 0 .. 65535" in refused_by(serve, "--port=70000")
     assert "holds no checkpoint" in refused_by(serve, "--port=0", f"--ckpt={tmp_path}")
+    assert "holds an MDLM: python inf" in refused_by(serve, f"--ckpt={ROOT / 'weights/mdlm'}")
     (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError(\"No module named 'uvicorn'\")")
     without = os.environ | AS_A_USER | {"PYTHONPATH": str(tmp_path)}
     says(run("extra/serve.py", env=without), "uvicorn", "pip install -r requirements-serve.txt")
