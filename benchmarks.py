@@ -74,9 +74,7 @@ class Config:
     model: typing.Literal["pythoncoder", "dream"] = "pythoncoder"  # family of the checkpoint
     ckpt: str = ""  # folder of a run or of convert_weights.py; default: the last run, else weights/
     step: Natural = 0  # checkpoint to load; 0 takes the newest
-    out: str = (
-        ""  # folder of samples and results, resumed if it exists; default: out/<task>-<model>
-    )
+    out: str = ""  # folder of samples and results, to go on with; default: out/<task>-<model>
     tasks_file: str = ""  # the official file, or tasks in its form, .gz or not; default: download
     # MBPP: test, ids 11-510 (257 problems), or all 427; holes: which; default: the first
     split: typing.Literal[("", "test", "all", *tasks.INFILLING)] = ""

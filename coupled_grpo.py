@@ -11,7 +11,7 @@
 Reads a Dream (a folder of convert_weights.py, or a run of train_dream.py) and tasks: JSON lines of
 a "question" or a "prompt", and "test_cases". Writes --out: config.json, log.jsonl, rounds.jsonl
 (each completion with its rewards), checkpoints/<round>/, the tokenizer; with LoRA at the end also
-the adapters in peft's form, and merged/, a whole model. Several hosts train all weights, one LoRA.
+the adapters in peft's form, and merged/, a whole model. LoRA trains on one host alone.
 
 A round: --group completions of each of --tasks tasks, their rewards (sandbox.py), and --iterations
 updates, each over all of them under fresh masks (grpo.py). Random numbers are functions of (seed,
@@ -26,7 +26,7 @@ shuffled (bench/results/grpo_seeds.md).
 A forward pass of a rollout writes one token, or with --steps an equal share, or with --threshold
 all positions whose largest probability reaches it, whichever token is drawn. Learning makes the
 policy surer, so that by a threshold it writes more tokens at once, which are drawn independently
-and fit together less: by 0.9 the demo hardly gains. Over the whole canvas it loses, by any rule.
+and fit together less: by 0.9 the demo hardly gains. Over the whole canvas it loses, also by one.
 A Dream trained in blocks generates with its exact cache and is scored block by block, at twice
 the cost.
 
@@ -39,7 +39,7 @@ fall while the reward does not rise, give --threshold=0.
 DiffuCoder's own rollouts are --steps=256 --block_length=0. Its scores see the padding on the left,
 ours do not. It draws a mask rate for a micro-batch, we one for a group. It cuts long prompts, we
 drop them. It computes the KL divergence of groups of equal rewards, we drop such groups. It rewards
-text after <|im_end|>. A failed sandbox is a wrong answer. Its masks repeat after a hundred draws.
+text after <|im_end|>, and takes a failed sandbox for a wrong answer. Its masks repeat in the end.
 
 Letters: B sequences, L columns, C of them a completion, R rows of a micro-batch, F rewards.
 """

@@ -143,7 +143,7 @@ HIDDEN = "\ufdd0"  # a code point that Unicode keeps out of texts
 
 
 def check_family(folder, *expected):
-    """(family, config.json) of a model's folder, of the first one expected where nothing says which.
+    """(family, config.json) of a model's folder; the first of `expected` where it says none.
     ValueError with the right command for another family.
     """
     config = runs.read_about(folder, "config.json")

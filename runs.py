@@ -177,7 +177,7 @@ def resumed(config_class, folder, machine=()):
     try:
         return check(config_class(**values))
     except ValueError as error:
-        raise ValueError(f"{folder} holds a run of another script ({error})") from None
+        raise ValueError(f"{folder} holds a run of another script or version ({error})") from None
 
 
 def script(name, *flags):

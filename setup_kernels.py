@@ -24,7 +24,8 @@ except ImportError as error:
     sys.exit(f"{error}; the build needs: pip install pybind11 setuptools")
 
 if "--help" in sys.argv:
-    sys.exit(__doc__)
+    print(__doc__)
+    sys.exit()
 ROOT = Path(__file__).resolve().parent
 KERNELS = ("attention", "pointwise", "sampler")
 

@@ -87,7 +87,7 @@ class Config:
     seed: Natural = 0  # initial weights, row order, noise
 
 
-SMALLEST_TIME = 0.1  # in training: the NELBO's weights grow like 1 / t, and so does their noise
+SMALLEST_TIME = 0.1  # lowest mask rate t in training: the NELBO's weights grow like 1 / t
 KEEP = 2  # newest checkpoints
 
 
