@@ -63,9 +63,8 @@ FAMILIES = {"a Dream": batching.Dream, "a PythonCoder": batching.PythonCoder}
 @dataclasses.dataclass(frozen=True)
 class Config:
     ckpt: str = ""  # folder of a run or of convert_weights.py; "" is that in weights/
-    model: typing.Literal["dream", "pythoncoder"] = (
-        "dream"  # that of weights/ to serve without --ckpt
-    )
+    # that of weights/ to serve without --ckpt
+    model: typing.Literal["dream", "pythoncoder"] = "dream"
     int8: bool = False  # Dream's matrices in 8 bits, half the memory of bfloat16
     host: str = "127.0.0.1"  # address to listen at; 0.0.0.0 is open to the network
     # 0 takes a free one, printed when the model is read
