@@ -73,21 +73,23 @@ class Config:
     task: typing.Literal[(*tasks.MAKERS,)] = "humaneval"  # which benchmark
     model: typing.Literal["pythoncoder", "dream"] = "pythoncoder"  # family of the checkpoint
     ckpt: str = ""  # folder of a run or of convert_weights.py; default: the last run, else weights/
-    step: Natural = 0  # checkpoint to load; 0 takes the newest
+    n: Count = 1  # samples per problem
+    temperature: NonNegative | None = None  # 0 takes the argmax; default: 0, with --n 0.8
     out: str = ""  # folder of samples and results, to go on with; default: out/<task>-<model>
-    tasks_file: str = ""  # the official file, or tasks in its form, .gz or not; default: download
+    # ---- the problems
+    problems: Natural = 0  # only the first N problems; 0 takes all
     # MBPP: test, ids 11-510 (257 problems), or all 427; holes: which; default: the first
     split: typing.Literal[("", "test", "all", *tasks.INFILLING)] = ""
-    problems: Natural = 0  # only the first N problems; 0 takes all
+    tasks_file: str = ""  # the official file, or tasks in its form, .gz or not; default: download
     samples: str = ""  # score the texts of this JSON-lines file; no model is loaded
-    n: Count = 1  # samples per problem
     k: tuple[Count, ...] = ()  # report pass@k for these; default: 1 and n
-    temperature: NonNegative | None = None  # 0 takes the argmax; default: 0, with --n 0.8
+    watch: bool = False  # show progress (pass@1, time left) even without a terminal
+    # ---- sampling
     top_p: TopP | None = None  # nucleus sampling; default: 0.95, holes 1
     max_new: Natural = 0  # new tokens at most, masks of a hole; default: 512, holes 64
     batch_size: Count = 16  # texts generated at a time
+    step: Natural = 0  # checkpoint to load; 0 takes the newest
     seed: Natural = 0  # random seed of generation
-    watch: bool = False  # show progress (pass@1, time left) even without a terminal
     dream: DreamFlags = DreamFlags()
     sandbox: SandboxFlags = SandboxFlags()
 

@@ -23,12 +23,10 @@ times as long. In twelve seeds of the demo the reward of held-out tasks rises by
 scores, by 0.071 with coupled ones, and falls by 0.074 with path scores whose advantages are
 shuffled (bench/results/grpo_seeds.md).
 
-A forward pass of a rollout writes one token, or with --steps an equal share, or with --threshold
-all positions whose largest probability reaches it, whichever token is drawn. Learning makes the
-policy surer, so that by a threshold it writes more tokens at once, which are drawn independently
-and fit together less: by 0.9 the demo hardly gains. Over the whole canvas it loses, also by one.
-A Dream trained in blocks generates with its exact cache and is scored block by block, at twice
-the cost.
+A forward pass of a rollout writes one token, with --steps an equal share, with --threshold all
+positions whose largest probability reaches it. Learning makes the policy surer, so that by a
+threshold it writes more tokens at once, drawn independently: by 0.9 the demo hardly gains. Over the
+whole canvas it loses. A Dream trained in blocks is scored block by block, at twice the cost.
 
 A line shows a round's mean reward, length and forward passes, the shares of completions that ended
 and that repeat one of their group, and of groups with equal rewards, which teach nothing.
@@ -79,23 +77,24 @@ class Config:
     preset: typing.Literal["demo", "7b"] = "demo"  # sets the flags whose default is None
     ckpt: str = str(DEMO)  # folder of the model to train
     prompts: str = str(DEMO / "tasks")  # tasks: a JSONL file, or a folder with train.jsonl
-    heldout: tuple[str, ...] = ()  # JSONL files to evaluate on; default: the others in the folder
     out: str = "out/grpo"  # folder of the run
     resume: str = ""  # folder of a run to go on with, by its settings; "" starts anew
     rounds: Natural | None = None  # rounds of the whole run; 0: one epoch
-    tasks: Count | None = None  # tasks per round
-    # completions per task, GRPO's group
-    group: typing.Annotated[int, (2, 1_000_000)] | None = None
-    iterations: Count | None = None  # updates per round
-    micro_batch: Natural = 0  # completions per backward pass, all devices together; 0: the preset's
-    generation_batch: Natural = 0  # completions generated at a time; 0: the preset's
-    max_prompt: Count | None = None  # prompt tokens; tasks with longer prompts are left out
+    # ---- generation
     max_new: Count | None = None  # tokens of a completion
+    max_prompt: Count | None = None  # prompt tokens; tasks with longer prompts are left out
     temperature: Positive = 1.0  # sampling temperature
     block_length: Natural | None = None  # block size of cached generation; 0: whole canvas
     # fill each position whose largest probability reaches it; 0: one position a forward pass
     threshold: Share | None = None
     steps: Natural = 0  # forward passes of a completion, equally many tokens each; 0: --threshold
+    generation_batch: Natural = 0  # completions generated at a time; 0: the preset's
+    # ---- training
+    tasks: Count | None = None  # tasks per round
+    # completions per task, GRPO's group
+    group: typing.Annotated[int, (2, 1_000_000)] | None = None
+    iterations: Count | None = None  # updates per round
+    micro_batch: Natural = 0  # completions per backward pass, all devices together; 0: the preset's
     # a token's log-probability under coupled masks, or on the canvases of the sampler's path
     score: typing.Literal["coupled", "path"] | None = None
     lr: Positive | None = None  # peak learning rate, then a cosine to a tenth of it
@@ -105,13 +104,16 @@ class Config:
     reward_weights: typing.Annotated[tuple[float, ...], (-1e9, 1e9)] | None = None
     lora_rank: Natural = 0  # rank of LoRA adapters; 0 trains all weights
     base_bits: typing.Literal[0, 8, 4] = 0  # with LoRA: bits of frozen matrices; 0: not quantised
-    eval_every: Count | None = None  # rounds between evaluations; each saves a checkpoint
+    seed: Natural = 0  # of tasks, completions and masks
+    # ---- evaluation and logs
     eval_tasks: Count = 96  # held-out tasks of each file
+    eval_every: Count | None = None  # rounds between evaluations; each saves a checkpoint
+    heldout: tuple[str, ...] = ()  # JSONL files to evaluate on; default: the others in the folder
+    wandb: str = ""  # project name; "" logs to files alone
+    # ---- the machine
+    hosts: str = ""  # "": one host; auto: TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX
     runner: str = "local"  # sandbox: this machine; e2b: E2B's cloud; HOST:PORT: an Open-R1 router
     allow_unsafe: bool = False  # run programs even where the machine offers no safe sandbox
-    wandb: str = ""  # project name; "" logs to files alone
-    hosts: str = ""  # "": one host; auto: TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX
-    seed: Natural = 0  # of tasks, completions and masks
 
 
 PRESETS = {  # of each flag whose default is None: its value in demo, and in 7b
@@ -761,9 +763,7 @@ def gains(cfg, log):
 
 
 def completion_lines(done, cfg, batch, reward_BF, advantages):
-    """The lines of rounds.jsonl: each completion with its rewards; null where a reward is not
-    known.
-    """
+    """The lines of rounds.jsonl: each completion with its rewards, null where one is not known."""
     lines = ""
     for i, task in enumerate(batch.rows):
         values = [None if math.isnan(x) else x for x in reward_BF[i].tolist()]

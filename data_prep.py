@@ -81,6 +81,7 @@ class Shards:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Documents(Shards):
+    # ---- rows
     vocab_size: VocabSize = 8192  # size of a new tokenizer: 256 bytes, 5 special tokens, merges
     rows: typing.Literal["packed", "padded"] = "padded"  # for PythonCoder and Dream | for MDLM
     # fraction of the training documents rearranged for fill-in-the-middle, in packed rows
@@ -91,6 +92,7 @@ class Documents(Shards):
 class Python(Documents):
     """Python files, rows of a column or a data set; by default this Python's standard library."""
 
+    # ---- sources
     roots: tuple[str, ...] = ()  # folders that are searched for .py files, or files
     rows: typing.Literal["packed", "padded"] = "packed"  # for PythonCoder and Dream | for MDLM
     max_bytes: Count = 1_000_000  # larger files are dropped
@@ -561,9 +563,7 @@ def load_vocabulary(data, cfg):
 
 
 def tokenizer_json(path):
-    """Bytes of a tokenizer.json, with the tokens that files beside it name. ValueError for another
-    file.
-    """
+    """Bytes of a tokenizer.json with the tokens of files beside it. ValueError for another file."""
     path = runs.as_path(path)
     named = runs.read_tokenizer(path)
     data = path.read_bytes()

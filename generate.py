@@ -45,33 +45,36 @@ for name in "threshold steps block_length cache chat valid int8 int4 schedule re
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    # folder of a model; "" is out/train_tpu, or weights/pythoncoder where that holds none
-    ckpt: str = ""
-    step: Natural = 0  # which checkpoint of a run; 0 takes the newest
     # text to continue, \n for a new line (not needed after def f(): or """); "" asks for one
     prompt: str = ""
-    suffix: str = ""  # text that follows: fill in the middle, by a model trained with --fim_rate
+    # folder of a model; "" is out/train_tpu, or weights/pythoncoder where that holds none
+    ckpt: str = ""
     # JSON lines with "prompt" and perhaps "suffix", generated as a batch; - reads standard input
     file: str = ""
     n: Count = 1  # completions of each prompt
-    # run the prompt's >>> examples in sandbox.py on its completions; print the first that passes
-    check: bool = False
     # tokens at most; unset: 128, or fewer by the model's generation_config.json
     max_new: Count | None = None
     temperature: NonNegative = 0.6  # 0 takes the argmax
-    top_k: Natural = 0  # draw from the k likeliest tokens; 0 draws from all
-    top_p: TopP = 0.95  # draw from the smallest set of this probability
+    # ---- the prompt
+    suffix: str = ""  # text that follows: fill in the middle, by a model trained with --fim_rate
     stop: tuple[str, ...] = ()  # strings that end a completion and are cut off, \n for a new line
     raw: bool = False  # take --prompt, --suffix, --stop as they are: no \n, no line break appended
-    speculate: bool = True  # draft every second token with the MTP head
+    # run the prompt's >>> examples in sandbox.py on its completions; print the first that passes
+    check: bool = False
+    # ---- sampling
+    top_k: Natural = 0  # draw from the k likeliest tokens; 0 draws from all
+    top_p: TopP = 0.95  # draw from the smallest set of this probability
     no_repeat_ngram: Natural = 6  # no n-gram of this length occurs twice; 0: off
+    speculate: bool = True  # draft every second token with the MTP head
+    seed: Natural = 0  # of every random draw
+    # ---- output and machine
     show_steps: bool = False  # in a terminal: drafts in green or red, then tokens by probability
     json: bool = False  # print one JSON line per completion instead of text
+    step: Natural = 0  # which checkpoint of a run; 0 takes the newest
     # of weights; "" is float32 on a CPU if it fits, else 16 bits
     dtype: typing.Literal["", "bfloat16", "float32"] = ""
     devices: Natural = 0  # number of the machine's devices to use; 0 takes all
     compile_cache: str = "~/.cache/unmask"  # folder of compiled programs, for later runs; "": none
-    seed: Natural = 0  # of every random draw
 
 
 def main(cfg):

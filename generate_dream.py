@@ -55,24 +55,29 @@ MOVED["repair"] = "python extra/repair.py"
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    # folder of a model; "" is out/train_dream, or weights/dream where that holds none
-    ckpt: str = ""
     # text to continue, \n for a new line (not needed after def f(): or """); "" asks for one
     prompt: str = ""
-    suffix: str = ""  # text that follows: the middle is filled
+    # folder of a model; "" is out/train_dream, or weights/dream where that holds none
+    ckpt: str = ""
     # JSON lines with "prompt" and perhaps "suffix"; - reads standard input
     file: str = ""
     n: Count = 1  # completions of each prompt
-    # run the prompt's >>> examples in sandbox.py on its completions; print the first that passes
-    check: bool = False
     # tokens at most; unset: 256, or fewer by the model's generation_config.json
     max_new: Count | None = None
     temperature: NonNegative = 0.2  # 0 takes the argmax
-    top_p: TopP = 0.95  # draw from the smallest set of this probability
+    # ---- the prompt
+    suffix: str = ""  # text that follows: the middle is filled
     stop: tuple[str, ...] = ()  # strings that end a completion and are cut off, \n for a new line
     # take texts as they are: no \n escapes, no line break appended, [MASK] is text
     raw: bool = False
-
+    # run the prompt's >>> examples in sandbox.py on its completions; print the first that passes
+    check: bool = False
+    # chat template; auto: by model name, off with --check, --valid
+    chat: typing.Literal["auto", "on", "off"] = "auto"
+    system: str = ""  # system turn of the chat template, \n for a new line
+    bos: bool = False  # begin plain text with <|beginoftext|>, as Dream-Base's evaluation
+    # ---- sampling
+    top_p: TopP = 0.95  # draw from the smallest set of this probability
     # denoising steps, for a Dream of blocks those of a block; 0: one for each token
     steps: Natural = 0
     # fill blocks of this length from left to right; 0 takes the whole canvas
@@ -87,25 +92,20 @@ class Config:
     entropy_bound: NonNegative = 0.0
     # with blocks: keep keys and values while a block is filled
     cache: typing.Literal["", "prefix", "dual"] = ""
-    batch_size: Count = 8  # texts that are filled together
-
-    # chat template; auto: by model name, off with --check, --valid
-    chat: typing.Literal["auto", "on", "off"] = "auto"
-    system: str = ""  # system turn of the chat template, \n for a new line
-    bos: bool = False  # begin plain text with <|beginoftext|>, as Dream-Base's evaluation
     # constrain the text to a valid prefix of a Python program
     valid: typing.Literal["", "python"] = ""
-
+    batch_size: Count = 8  # texts that are filled together
+    seed: Natural = 0  # of every random draw
+    # ---- output and machine
+    json: bool = False  # print one JSON line per completion instead of text
     # show each step, in a terminal red to green by probability; with --json: record the steps
     show_steps: bool = False
-    json: bool = False  # print one JSON line per completion instead of text
     int8: bool = False  # matrices in 8 bits, half the memory of bfloat16
     int4: bool = False  # matrices of the layers in 4 bits, a third of the memory of bfloat16
     # of weights; "" is float32 on a CPU if it fits, else 16 bits
     dtype: typing.Literal["", "bfloat16", "float32"] = ""
     devices: Natural = 0  # number of the machine's devices to use; 0 takes all
     compile_cache: str = "~/.cache/unmask"  # folder of compiled programs, for later runs; "": none
-    seed: Natural = 0  # of every random draw
 
 
 def main(cfg):

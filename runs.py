@@ -10,16 +10,15 @@ checkpoints.py) or step_<n>/ (PyTorch, in safetensors). This file writes no chec
 neither JAX nor PyTorch. It also reads the tokenizer in a model's folder.
 """
 
-import codecs
 import contextlib
 import dataclasses
 import fcntl
 import gzip
+import inspect
 import io
 import json
 import os
 import re
-import select
 import shlex
 import shutil
 import signal
@@ -50,7 +49,7 @@ ROLES = "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_to
 # ---- the command line --------------------------------------------------------------------------
 
 
-def command(main, config_class, doc, machine=(), moved=None):
+def command(main, config_class, doc, machine=(), moved=()):
     """Run main(config) by tyro: flags are the fields of the dataclass, their comments the help.
 
     An error of ours or of the system becomes one line and status 1. What a library raises is a bug:
@@ -63,24 +62,19 @@ def command(main, config_class, doc, machine=(), moved=None):
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None: it was closed
     status = 0
     try:
-        main(parse(config_class, doc, machine, moved or {}))
+        main(parse(config_class, doc, machine, moved))
         sys.stdout.flush()
     except KeyboardInterrupt:
         status = 130
-    except BrokenPipeError as error:
-        poll = select.poll()
-        poll.register(sys.stdout, 0)
+    except BrokenPipeError:
         status = 141  # silently, as SIGPIPE ends other programs
-        if not poll.poll(0):  # it is of another pipe, or of a socket
-            print(error, file=sys.__stderr__)
-            status = 1
     except Exception as error:
         here = Path(__file__).resolve().parent
         source = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        folders = (here, here / "bench", here / "extra")
-        ours = source.is_file() and source.resolve().parent in folders
-        devices = source.name == "xla_bridge.py"  # JAX finds none, or not that of JAX_PLATFORMS
-        if sys.flags.dev_mode or not (ours or devices or isinstance(error, OSError)):
+        ours = source.resolve().parent in (here, here / "bench", here / "extra")
+        expected = ours or isinstance(error, OSError)
+        # xla_bridge.py: JAX finds no device, or not that of JAX_PLATFORMS
+        if sys.flags.dev_mode or (not expected and source.name != "xla_bridge.py"):
             raise
         message = str(error) or repr(error)
         if isinstance(error, OSError) and error.filename:
@@ -99,8 +93,9 @@ def command(main, config_class, doc, machine=(), moved=None):
 
 def lacks_memory(error):
     """Whether an error says that memory ran out, of JAX, PyTorch or the machine; Orbax wraps it."""
-    said = "RESOURCE_EXHAUSTED|out of memory|allocate memory|ALLOC_FAILED"
-    return isinstance(error, MemoryError) or re.search(said, str(error), re.I)
+    return isinstance(error, MemoryError) or re.search(
+        "RESOURCE_EXHAUSTED|out of memory|allocate memory|ALLOC_FAILED", str(error), re.I
+    )
 
 
 @contextlib.contextmanager
@@ -121,27 +116,41 @@ def parse(config_class, doc, machine, moved):
     for i, argument in enumerate(sys.argv):
         flag, _, value = argument.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
-        if name != flag and name in moved:
+        if name in moved:
             raise ValueError(f"--{name} is gone: {moved[name]}")
         if value.startswith("~/"):  # shells leave it there
             sys.argv[i] = f"{flag}={os.path.expanduser(value)}"
+    form = {"use_underscores": True, "config": (tyro.conf.OmitArgPrefixes,)}
     if "--help" in sys.argv or "-h" in sys.argv:
-        columns = max(shutil.get_terminal_size().columns, 40)
-        os.environ["COLUMNS"] = str(columns)  # tyro never ends where a terminal has one
-        print_manual(doc, columns)
-    form = {"description": "", "config": (tyro.conf.OmitArgPrefixes,)}
+        print_help(config_class, doc, form)
     cfg = tyro.cli(config_class, **form)
     if getattr(cfg, "resume", ""):
         cfg = tyro.cli(config_class, default=resumed(config_class, cfg.resume, machine), **form)
     return check(cfg)
 
 
-def print_manual(doc, columns):
-    """Print a docstring; its paragraphs are broken between words, which tyro does not do."""
+def print_help(config_class, doc, form):
+    """Print a docstring, its paragraphs broken between words, and tyro's list of flags under the
+    headings in its Config, comments that begin with ----. tyro exits.
+    """
+    import tyro
+
+    columns = min(max(shutil.get_terminal_size().columns, 40), 100)
+    os.environ["COLUMNS"] = str(columns)  # tyro never ends where a terminal has one
     for paragraph in doc.strip().split("\n\n"):
         if not paragraph.startswith(" "):
             paragraph = textwrap.fill(paragraph, columns)
         print(f"{paragraph}\n")
+    shown = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(shown):
+            tyro.cli(config_class, **form)
+    finally:
+        flags = shown.getvalue()
+        source = inspect.getsource(sys.modules[config_class.__module__])
+        for title, name in re.findall(r"    # ---- (.+)\n    (\w+):", source):
+            flags = re.sub(rf"^(?=  --{name}\b)", f"\n {title}\n", flags, flags=re.M)
+        print(flags)
 
 
 def check(cfg):
@@ -205,7 +214,7 @@ def as_path(name):
 
         return epath.Path(name)
     path = Path(name)
-    if path.exists() and not (path.is_file() or path.is_dir()):
+    if path.exists() and not path.is_file() and not path.is_dir():
         raise ValueError(f"{name} is no regular file")
     return path
 
@@ -247,8 +256,7 @@ def json_rows(file):
     lines = False  # whether the first line has shown that there is an object a line
     try:
         for number, line in enumerate(file, 1):
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
+            line = line.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
             if not line.strip():
                 continue
             value = None
@@ -458,13 +466,12 @@ def read_tokenizer(path, vocab=2**31):
         raise ValueError(
             f"{path} cannot be read ({error}); put the tokenizer.json of the model there"
         ) from None
-    added = add_named_tokens(tokenizer, path.parent)
+    add_named_tokens(tokenizer, path.parent)
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= vocab:
-        beside = " with the tokens that the files beside it name" if added else ""
         raise ValueError(
-            f"{path}{beside} does not fit: its ids reach {largest:,}, the model has {vocab:,}; "
-            "copy its own there"
+            f"{path} does not fit: its ids, with those of the files beside it, reach {largest:,}, "
+            f"the model has {vocab:,}; copy its own there"
         )
     return tokenizer
 
@@ -589,16 +596,15 @@ class Folder:
         self.asked_at = None  # when it came
 
     def __enter__(self):
-        source = as_path(self.cfg.resume or self.out)
-        goes_on = self.cfg.resume and source.resolve() == self.out.resolve()
+        goes_on = self.cfg.resume and as_path(self.cfg.resume).resolve() == self.out.resolve()
         if saved_steps(self.out) and not goes_on:
             raise FileExistsError(
                 f"{self.out} already holds a run: --resume={self.out}, or choose another --out"
             )
-        for folder in (source, self.out):
-            if (folder / SAVED).exists() and not saved_steps(folder):
-                advice = "choose another --out, without --resume"
-                raise FileNotFoundError(f"the checkpoints of {folder} are gone; {advice}")
+        if (self.out / SAVED).exists() and not saved_steps(self.out):
+            raise FileNotFoundError(
+                f"the checkpoints of {self.out} are gone; choose another --out, without --resume"
+            )
         for name in ("meta.json", "bundle.json", "model*.safetensors*"):
             for path in self.out.glob(name):
                 raise FileExistsError(
@@ -686,7 +692,7 @@ class Folder:
         done = row[self.unit]
         total = getattr(self.cfg, f"{self.unit}s") or done
         line = f"{self.unit} {done:,}/{total:,}"
-        if sys.stdout.isatty() and total:
+        if sys.stdout.isatty():
             line = f"[{'#' * (10 * done // total):.<10}] {line}"
         for name, value in row.items():
             shown = "  " + FORMS.get(name, f"{name} {{:.4g}}").format(value)
@@ -776,8 +782,9 @@ def check_resumed(saved, ours, where, fixed, unit="step"):
             f"{where} was trained on other data; pass its --data, or start anew with another --out"
         )
     if Path(where).name.removeprefix("step_") != str(saved[unit]):
-        advice = "rename it, or delete it to use the one before"
-        raise ValueError(f"{where} holds {unit} {saved[unit]}; {advice}")
+        raise ValueError(
+            f"{where} holds {unit} {saved[unit]}; rename it, or delete it to use the one before"
+        )
     if changed:
         print(f"changed since {where}:", ", ".join(changed))
 

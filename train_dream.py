@@ -52,8 +52,10 @@ class Config:
     data: str = ""  # folder of rows from data_prep.py; default: the Python standard library
     out: str = "out/train_dream"  # folder of the run
     resume: str = ""  # folder of a run to continue, with its settings, not those of devices
-    eval_only: str = ""  # folder of a model to score on held-out rows, instead of training
     model: str = ""  # preset, see CONFIGS in model_dream.py; default: tiny, or the model of --init
+    steps: Natural = 0  # optimizer steps; 0: from --epochs
+    batch_size: Natural = 0  # rows of a step, all devices; 0: by the data, 4,096 tokens on a CPU
+    # ---- the model
     init: str = ""  # folder of a Dream to start from, converted or trained here
     lora_rank: Natural = 0  # with --init: rank of LoRA's adapters; 0: train all weights
     base_bits: Literal[0, 8, 4] = 0  # with --lora_rank: bits of the frozen matrices; 0: --dtype
@@ -62,27 +64,28 @@ class Config:
     block_length: Natural = 0  # tokens of a block, which sees those before it; 0: as --init
     block_warmup: Natural = 0  # steps in which the block size grows 1, 2, 4, .. to --block_length
     seq_len: Natural = 0  # tokens per row; 0: that of the data, else at most 2048
-    batch_size: Natural = 0  # rows of a step, all devices; 0: by the data, 4,096 tokens on a CPU
+    # ---- training
     epochs: Positive = 4.0  # passes over the training rows; sets --steps
-    steps: Natural = 0  # optimizer steps; 0: from --epochs
-    # peak learning rate; 0: 3e-4 sqrt(1.5e9 / parameters), at most 3e-3; a tenth with --init,
-    # unless with --lora_rank
+    # peak; 0: 3e-4 sqrt(1.5e9 / parameters), at most 3e-3; a tenth with --init without LoRA
     lr: NonNegative = 0.0
     warmup: Natural = 0  # steps of linear warm-up; 0: 2000, or a tenth of a shorter run
     optimizer: Literal["", "adamw", "muon"] = ""  # default: muon below 100 M without --init
     dtype: Literal["", "bfloat16", "float32"] = ""  # of the computation; parameters: float32
     remat: Literal["none", "qkvo", "full"] = "qkvo"  # what the backward pass recomputes
+    seed: Natural = 0  # initial weights, row order, noise
+    # ---- the machine
     micro_batch: Natural = 0  # rows per device and forward pass; 0: by model
     fsdp: Natural = 0  # devices that share one copy of the weights; 0: all devices / --tensor
     tensor: Count = 1  # devices that share each layer's heads, feed-forward and vocabulary
     device: Literal["", "cpu"] = ""  # "cpu": even if the machine has an accelerator
     hosts: str = ""  # "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process
-    log_every: Count = 10  # steps between rows of the log
-    eval_every: Natural = 0  # steps between scores, samples, checkpoints; 0: a tenth, 50 to 1000
-    eval_rows: Count = 512  # held-out rows per evaluation, at most
-    wandb: str = ""  # project name at Weights & Biases; default: log to files only
     compile_cache: str = "~/.cache/unmask"  # folder of compiled programs; "" compiles anew
-    seed: Natural = 0  # initial weights, row order, noise
+    # ---- evaluation and logs
+    eval_rows: Count = 512  # held-out rows per evaluation, at most
+    eval_only: str = ""  # folder of a model to score on held-out rows, instead of training
+    eval_every: Natural = 0  # steps between scores, samples, checkpoints; 0: a tenth, 50 to 1000
+    log_every: Count = 10  # steps between rows of the log
+    wandb: str = ""  # project name at Weights & Biases; default: log to files only
 
 
 CLIP = 1.0  # maximum global gradient norm
@@ -113,8 +116,7 @@ METRICS = "loss lr grad_norm ok".split()  # in the order of the log; jit returns
 def settle(cfg, devices, data=None, mask_id=None):
     """(cfg without a default left, architecture, md.Compute, mesh), by the devices and the data.
 
-    data are the training rows, None endless data; mask_id is that of a Dream from scratch. Prints
-    and configures nothing.
+    data are the training rows, None endless data; mask_id is that of a Dream from scratch. Pure.
     """
     device = devices[0]
     on_cpu = device.platform == "cpu"
@@ -741,9 +743,7 @@ def sums_of(graph, rows, draws, params, batch, row_B, bytes_V):
 
 
 def score(model, heldout, count, size, mesh, tokenizer, draws=4):
-    """Nats per token that can be masked, bits per byte and their standard error over `draws` draws
-    of the noise, of `count` held-out rows, `size` at a time.
-    """
+    """(nats per maskable token, bits per byte, their standard error over `draws`), of `count` rows."""
     count = min(count, heldout.total)
     if not count:
         return {}

@@ -55,36 +55,39 @@ class Config:
     data: str = ""
     out: str = "out/train_gpu"  # folder of the run
     resume: str = ""  # folder of a run to continue, with its settings
-    eval_only: str = ""  # folder of a run or a model to score on held-out rows, instead of training
     model: typing.Literal[tuple(mdlm.CONFIGS)] = "tiny"  # preset, see CONFIGS in model_mdlm.py
+    steps: Count = 20_000  # optimizer steps
+    batch_size: Count = 64  # rows per optimizer step, all devices together
+    # ---- the model
+    seq_len: Natural = 0  # tokens per row; 0: that of the data
     tie: bool = False  # share the embedding with the head, for fewer parameters
     rope: bool = True  # rotary positions (RoPE); off: learned embeddings
-    seq_len: Natural = 0  # tokens per row; 0: that of the data
-    batch_size: Count = 64  # rows per optimizer step, all devices together
-    # rows per device and forward pass; 0: all of a GPU's, up to 16 on a CPU
-    micro_batch: Natural = 0
-    steps: Count = 20_000  # optimizer steps
-    # nelbo: a bound on the likelihood; uniform: every masked token counts alike
-    loss: typing.Literal["nelbo", "uniform"] = "nelbo"
+    dropout: Share = 0.0  # on the output of each residual branch
+    # ---- training
     optimizer: typing.Literal["muon", "adamw"] = "muon"  # of the blocks' matrices; the rest: AdamW
     lr: Positive = 1e-3  # peak learning rate of AdamW
     muon_lr: Positive = 0.02  # peak learning rate of Muon
     # steps of linear warm-up, at most a tenth of the run; then a cosine to a tenth of the peak
     warmup: Natural = 1000
+    # nelbo: a bound on the likelihood; uniform: every masked token counts alike
+    loss: typing.Literal["nelbo", "uniform"] = "nelbo"
     weight_decay: NonNegative = 0.1  # of matrices and embeddings; biases and norms have none
     clip: Positive = 1.0  # maximum global gradient norm
-    dropout: Share = 0.0  # on the output of each residual branch
     ema: Share = 0.999  # EMA decay, warmed up; 0 disables averaging
     # number type of matmuls; default: the fastest on the device
     dtype: typing.Literal["", "bfloat16", "float16", "float32"] = ""
     compile: bool = True  # use torch.compile; off runs op by op, for debugging
-    eval_every: Natural = 0  # steps between evaluations, each with sample, checkpoint; 0: ten a run
+    # rows per device and forward pass; 0: all of a GPU's, up to 16 on a CPU
+    micro_batch: Natural = 0
+    seed: Natural = 0  # initial weights, row order, noise
+    # ---- evaluation and logs
     eval_rows: Count = 512  # held-out rows per evaluation, at most
+    eval_only: str = ""  # folder of a run or a model to score on held-out rows, instead of training
+    eval_every: Natural = 0  # steps between evaluations, each with sample, checkpoint; 0: ten a run
     eval_draws: Count = 8  # with --eval_only: noise draws, each a pass over the held-out rows
     # steps between rows of the log; torchrun's processes see signals only then, and have 30 s
     log_every: Count = 10
     wandb: str = ""  # project name at Weights & Biases; default: log to files only
-    seed: Natural = 0  # initial weights, row order, noise
 
 
 SMALLEST_TIME = 0.1  # lowest mask rate t in training: the NELBO's weights grow like 1 / t

@@ -54,9 +54,13 @@ class Config:
     out: str = "out/train_tpu"  # folder of the run
     # folder of a run to continue, with its settings, not those of devices (--fsdp, --hosts, ..)
     resume: str = ""
-    eval_only: str = ""  # folder of a model to score on held-out rows, instead of training
     # preset, see CONFIGS in model_pythoncoder.py; default: the largest that memory and data allow
     model: str = ""
+    steps: Natural = 0  # optimizer steps; 0: from --epochs
+    # rows of a step, all devices; 0: 8,192 to 131,072 tokens by the data, 4,096 on a CPU
+    batch_size: Natural = 0
+    # ---- the model
+    seq_len: Natural = 0  # tokens per row; 0: that of the data, else the model's, at most 2048
     # differential attention: floored | as published | DIFF V2 | none, plain attention
     diff: Literal["seed", "paper", "v2", "none"] = "seed"
     # standard deviation of new matrices: by fan-in | 0.02; default: the preset's
@@ -65,17 +69,15 @@ class Config:
     dropout: typing.Annotated[float, (0, 0.99)] | None = None
     # weight of the multi-token-prediction loss (the token after the next)
     mtp_weight: NonNegative = 0.1
-    # tokens per row; 0: that of the data, else the model's positions, at most 2048
-    seq_len: Natural = 0
-    # rows of a step, all devices; 0: 8,192 to 131,072 tokens by the data, 4,096 on a CPU
-    batch_size: Natural = 0
+    # ---- training
     epochs: Positive = 4.0  # passes over the training rows; sets --steps
-    steps: Natural = 0  # optimizer steps; 0: from --epochs
     lr: NonNegative = 0.0  # peak learning rate; 0: 3e-4 sqrt(1.5e9 / parameters), at most 3e-3
     warmup: Natural = 0  # steps of linear warm-up; 0: 2000, or a tenth of a shorter run
     optimizer: Literal["", "adamw", "muon"] = ""  # default: muon below 100 M parameters
     # number type of the computation; parameters are float32
     dtype: Literal["", "bfloat16", "float32"] = ""
+    seed: Natural = 0  # initial weights, row order, dropout
+    # ---- the machine
     micro_batch: Natural = 0  # rows per device and forward pass; 0: by model and memory
     fsdp: Natural = 0  # devices that share one copy of the weights; 0: all devices / --tensor
     tensor: Count = 1  # devices that share each layer's heads, feed-forward and vocabulary
@@ -83,13 +85,14 @@ class Config:
     device: Literal["", "cpu"] = ""
     # "auto" on TPU pods, SLURM, MPI; or ADDRESS:PORT,COUNT,INDEX of this process; default: one host
     hosts: str = ""
-    log_every: Count = 10  # steps between rows of the log
+    compile_cache: str = "~/.cache/unmask"  # folder of compiled programs; "" compiles anew
+    # ---- evaluation and logs
+    eval_rows: Count = 512  # held-out rows per evaluation, at most
+    eval_only: str = ""  # folder of a model to score on held-out rows, instead of training
     # steps between evaluations, each with a sample and checkpoint; 0: steps / 10, 50 to 1000
     eval_every: Natural = 0
-    eval_rows: Count = 512  # held-out rows per evaluation, at most
+    log_every: Count = 10  # steps between rows of the log
     wandb: str = ""  # project name at Weights & Biases; default: log to files only
-    compile_cache: str = "~/.cache/unmask"  # folder of compiled programs; "" compiles anew
-    seed: Natural = 0  # initial weights, row order, dropout
 
 
 CLIP = 1.0  # maximum global gradient norm
