@@ -156,16 +156,11 @@ def text_of(name):
 
 
 JAIL = {name: text_of(f"jail/{name}.py") for name in ("boot", "wire", "inside", "remote")}
-
-
-@functools.lru_cache(8)
-def compiled(name, text):
-    return compile(text, f"<jail.{name}>", "exec")
-
+CODE = {name: compile(text, f"<jail.{name}>", "exec") for name, text in JAIL.items()}
 
 # This process writes and reads values, too. Nothing else of jail/ runs in it.
 values = types.ModuleType("jail.wire")
-exec(compiled("wire", JAIL["wire"]), values.__dict__)
+exec(CODE["wire"], values.__dict__)
 
 
 # ---- verdicts ------------------------------------------------------------------------------------
@@ -237,7 +232,7 @@ class Template:
         self.folder = ""
         if not settings["namespaces"]:
             self.folder = f"{tempfile.gettempdir()}/sandbox-{secrets.token_hex(8)}"
-        modules = [(f"jail.{name}", compiled(name, JAIL[name])) for name in ("wire", "inside")]
+        modules = [(f"jail.{name}", CODE[name]) for name in ("wire", "inside")]
         settings = json.dumps(settings | {"folder": self.folder})
         self.messages = [marshal.dumps(modules), settings.encode()]
         # nothing of our environment, which may hold keys; -I and -S keep our settings and packages
@@ -378,8 +373,8 @@ class Local:
                 "this machine cannot confine a program: it needs seccomp, and namespaces or "
                 "Landlock 3; use --runner=e2b, or --allow_unsafe if nothing can be lost"
             )
-        self.settings = dataclasses.asdict(options)
-        self.settings |= {"namespaces": found["namespaces"], "packages": PACKAGES}
+        own = {"namespaces": found["namespaces"], "packages": PACKAGES}
+        self.settings = dataclasses.asdict(options) | own
         self.all = []
         self.free = []  # those that run nothing
         self.closed = False
@@ -610,12 +605,11 @@ def parses(sources, **options):
     """Whether each text is Python, by a parser in the sandbox: None where the sandbox failed."""
     settings = Options(**options)
     workers = workers_of(settings)
-    program_s = settings.timeout_s * len(sources) + 30
     tests = [Probe(PARSE.format(source)) for source in sources]
     results = run_tests(
         ["import ast, warnings\nwarnings.simplefilter('ignore')"] * workers,
         [tests[i::workers] for i in range(workers)],
-        **options | {"program_s": program_s, "allow_unsafe": True},
+        **options | {"program_s": settings.timeout_s * len(sources) + 30, "allow_unsafe": True},
     )
     good = [None] * len(sources)
     for i, result in enumerate(results):
@@ -700,10 +694,8 @@ def find_reward(name):
 
 def score(rows, rewards, **options):
     """Rewards of completions, a list for each row, nan for None; rewards are {name: function}.
-    Equal ones run once.
-
-    Rows hold "text", the completion, "test_cases", "tokens"; the verdicts of the tests are left in
-    them. RuntimeError names a function that fails.
+    Equal ones run once. Rows hold "text", the completion, "test_cases", "tokens"; the verdicts of
+    the tests are left in them. RuntimeError names a function that fails.
     """
     keys = [(row["text"], id(row["test_cases"]), row["tokens"]) for row in rows]
     different = {}
@@ -791,7 +783,9 @@ if __name__ == "__main__":
     try:
         import tyro
 
-        status = tyro.cli(main, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
+        if "--help" in sys.argv:
+            print(__doc__)
+        status = tyro.cli(main, description="", config=(tyro.conf.OmitArgPrefixes,))
     except KeyboardInterrupt:
         status = 130
     except (ValueError, RuntimeError, OSError, ImportError) as error:
