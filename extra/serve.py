@@ -245,7 +245,7 @@ def rows_of(ask, path, model, wake):
             ids = [*ids[:i], *[None] * size, *ids[i + 1 :]]
             room += 1 - size
         if room < 0:
-            problem = f"{len(ids)} tokens do not fit in {most}"
+            problem = f"{len(ids)} tokens do not fit in {most}; lower max_tokens or cut the text"
             raise Refusal(400, problem, "max_tokens", "context_length_exceeded")
         model.check(ids, ask)
         rows += [batching.Row(ids, ask, number, wake=wake) for number in range(ask["n"])]
