@@ -200,8 +200,7 @@ def attempt(name, write, half, folder, inputs, want, tolerance):
             return {name: compare(name, run, inputs, want, tolerance)}
     except Exception as error:  # the exporters raise all kinds
         (folder / name).unlink(missing_ok=True)
-        reason = runs.first_line(error)
-        print(f"{name}: not written by torch {torch.__version__}: {reason}")
+        print(f"{name}: not written by torch {torch.__version__}: {runs.first_line(error)}")
     return {}
 
 

@@ -62,26 +62,23 @@ def setting(default, text, choices=None, limits=None):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    bundle: str = setting("", "bundle, run or checkpoint; if empty out/jetson, else weights/mdlm")
-    backend: str = setting("auto", "auto: kernels if they run here, else torch", BACKENDS)
-    device: str = setting("", "if empty cuda where there is one", ("cpu", "cuda"))
     prompt: str = setting("", "text to continue, \\n a new line, [MASK:n] n tokens; empty: asks")
-    max_new: int = setting(
-        64, "tokens to generate after a prompt without [MASK:n]", limits=(1, 2**62)
-    )
-    steps: int = setting(
-        64, "denoising steps of a canvas; 25 take 0.4 of the time", limits=(1, 10_000)
-    )
+    bundle: str = setting("", "bundle, run or checkpoint; if empty out/jetson, else weights/mdlm")
+    n: int = setting(1, "completions of a prompt, as a batch", limits=(1, 10_000))
+    max_new: int = setting(64, "tokens to add to a prompt without [MASK:n]", limits=(1, 2**62))
+    steps: int = setting(64, "denoising steps; 25 take 0.4 of the time", limits=(1, 10_000))
+    temperature: float = setting(0.8, "0 takes the argmax", limits=(0, 100))
+
     sampler: str = setting("ancestral", "order: at random, or by highest confidence", SAMPLERS)
     schedule: str = setting("cosine_sq", "how many tokens each step unmasks", SCHEDULES)
-    temperature: float = setting(0.8, "0 takes the argmax", limits=(0, 100))
     top_k: int = setting(0, "sample from the k likeliest tokens; 0: all", limits=(0, 2**31 - 1))
     top_p: float = setting(
         0.9, "sample from the smallest set of this probability", limits=(1e-9, 1)
     )
-    n: int = setting(1, "completions of a prompt, as a batch", limits=(1, 10_000))
     seed: int = setting(0, "random seed", limits=(0, 2**62))
     show_steps: bool = setting(False, "show the text after every step")
+    backend: str = setting("auto", "auto: kernels if they run here, else torch", BACKENDS)
+    device: str = setting("", "if empty cuda where there is one", ("cpu", "cuda"))
     graph: bool = setting(True, "capture the steps as a CUDA graph")
 
 
@@ -92,7 +89,10 @@ def command_line(arguments=None):
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    group = parser
     for field in dataclasses.fields(Config):
+        if field.name == "sampler":
+            group = parser.add_argument_group("sampling and device")
         flags = dict.fromkeys([f"--{field.name}", f"--{field.name.replace('_', '-')}"])
         options = {"dest": field.name, "default": field.default, "help": field.metadata["help"]}
         if field.type is bool:
@@ -101,7 +101,7 @@ def command_line(arguments=None):
             options["help"] += " (default: %(default)s)"
             options["type"] = field.type
             options["choices"] = field.metadata["choices"]
-        parser.add_argument(*flags, **options)
+        group.add_argument(*flags, **options)
     return Config(**vars(parser.parse_args(arguments)))
 
 

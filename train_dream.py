@@ -97,7 +97,7 @@ AR_WEIGHT = 3.3  # of the autoregressive loss where the context is causal: Nemot
 MICRO_BATCH = {"tiny": 2, "500m": 4}  # rows per device at a time, 1 of any other preset
 MASKS = "<|mask|>", "<mask>"  # what tokenizers call MASK
 GONE = {
-    **dict.fromkeys("clip keep prompt save_minutes weight_decay".split(), "it is a constant now"),
+    "weight_decay": "it is the constant WEIGHT_DECAY",
     "context": "--init=DIR of a Nemotron has a causal context",
     "init_adapters": "--init=RUN/merged goes on from adapters",
 }

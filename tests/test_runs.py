@@ -48,6 +48,7 @@ SCRIPT = """
         lr: runs.NonNegative | None = None  # learning rate
         rates: tuple[runs.Share, ...] = (0.5,)  # mask rates
         hosts: int = 1  # of this machine
+        # ---- last of all
         sizes: tuple[int, ...] = ()  # some numbers
         fast: bool = False  # a flag
         group: Group = Group()
@@ -140,8 +141,7 @@ def test_help_is_the_docstring_and_the_comments_of_the_fields(script):
         "A script of ours. It reads nothing.",
         "\n    python script.py  # a command\n",
         "rows of A",
-        "--no-fast",
-        "--rank INT",
+        "\n last of all\n  --sizes",
     ):
         assert text in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 40
@@ -149,10 +149,11 @@ def test_help_is_the_docstring_and_the_comments_of_the_fields(script):
     assert script("pass", "--step=1").returncode == 2  # a misspelt flag
 
 
-def test_a_paragraph_wraps_at_words(capsys):
-    runs.print_manual("First words\nof a text.\n\n    a command\n    another one\n", 14)
-    said = "First words of\na text.\n\n    a command\n    another one\n\n"
-    assert capsys.readouterr().out == said
+def test_flags_stand_in_groups_of_at_most_a_dozen():
+    for script in ROOT.glob("*.py"):
+        config, _, rest = script.read_text().rpartition("\nclass Config")[2].partition("\n\n\n")
+        groups = [re.findall(r"^    \w+: ", group, re.M) for group in config.split("# ----")]
+        assert "runs.command" not in rest or max(map(len, groups)) <= 12, script
 
 
 def parse(monkeypatch, *flags):
