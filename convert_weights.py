@@ -193,10 +193,8 @@ class Checkpoint:
 
 
 def find(folder, step=0, repository=""):
-    """The checkpoint in a folder: a run, or safetensors or Orbax as this file and the Hub lay them
-    out.
-
-    repository is where it was downloaded from. Raises ValueError or FileNotFoundError.
+    """The checkpoint in a folder, downloaded from `repository`: a run, or safetensors or Orbax as
+    this file and the Hub lay them out. ValueError or FileNotFoundError.
     """
     is_run = step or runs.saved_steps(folder)
     keys = {}
@@ -293,9 +291,7 @@ def byte_count(array):
 
 
 def open_safetensors(checkpoint, wanted=""):
-    """{our name: mapped array} of a checkpoint in safetensors, and their dtype, or the wanted
-    one.
-    """
+    """{our name: mapped array} of a checkpoint in safetensors, and their dtype, or `wanted`."""
     arrays = map_files(checkpoint.folder)
     arrays = {name: array for name, array in arrays.items() if not name.endswith(BUFFERS)}
     shapes = checkpoint.shapes()
@@ -311,9 +307,10 @@ def open_safetensors(checkpoint, wanted=""):
     runs.check_tensors(found, want, checkpoint.folder)
     dtypes = sorted({str(array.dtype) for array in arrays.values()})
     if len(dtypes) > 1 and not wanted:
-        listed = ", ".join(dtypes)
-        advice = "make them one: --dtype=float32 keeps every value, --dtype=bfloat16 rounds them"
-        raise ValueError(f"{checkpoint.folder} holds tensors of several dtypes: {listed}; {advice}")
+        raise ValueError(
+            f"{checkpoint.folder} holds tensors of several dtypes: {', '.join(dtypes)}; make them "
+            "one: --dtype=float32 keeps every value, --dtype=bfloat16 rounds them"
+        )
     dtype = np.dtype(wanted or dtypes[0])
     return {name: arrays[checkpoint.file_name(name)] for name in shapes}, dtype
 
@@ -571,9 +568,8 @@ def save_params(folder, arrays):
     # stays one chunk.
     chunks = {}
     for name, array in arrays.items():
-        is_wide = array.ndim > 1 and array.shape[-1] > array.shape[0]
         size = CHUNK_BYTES
-        if is_wide and array.nbytes <= 8 * CHUNK_BYTES:
+        if array.nbytes <= 8 * CHUNK_BYTES and array.ndim > 1 and array.shape[-1] > len(array):
             size = None
         chunks[name] = ocp.SaveArgs(chunk_byte_size=size)
     tree = checkpoints.unflatten(arrays)
@@ -661,8 +657,8 @@ def to_safetensors(source, out):
                 weight_map[source.file_name(name)] = file_name
             index = {"metadata": split.metadata, "weight_map": dict(sorted(weight_map.items()))}
             runs.write(partial / INDEX, index)
-        config = config_to_write(source, dtype)
-        runs.write(partial / "config.json", with_code(config, files, source.origin))
+        config = with_code(config_to_write(source, dtype), files, source.origin)
+        runs.write(partial / "config.json", config)
         if "tokenizer_config.json" in files:
             settings = runs.read_about(source.folder, "tokenizer_config.json")
             files["tokenizer_config.json"] = with_code(settings, files, source.origin)
@@ -700,15 +696,21 @@ def verify(source, out):
 
 
 def write_card(checkpoint):
-    """README.md of a folder that has none. It names no licence, which is the publisher's choice."""
+    """README.md of a folder that has none."""
     path = checkpoint.folder / "README.md"
     if path.exists():
         return
+    about = "tags: [unmask]"
+    source = checkpoint.origin or "a training run"
+    if not checkpoint.params:
+        about += "\nlibrary_name: transformers"
+    if "/" in source:  # of the Hub
+        about += f"\nbase_model: {source}"
+        source += ", whose licence holds for them"
     count = sum(map(math.prod, checkpoint.shapes().values()))
     dtype = checkpoint.keys.get("dtype") or checkpoint.keys["torch_dtype"]
-    source = checkpoint.origin or "a training run"
     path.write_text(
-        f"---\ntags: [unmask]\n---\n\n# {path.parent.name}\n\n{count:,} parameters in {dtype}, "
+        f"---\n{about}\n---\n\n# {path.parent.name}\n\n{count:,} parameters in {dtype}, "
         f"converted by `convert_weights.py` of Unmask from {source}.\n"
     )
 
@@ -721,9 +723,8 @@ def push(folder, repository):
             repo_id=repository, folder_path=folder, commit_message="weights"
         )
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: of a file, with the cause
-        problem = " ".join(f"{error} {error.__cause__ or ''}".split())
-        advice = "run again to go on"
-        raise OSError(f"{folder} was not uploaded to {repository}: {problem}; {advice}") from None
+        problem = f"{folder} was not uploaded to {repository}; run again to go on: "
+        raise OSError(problem + " ".join(f"{error} {error.__cause__ or ''}".split())) from None
     print(f"uploaded {folder} to {repository}")
 
 
@@ -762,8 +763,7 @@ def main(cfg):
         raise ValueError("--block_length goes with --to=dream")
     is_repository = cfg.source.count("/") == 1 and not cfg.source.startswith((".", "/"))
     if not Path(cfg.source).exists() and not is_repository:
-        problem = "does not exist, and is no repository of the Hub (OWNER/NAME)"
-        raise FileNotFoundError(f"{cfg.source} {problem}")
+        raise FileNotFoundError(f"{cfg.source} does not exist, and is no OWNER/NAME of the Hub")
     checkpoints.orbax()  # it logs no errors from here on
     out = Path(cfg.out)
     compare = cfg.verify or cfg.push
@@ -797,4 +797,4 @@ def main(cfg):
 
 
 if __name__ == "__main__":
-    runs.command(main, Config, __doc__, moved={"shard_gb": "a file holds at most 5 GB"})
+    runs.command(main, Config, __doc__)

@@ -200,15 +200,15 @@ def settle(cfg, devices, block_length=0, files=()):
     # A folder's train.jsonl is learnt from, its other files are held out.
     if files:
         heldout = tuple(path for path in files if Path(path).stem != "train")
-        train = f"{cfg.prompts}/train.jsonl"
-        cfg = dataclasses.replace(cfg, prompts=train, heldout=cfg.heldout or heldout)
+        cfg = dataclasses.replace(
+            cfg, prompts=f"{cfg.prompts}/train.jsonl", heldout=cfg.heldout or heldout
+        )
     if len({Path(path).stem for path in cfg.heldout}) < len(cfg.heldout):
         raise ValueError(f"--heldout={' '.join(cfg.heldout)}: the log needs files of other names")
 
     # Batches grow with the devices, up to a round.
     for name, pair in ON_A_DEVICE.items():
-        on_all = pair[large] * devices
-        size = getattr(cfg, name) or min(on_all, cfg.tasks * cfg.group)
+        size = getattr(cfg, name) or min(pair[large] * devices, cfg.tasks * cfg.group)
         cfg = dataclasses.replace(cfg, **{name: size})
     return cfg
 
@@ -237,9 +237,8 @@ def main(flags):
         files = [Tasks(cfg, model_cfg, tokenizer, path, tested) for path in paths]
         settings = dataclasses.asdict(cfg)
         model = dataclasses.asdict(model_cfg)
-        ids = [tasks.ids for tasks in files]
-        same = settings | dict.fromkeys(OF_A_HOST) | {"model": model, "ids": ids}
-        checkpoints.check_hosts(run.out, same)
+        same = settings | dict.fromkeys(OF_A_HOST) | {"model": model}
+        checkpoints.check_hosts(run.out, same | {"ids": [tasks.ids for tasks in files]})
         options = {"runner": cfg.runner, "allow_unsafe": cfg.allow_unsafe}
         if tested:  # before weights are read
             checkpoints.by_host_0((), functools.partial(sandbox.check, **options))

@@ -478,3 +478,7 @@ def rollout_weights(params, mesh, dtype):
         return jax.lax.with_sharding_constraint(x, last)
 
     return jax.tree.map(move, params, md.shardings(mesh, params))
+
+
+if __name__ == "__main__":
+    raise SystemExit(__doc__)

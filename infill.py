@@ -293,3 +293,7 @@ def write_again(read, ids, span, fits, beams=0):
         if not kept:
             return None
     return kept[0][1]
+
+
+if __name__ == "__main__":
+    raise SystemExit(__doc__)

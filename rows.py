@@ -133,9 +133,9 @@ class Rows:
         return self.read(ids[:size])
 
 
-def open_data(folder, seq_len=0):
+def open_data(folder, seq_len=0, packed=False):
     """(training Rows, held-out Rows, content of tokenizer.json) of a folder; seq_len 0 takes rows
-    of any length.
+    of any length. ValueError where packed ones are needed, and these are padded.
     """
     train = Rows(folder, "train")
     path = train.folder / "tokenizer.json"
@@ -143,6 +143,10 @@ def open_data(folder, seq_len=0):
     if hashlib.sha256(content).hexdigest() != train.meta["tokenizer_sha256"]:
         raise ValueError(
             f"{path} is missing, or not the one that made the shards; prepare the data again"
+        )
+    if packed and "mask_id" in train.meta:
+        raise ValueError(
+            f"{folder} holds padded rows, for train_gpu.py; prepare it again with --rows=packed"
         )
     found = train.meta["seq_len"]
     if seq_len not in (0, found):
@@ -156,14 +160,16 @@ def open_data(folder, seq_len=0):
     return train, heldout, content
 
 
-def standard_library(cfg, seq_len, name, *flags):
-    """open_data() of the standard library of the running Python, which is prepared first."""
-    if cfg.hosts:
-        raise ValueError(
-            "several hosts need the same data: write it with data_prep.py and pass --data"
-        )
+def standard_library(hosts, seq_len, name, *flags):
+    """open_data() of the standard library of the running Python, which is prepared first, by one
+    host alone.
+    """
     folder = f"data/python-{seq_len}-{name}"
     if not runs.as_path(f"{folder}/meta.json").exists():
+        if hosts:
+            raise ValueError(
+                "several hosts need the same data: write it with data_prep.py and pass --data"
+            )
         print(f"no --data: preparing the Python standard library in {folder}", flush=True)
         flags = (f"--out={folder}", f"--seq_len={seq_len}", *flags)
         runs.script("data_prep.py", "python", *flags)

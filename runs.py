@@ -220,9 +220,7 @@ def as_path(name):
 
 
 def read_json(path, *needed):
-    """The JSON object in a file. FileNotFoundError; ValueError if it is none, or lacks one of the
-    keys `needed`.
-    """
+    """The JSON object in a file, with the keys `needed`. FileNotFoundError, or ValueError."""
     path = as_path(path)
     if not path.is_file():
         if path.name == "config.json":
@@ -576,6 +574,26 @@ def ends_of_text(folder, tokenizer):
 # ---- the folder of a run -----------------------------------------------------------------------
 
 
+def check_out(cfg):
+    """An OSError if cfg.out cannot take this run; trainers ask before they prepare data."""
+    out = as_path(cfg.out)
+    goes_on = cfg.resume and as_path(cfg.resume).resolve() == out.resolve()
+    if saved_steps(out):
+        if not goes_on:
+            raise FileExistsError(
+                f"{out} already holds a run: --resume={out}, or choose another --out"
+            )
+    elif (out / SAVED).exists():
+        raise FileNotFoundError(
+            f"the checkpoints of {out} are gone; choose another --out, without --resume"
+        )
+    for name in ("meta.json", "bundle.json", "model*.safetensors*"):
+        for path in out.glob(name):
+            raise FileExistsError(
+                f"{out} is no folder of a run, it holds {path.name}; choose another --out"
+            )
+
+
 class Folder:
     """The folder cfg.out, locked. cfg has out, resume and wandb; unit is what the run counts:
     "step" or "round".
@@ -596,20 +614,7 @@ class Folder:
         self.asked_at = None  # when it came
 
     def __enter__(self):
-        goes_on = self.cfg.resume and as_path(self.cfg.resume).resolve() == self.out.resolve()
-        if saved_steps(self.out) and not goes_on:
-            raise FileExistsError(
-                f"{self.out} already holds a run: --resume={self.out}, or choose another --out"
-            )
-        if (self.out / SAVED).exists() and not saved_steps(self.out):
-            raise FileNotFoundError(
-                f"the checkpoints of {self.out} are gone; choose another --out, without --resume"
-            )
-        for name in ("meta.json", "bundle.json", "model*.safetensors*"):
-            for path in self.out.glob(name):
-                raise FileExistsError(
-                    f"{self.out} is no folder of a run, it holds {path.name}; choose another --out"
-                )
+        check_out(self.cfg)
         self.out.mkdir(parents=True, exist_ok=True)
         if isinstance(self.out, Path):  # a bucket has no locks
             self.exits.enter_context(lock(self.out / f".lock{self.rank}"))

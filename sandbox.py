@@ -156,11 +156,11 @@ def text_of(name):
 
 
 JAIL = {name: text_of(f"jail/{name}.py") for name in ("boot", "wire", "inside", "remote")}
-CODE = {name: compile(text, f"<jail.{name}>", "exec") for name, text in JAIL.items()}
+compiled = functools.lru_cache(8)(compile)
 
 # This process writes and reads values, too. Nothing else of jail/ runs in it.
 values = types.ModuleType("jail.wire")
-exec(CODE["wire"], values.__dict__)
+exec(compiled(JAIL["wire"], "<jail.wire>", "exec"), values.__dict__)
 
 
 # ---- verdicts ------------------------------------------------------------------------------------
@@ -232,7 +232,9 @@ class Template:
         self.folder = ""
         if not settings["namespaces"]:
             self.folder = f"{tempfile.gettempdir()}/sandbox-{secrets.token_hex(8)}"
-        modules = [(f"jail.{name}", CODE[name]) for name in ("wire", "inside")]
+        modules = []
+        for name in ("jail.wire", "jail.inside"):
+            modules.append((name, compiled(JAIL[name[5:]], f"<{name}>", "exec")))
         settings = json.dumps(settings | {"folder": self.folder})
         self.messages = [marshal.dumps(modules), settings.encode()]
         # nothing of our environment, which may hold keys; -I and -S keep our settings and packages
@@ -373,8 +375,8 @@ class Local:
                 "this machine cannot confine a program: it needs seccomp, and namespaces or "
                 "Landlock 3; use --runner=e2b, or --allow_unsafe if nothing can be lost"
             )
-        own = {"namespaces": found["namespaces"], "packages": PACKAGES}
-        self.settings = dataclasses.asdict(options) | own
+        self.settings = dataclasses.asdict(options)
+        self.settings |= {"namespaces": found["namespaces"], "packages": PACKAGES}
         self.all = []
         self.free = []  # those that run nothing
         self.closed = False
@@ -645,8 +647,7 @@ def syntax(completions, rows, **options):
     for completion in completions:
         source = block(completion)
         sources.append(completion if source is None else source)
-    good = parses(sources, **options)
-    return [None if parsed is None else float(parsed) for parsed in good]
+    return [None if good is None else float(good) for good in parses(sources, **options)]
 
 
 def code(completions, rows, **options):
@@ -669,8 +670,9 @@ def code(completions, rows, **options):
 
 def binary_code(completions, rows, **options):
     """1.0 if all tests pass, else 0.0; None as `code`."""
-    rates = code(completions, rows, **options)
-    return [None if rate is None else float(rate == 1) for rate in rates]
+    return [
+        None if rate is None else float(rate == 1) for rate in code(completions, rows, **options)
+    ]
 
 
 TESTED = {code, binary_code}  # these run tests; the others need neither tests nor a safe sandbox
@@ -702,11 +704,10 @@ def score(rows, rewards, **options):
     for key, row in zip(keys, rows, strict=True):
         different.setdefault(key, row)
     first = [*different.values()]
-    texts = [row["text"] for row in first]
     scores = {key: [] for key in different}
     for name, function in rewards.items():
         try:
-            given = function(texts, first, **options)
+            given = function([row["text"] for row in first], first, **options)
             for key, value in zip(different, given, strict=True):
                 scores[key].append(math.nan if value is None else float(value))
         except Exception as error:  # whatever a user's function raises

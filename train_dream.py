@@ -97,7 +97,6 @@ AR_WEIGHT = 3.3  # of the autoregressive loss where the context is causal: Nemot
 MICRO_BATCH = {"tiny": 2, "500m": 4}  # rows per device at a time, 1 of any other preset
 MASKS = "<|mask|>", "<mask>"  # what tokenizers call MASK
 GONE = {
-    "weight_decay": "it is the constant WEIGHT_DECAY",
     "context": "--init=DIR of a Nemotron has a causal context",
     "init_adapters": "--init=RUN/merged goes on from adapters",
 }
@@ -320,18 +319,19 @@ def batch_sizes(cfg, rows, copies, most):
 
 def find_data(cfg):
     """(training rows, held-out rows, tokenizer.json): --data, or the standard library."""
+    runs.check_out(cfg)
     if cfg.data:
-        return open_data(cfg.data, cfg.seq_len)
+        return open_data(cfg.data, cfg.seq_len, packed=True)
     model = architecture(cfg)
     seq_len = cfg.seq_len or min(model.positions, 2048)
     if not cfg.init:
         vocab = min(model.vocab, 32_768)
-        return standard_library(cfg, seq_len, vocab, f"--vocab_size={vocab}")
+        return standard_library(cfg.hosts, seq_len, vocab, f"--vocab_size={vocab}")
     # A model that is trained already has a tokenizer, and an EOS.
     path = runs.as_path(cfg.init) / "tokenizer.json"
     eos = sample_dream.load_tokenizer(cfg.init, model).id_to_token(model.eos_id)
     name = hashlib.sha256(path.read_bytes() + eos.encode()).hexdigest()[:8]
-    return standard_library(cfg, seq_len, name, f"--tokenizer={path}", f"--eos={eos}")
+    return standard_library(cfg.hosts, seq_len, name, f"--tokenizer={path}", f"--eos={eos}")
 
 
 def with_mask(cfg, meta, tokenizer_json):
@@ -347,12 +347,10 @@ def with_mask(cfg, meta, tokenizer_json):
     folder = cfg.resume or cfg.init
     model = architecture(cfg)
     known = sample_dream.load_tokenizer(folder, model)
-    same = vocab.items() <= known.get_vocab().items()
-    if not same or meta["eos_id"] != model.eos_id:
-        eos = known.id_to_token(model.eos_id)
+    if not vocab.items() <= known.get_vocab().items() or meta["eos_id"] != model.eos_id:
         raise ValueError(
-            f"tokens of the data or its EOS have other ids than in {folder}; "
-            f"prepare the data with --tokenizer={folder}/tokenizer.json --eos='{eos}'"
+            f"tokens of the data or its EOS have other ids than in {folder}; prepare the data with "
+            f"--tokenizer={folder}/tokenizer.json --eos='{known.id_to_token(model.eos_id)}'"
         )
     return known, model.mask_id
 
@@ -753,7 +751,8 @@ def score(model, heldout, count, size, mesh, tokenizer, draws=4):
     sums = []
     with jax.set_mesh(mesh):
         for i, ids in enumerate(heldout.padded(count, size)):
-            batch = dict(zip(COLUMNS, checkpoints.on_mesh(heldout, ids, on_rows), strict=False))
+            columns = checkpoints.on_mesh(heldout, ids, on_rows)
+            batch = dict(zip(COLUMNS, columns, strict=False))
             row_B = size * i + np.arange(size)
             sums.append(sums_of(graph, count, draws, params, batch, row_B, bytes_V))
     totals = np.sum(np.asarray(sums, np.float64), 0)
@@ -776,7 +775,7 @@ def sample(model, tokenizer, meta, folder, step):
     sampler = sample_block if model.cfg.block_length else sample_dream
     rule = sampler.Sampling(vocab=meta["vocab_size"], eos_ids=model.cfg.eos_ids)
     (row,), stats = sampler.generate(model, [prompt], new, rule, jax.random.key(0))
-    folder.append("samples.txt", f"---- step {step}\n{PROMPT}{tokenizer.decode(row[-new:])}\n")
+    folder.append("samples.txt", f"---- step {step}\n{tokenizer.decode(row)}\n")
     return {"tokens_per_forward": new / stats["forwards"]}
 
 

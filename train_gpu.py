@@ -45,7 +45,7 @@ from torch import nn
 import diffusion
 import model_mdlm as mdlm
 import runs
-from rows import held_out, open_data, prefetch, token_bytes
+from rows import held_out, open_data, prefetch, standard_library, token_bytes
 from runs import Count, Natural, NonNegative, Positive, Share
 
 
@@ -221,26 +221,23 @@ def announce(cfg, architecture, rows, devices):
 
 def find_data(cfg):
     """Training rows, held-out rows and tokenizer.json. The default data is prepared first."""
-    folder = cfg.data or "data/python-padded"
-    if not cfg.data:
-        if cfg.seq_len:
-            folder += f"-{cfg.seq_len}"
-        if not Path(folder, "meta.json").exists():
-            if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-                raise ValueError(f"several processes: write {folder} first, with data_prep.py")
-            print(f"no --data: preparing the Python standard library in {folder}")
-            flags = "--rows=padded", f"--seq_len={cfg.seq_len}", f"--out={folder}"
-            runs.script("data_prep.py", "python", *flags)
-    train, heldout, tokenizer_json = open_data(folder, cfg.seq_len)
+    runs.check_out(cfg)
+    if cfg.data:
+        train, heldout, tokenizer_json = open_data(cfg.data, cfg.seq_len)
+    else:
+        several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+        train, heldout, tokenizer_json = standard_library(
+            several, cfg.seq_len or 256, "padded", "--rows=padded"
+        )
     ids = [train.meta.get(f"{name}_id") for name in ("pad", "bos", "eos", "mask", "unk")]
     if ids != [mdlm.PAD, mdlm.BOS, mdlm.EOS, mdlm.MASK, mdlm.UNK]:  # packed rows have none
         raise ValueError(
-            f"{folder} holds rows for train_tpu.py and train_dream.py (special tokens at {ids}); "
+            f"{train.folder} holds rows for train_tpu.py and train_dream.py (special tokens at {ids}); "
             "prepare it with --rows=padded"
         )
     if not heldout.total:
         raise ValueError(
-            f"{folder} holds no held-out rows; prepare it again with --heldout above 0"
+            f"{train.folder} holds no held-out rows; prepare it again with --heldout above 0"
         )
     return train, heldout, tokenizer_json
 

@@ -100,11 +100,6 @@ WEIGHT_DECAY = 0.1  # of matrices; with adamw of embeddings, too
 SAVE_SECONDS = 1800  # between checkpoints, checked when it logs
 KEEP = 2  # newest checkpoints to keep, besides the best
 PROMPT = "def read_lines(path):\n"  # prefix of the samples drawn in training
-GONE = {
-    "reduce": "the memory of a device decides",
-    "weight_decay": "it is the constant WEIGHT_DECAY",
-    "z_loss": "nothing on file measured a gain",
-}
 
 # Settings that may differ between hosts, and those that --resume does not take from the run.
 OF_A_HOST = ("hosts", "data", "out", "resume", "wandb", "compile_cache")
@@ -380,11 +375,12 @@ def batch_sizes(cfg, rows, copies, most):
 
 def find_data(cfg):
     """(training rows, held-out rows, tokenizer.json): --data, or the standard library."""
+    runs.check_out(cfg)
     if cfg.data:
-        return open_data(cfg.data, cfg.seq_len)
+        return open_data(cfg.data, cfg.seq_len, packed=True)
     model = architecture(cfg)
     vocab = min(model.vocab, 32_768)
-    return standard_library(cfg, model.positions, vocab, f"--vocab_size={vocab}")
+    return standard_library(cfg.hosts, model.positions, vocab, f"--vocab_size={vocab}")
 
 
 def exact_products(dtype):
@@ -420,7 +416,9 @@ def begin(folder, cfg, flags, model, data, optimizer, shapes):
     checkpoints.check_hosts(folder.out, about | {"train": same})
     about["train"] = settings
     store = checkpoints.Checkpoints(folder.out, KEEP)
-    found = store.resume(cfg.resume, about, shapes) if cfg.resume else None
+    found = None
+    if cfg.resume:
+        found = store.resume(cfg.resume, about, shapes)
     if found:
         state, saved = found
         if saved["step"] >= cfg.steps:
@@ -781,4 +779,4 @@ def evaluate(cfg):
 
 
 if __name__ == "__main__":
-    runs.command(main, Config, __doc__, MACHINE, GONE)
+    runs.command(main, Config, __doc__, MACHINE)
