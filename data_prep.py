@@ -774,11 +774,12 @@ def write_tasks(cfg, out, items, settings, tokenizer, dropped):
         splits = {"train": [], "heldout": []}
         for task in corpus.acecode_tasks(cfg, items, tokenizer, dropped):
             # Whether a question is held out depends on the seed and its id alone.
-            is_heldout = corpus.draw(cfg.seed, task["id"]) < cfg.heldout
-            splits["heldout" if is_heldout else "train"].append(task)
+            where = "heldout" if corpus.draw(cfg.seed, task["id"]) < cfg.heldout else "train"
+            splits[where].append(task)
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped.items())
         if not splits["train"]:
-            raise ValueError(f"no task is left (dropped: {reasons}); lower --heldout")
+            advice = "take --difficulty=all, or lower --heldout"
+            raise ValueError(f"no task is left (dropped: {reasons}); {advice}")
         counts = {}
         for split, tasks in splits.items():
             counts[split] = len(tasks)

@@ -181,8 +181,9 @@ def settle(cfg, folder, own_max_new, name, has_template):
         max_new = 256
         if isinstance(own_max_new, int) and own_max_new > 0:
             max_new = min(own_max_new, max_new)
-    stop = tuple(filter(None, cfg.stop))
-    cfg = dataclasses.replace(cfg, ckpt=str(folder), max_new=max_new, stop=stop, chat=chat)
+    cfg = dataclasses.replace(
+        cfg, ckpt=str(folder), max_new=max_new, stop=tuple(filter(None, cfg.stop)), chat=chat
+    )
     if cfg.raw:
         return cfg
     return dataclasses.replace(  # a shell passes \n as two characters
