@@ -123,6 +123,7 @@ def settle(cfg, devices):
 
 def train(cfg, devices):
     # What is prepared: rows, the model's shape, what checkpoints say of the run.
+    runs.check_out(cfg)
     given = cfg
     cfg = settle(cfg, devices)
     rows, heldout, tokenizer_json = find_data(cfg)
@@ -221,7 +222,6 @@ def announce(cfg, architecture, rows, devices):
 
 def find_data(cfg):
     """Training rows, held-out rows and tokenizer.json. The default data is prepared first."""
-    runs.check_out(cfg)
     if cfg.data:
         train, heldout, tokenizer_json = open_data(cfg.data, cfg.seq_len)
     else:
