@@ -27,6 +27,7 @@ import math
 import os
 import re
 import sys
+import time
 import typing
 from pathlib import Path
 
@@ -385,6 +386,7 @@ def generated_samples(cfg, problems, protocol, settings):
     order = [(key, i) for i in range(cfg.n) for key in by_length]
     model = None
     batches = math.ceil(len(order) / cfg.batch_size)
+    pace = ""
     for number in range(batches):
         batch = order[number * cfg.batch_size :][: cfg.batch_size]
         if rows.keys() >= {*batch}:
@@ -393,7 +395,9 @@ def generated_samples(cfg, problems, protocol, settings):
             run = runs.as_path(settings["ckpt"])
             model = MODELS[cfg.model](cfg, protocol, run, settings["step"] or 0)
             prompts = {key: protocol.ids(problem, model) for key, problem in problems.items()}
-        print(f"{len(rows)} of {len(order)} samples, batch {number + 1}/{batches}", file=sys.stderr)
+        progress = f"{len(rows)} of {len(order)} samples, batch {number + 1}/{batches}{pace}"
+        print(progress, file=sys.stderr)
+        started = time.monotonic()
         texts = write_batch(cfg, problems, protocol, model, prompts, batch, number)
         new = {}  # the samples of the batch that are not on disk yet
         for (key, i), text in zip(batch, texts, strict=True):
@@ -408,6 +412,7 @@ def generated_samples(cfg, problems, protocol, settings):
             new[key, i] = row
         append(path, new.values())
         rows |= new
+        pace = f", {time.monotonic() - started:.0f} s a batch"
     return {key: row["completion"] if row["fits"] else None for key, row in rows.items()}
 
 
@@ -510,8 +515,9 @@ def given_rows(cfg, problems, protocol):
         where = f"{others[0]!r} is not among {of} (--task, --split, --problems)"
         raise ValueError(f"{cfg.samples}: {where}")
     if not samples:
-        line = "{'task_id': ..., 'completion': ...}"
-        raise ValueError(f"{cfg.samples} holds no samples; a line is {line}")
+        raise ValueError(
+            f"{cfg.samples} holds no samples; a line is {{'task_id': ..., 'completion': ...}}"
+        )
     k, most = max(cfg.k, default=1), max(count.values())
     if k > most:
         raise ValueError(f"pass@{k} needs as many samples of a problem; {cfg.samples} holds {most}")
@@ -782,13 +788,7 @@ def describe(row):
 PROTOCOL = "protocol shots trim_prefix no_trim_prefix".split()
 MOVED = dict.fromkeys(PROTOCOL, "python extra/protocols.py")
 MOVED |= dict.fromkeys(["since", "until"], "python extra/livecodebench.py")
-MOVED |= {
-    "e2b_router_url": "--runner=HOST:PORT",
-    "repair": "python extra/repair.py",
-    "chat": "python extra/protocols.py --protocol=ours_chat",
-    "json": "summary.json in --out is the report",
-    "hole": "--max_new is the number of masks of a hole",
-}
+MOVED["repair"] = "python extra/repair.py"
 
 if __name__ == "__main__":
     runs.command(main, Config, __doc__, moved=MOVED)
