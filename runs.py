@@ -468,8 +468,8 @@ def read_tokenizer(path, vocab=2**31):
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= vocab:
         raise ValueError(
-            f"{path} does not fit: its ids, with those of the files beside it, reach {largest:,}, "
-            f"the model has {vocab:,}; copy its own there"
+            f"{path} with the tokens that the files beside it name does not fit: its ids reach "
+            f"{largest:,}, the model has {vocab:,}; copy its own there"
         )
     return tokenizer
 
