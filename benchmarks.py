@@ -789,6 +789,7 @@ PROTOCOL = "protocol shots trim_prefix no_trim_prefix".split()
 MOVED = dict.fromkeys(PROTOCOL, "python extra/protocols.py")
 MOVED |= dict.fromkeys(["since", "until"], "python extra/livecodebench.py")
 MOVED["repair"] = "python extra/repair.py"
+MOVED["hole"] = "--max_new is the number of masks of a hole"
 
 if __name__ == "__main__":
     runs.command(main, Config, __doc__, moved=MOVED)
