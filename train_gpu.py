@@ -736,7 +736,7 @@ def find_devices():
         ampere = torch.cuda.get_device_capability(device) >= (8,)
         return Devices(device, "bfloat16" if ampere else "float16", rank, world)
     # A CPU without units for bfloat16 is slower with it.
-    dtype = "bfloat16" if torch.cpu._is_amx_tile_supported() else "float32"
+    dtype = "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
     return Devices(torch.device("cpu"), dtype, rank, world)
 
 

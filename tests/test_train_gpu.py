@@ -754,5 +754,5 @@ def test_a_card_that_emulates_bfloat16_trains_in_float16(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     assert train_gpu.settle(train_gpu.Config(), train_gpu.find_devices()).dtype == "float16"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     assert train_gpu.settle(train_gpu.Config(), train_gpu.find_devices()).dtype == "float32"
