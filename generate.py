@@ -45,10 +45,10 @@ for name in "threshold steps block_length cache chat valid int8 int4 schedule re
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    # text to continue, \n for a new line (not needed after def f(): or """); "" asks for one
-    prompt: str = ""
     # folder of a model; "" is out/train_tpu, or weights/pythoncoder where that holds none
     ckpt: str = ""
+    # text to continue, \n for a new line (not needed after def f(): or """); "" asks for one
+    prompt: str = ""
     # JSON lines with "prompt" and perhaps "suffix", generated as a batch; - reads standard input
     file: str = ""
     n: Count = 1  # completions of each prompt

@@ -55,10 +55,10 @@ MOVED["repair"] = "python extra/repair.py"
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    # text to continue, \n for a new line (not needed after def f(): or """); "" asks for one
-    prompt: str = ""
     # folder of a model; "" is out/train_dream, or weights/dream where that holds none
     ckpt: str = ""
+    # text to continue, \n for a new line (not needed after def f(): or """); "" asks for one
+    prompt: str = ""
     # JSON lines with "prompt" and perhaps "suffix"; - reads standard input
     file: str = ""
     n: Count = 1  # completions of each prompt

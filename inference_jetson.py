@@ -62,8 +62,8 @@ def setting(default, text, choices=None, limits=None):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    prompt: str = setting("", "text to continue, \\n a new line, [MASK:n] n tokens; empty: asks")
     bundle: str = setting("", "bundle, run or checkpoint; if empty out/jetson, else weights/mdlm")
+    prompt: str = setting("", "text to continue, \\n a new line, [MASK:n] n tokens; empty: asks")
     n: int = setting(1, "completions of a prompt, as a batch", limits=(1, 10_000))
     max_new: int = setting(64, "tokens to add to a prompt without [MASK:n]", limits=(1, 2**62))
     steps: int = setting(64, "denoising steps; 25 take 0.4 of the time", limits=(1, 10_000))
