@@ -127,8 +127,9 @@ class Function:
     def __init__(self, rng, level, new=False, key="", element=""):
         # element: what operations work on
         self.rng, self.level, self.new, self.element = rng, level, new, element
-        # arguments are pairs of a name and a kind
-        self.operations, self.constants, self.arguments = [], [], []
+        self.operations = []
+        self.constants = []
+        self.arguments = {}  # {name: kind}
         # {slot: for each operation in it the names that it may have}
         self.names = collections.defaultdict(list)
         self.values = {}  # {slot: its text, or a function from the text in its braces}
@@ -152,7 +153,7 @@ class Function:
         said = THEIR.sub(r"their \1", said.replace(UNSEEN, ""))
         # the sentence, with A and B in it
         self.template = re.sub("(number|count) of the ", r"\1 of ", said)
-        self.what = (*self.operations, *self.constants, *dict(self.arguments).values())
+        self.what = (*self.operations, *self.constants, *self.arguments.values())
         name = re.sub(
             "[A-Z]+(?![a-z])",
             lambda slot: rng.choice(self.names[slot[0]].pop(0)),
@@ -161,7 +162,8 @@ class Function:
         self.name = (
             name if self.methods or element or rng.random() < 0.9 else rng.choice(LISTS["silent"])
         )
-        self.values |= {"SELF": self.name} | dict(zip("AB", dict(self.arguments), strict=False))
+        self.values["SELF"] = self.name
+        self.values.update(zip("AB", self.arguments, strict=False))
         said = re.sub(r"\b[AB]\b", lambda slot: self.values[slot[0]], self.template)
         self.sentence = said[0].upper() + said[1:]
 
@@ -170,7 +172,7 @@ class Function:
         """The body, in one of the styles that there are for its operations."""
         body = self.rng.choice(self.bodies)
         self.values["x"] = self.rng.choice(
-            [name for name in LISTS["variables"] if name not in dict(self.arguments)]
+            [name for name in LISTS["variables"] if name not in self.arguments]
         )
         return textwrap.indent(GENERATOR.sub(r"\1(\2)", self.fill(body)), "    ") + "\n"
 
@@ -184,7 +186,7 @@ class Function:
         line = (
             f"class {self.name}:\n"
             if self.methods
-            else f"def {self.name}({', '.join(dict(self.arguments))}):\n"
+            else f"def {self.name}({', '.join(self.arguments)}):\n"
         )
         return self.helper + line + textwrap.indent(f'"""{said}{example}"""\n', "    ")
 
@@ -203,7 +205,8 @@ class Function:
             {*self.operations, *(key for name in self.operations for key in ALIKE.get(name, ()))},
         )
         entry = table[rng.choice([key for key in keys if key not in taken])]
-        kinds, constants = [*dict(self.arguments).values(), self.element, "any"], {}
+        kinds = [*self.arguments.values(), self.element, "any"]
+        constants = {}
         # a list for a kind of argument or an element comes before that for any
         for letter in entry.constants:
             name = next(name for kind in kinds if (name := f"constant {letter} {kind}") in LISTS)
@@ -296,14 +299,12 @@ class Function:
             else self.rng.choice(LISTS.get(kind, [kind]))
         )
         names, self.element, nouns, *iterable = KINDS[kind]
-        name = self.rng.choice(
-            [name for name in names.split() if (name, kind) not in self.arguments]
-        )
+        name = self.rng.choice([name for name in names.split() if name not in self.arguments])
         if not self.arguments:
             many, one = self.rng.choice(nouns.split(" OR ")).split(" / ")
             self.values |= {"N": many, "S": one.replace("S", name.removesuffix("s"))}
             self.values["I"], self.values["LISTED"] = (text.replace("A", name) for text in iterable)
-        self.arguments.append((name, kind))
+        self.arguments[name] = kind
 
 
 def value(kind, f, rng, edge):
@@ -352,14 +353,15 @@ def call(f, rng, edge=3):
     """The source of a call with drawn values; for a class an object, and on the next line calls of
     its methods.
     """
-    made = f"{f.name}({', '.join(repr(value(kind, f, rng, edge)) for _, kind in f.arguments)})"
+
+    def drawn(kinds, edge):
+        return ", ".join(repr(value(kind, f, rng, edge)) for kind in kinds)
+
+    made = f"{f.name}({drawn(f.arguments.values(), edge)})"
     if not f.methods:
         return made
     steps = [rng.choice(f.methods.split(",")).split() for _ in range(rng.randint(2, 4))]
-    steps = [
-        f"c.{method}({', '.join(repr(value(kind, f, rng, 3)) for kind in kinds)})"
-        for method, *kinds in steps
-    ]
+    steps = [f"c.{method}({drawn(kinds, 3)})" for method, *kinds in steps]
     return f"c = {made}\n[{', '.join(steps)}]"
 
 
