@@ -178,11 +178,7 @@ class Function:
 
     def prompt(self, example=""):
         """The source up to the end of the docstring."""
-        said = (
-            self.sentence
-            if len(self.sentence) < 100
-            else textwrap.fill(self.sentence, 100, break_on_hyphens=False)
-        )
+        said = textwrap.fill(self.sentence, 100, break_on_hyphens=False)
         line = (
             f"class {self.name}:\n"
             if self.methods
@@ -200,10 +196,8 @@ class Function:
         """(names, code, says) of one of the keys; code has its constants, a function of says
         phrases an item.
         """
-        rng, taken = (
-            self.rng,
-            {*self.operations, *(key for name in self.operations for key in ALIKE.get(name, ()))},
-        )
+        rng = self.rng
+        taken = {key for name in self.operations for key in ALIKE.get(name, [name])}
         entry = table[rng.choice([key for key in keys if key not in taken])]
         kinds = [*self.arguments.values(), self.element, "any"]
         constants = {}
@@ -217,11 +211,9 @@ class Function:
             constants["ELSE"] = rng.choice(
                 (f", or {none} if there are none", f" ({none} if there are none)")
             )
-        fill = (
-            functools.partial(CONSTANT.sub, lambda letter: constants[letter[0]])
-            if constants
-            else str
-        )
+
+        def fill(text):
+            return CONSTANT.sub(lambda letter: constants[letter[0]], text)
 
         def say(phrasings, item="~"):
             new = self.new and len(phrasings) > 1 and rng.random() < 0.6
