@@ -319,8 +319,10 @@ def value(kind, f, rng, edge):
         return rng.choice((text, text.upper(), text.capitalize())) if cased else text
 
     size = edge if edge < 2 else rng.randint(2, 6)
-    if kind in ("int", "str"):
-        return (number() if edge else 0) if kind == "int" else (word() if edge else "")
+    if kind == "int":
+        return number() if edge else 0
+    if kind == "str":
+        return word() if edge else ""
     if kind in ("nat", "count"):
         return edge if edge < 2 else rng.randint(2, 12)
     if kind in ("pos", "digits"):
@@ -373,7 +375,9 @@ def result(scope, text):
 
 
 def example(f, rng):
-    """A docstring's example, "" where none is short."""
+    """A docstring's example; "" for half of the functions, and where none is short."""
+    if rng.random() >= 0.5:
+        return ""
     scope, best = load(f.prompt() + f.solution), ""
     for _ in range(3):
         text = call(f, rng)
@@ -407,8 +411,10 @@ def tests_of(f, rng):
         with contextlib.suppress(SyntaxError), warnings.catch_warnings(action="ignore"):
             scope = load(f.prompt() + body, ticks=iter([True] * 30_000))
             differs = [text for text in right if result(scope, text) != right[text]]
-            wrong += bool(differs)
-            chosen += differs[:1] if {*differs}.isdisjoint(chosen) else []
+            if differs:
+                wrong += 1
+            if {*differs}.isdisjoint(chosen):
+                chosen += differs[:1]
         if wrong == 10:
             break
     chosen += [text for text in right if text not in chosen][: max(0, 5 - len(chosen))]
@@ -446,8 +452,9 @@ class World:
         f.combination = tuple(sorted(f.operations[f.level == 2 and len(f.operations) > 2 :]))
         if f.level > 1 and len(f.combination) > 1 and held(f.combination):
             return f, "composed"
-        constants = any(held(f.combination, *pair) for pair in enumerate(f.constants))
-        return f, "constants" if constants else "phrased" if f.is_new else ""
+        if any(held(f.combination, *pair) for pair in enumerate(f.constants)):
+            return f, "constants"
+        return f, "phrased" if f.is_new else ""
 
     def train(self, n):
         """n functions as (prompt, solution)."""
@@ -456,7 +463,7 @@ class World:
             if not split:
                 self.sentences[f.template] = f.what
                 self.combinations.add(f.combination)
-                yield f.prompt(example(f, self.rng) if self.rng.random() < 0.5 else ""), f.solution
+                yield f.prompt(example(f, self.rng)), f.solution
                 n -= 1
 
     def tasks(self, split, count):
@@ -487,7 +494,7 @@ class World:
                     "split": split,
                     "entry_point": f.name,
                     "level": f.level,
-                    "prompt": f.prompt(example(f, rng) if rng.random() < 0.5 else ""),
+                    "prompt": f.prompt(example(f, rng)),
                     "operations": f.operations,
                     "canonical_solution": f.solution,
                     "test_cases": cases,
