@@ -48,7 +48,8 @@ class Config:
 
 
 UNSEEN = "\u00a4"  # ends a phrasing that train never has, until the sentence is complete
-CONSTANT, SLOT = re.compile(r"\b[CDHJKTZ]\b|ELSE"), re.compile(r"\b[A-Zx]+\d?\b")
+CONSTANT = re.compile(r"\b[CDHJKTZ]\b|ELSE")
+SLOT = re.compile(r"\b[A-Zx]+\d?\b")
 CALL = re.compile(r"\b([A-Z]+\d?)\{([^{}]*)\}")  # of a slot: M{x}
 DRAWS = re.compile(r"\b(?:[A-Z]+|[mf]|h[PM])\d?\b")  # what a template draws, beside its arguments
 # sum([x for x in a]) needs no list
@@ -90,7 +91,8 @@ KINDS = {
 }
 MAPS = {element: table(f"{element} maps") for element in ("int", "str")}
 PREDICATES = {element: table(f"{element} predicates", 2) for element in ("int", "str", "char")}
-FOLDS, PAIRS = table("folds", 2), table("pairs")
+FOLDS = table("folds", 2)
+PAIRS = table("pairs")
 LEVELS = {level: table(f"level {level}", 2) for level in (1, 2, 3, 4)}
 # of the levels in train; in a level, templates with more slots are drawn more often
 SHARES = {1: 2, 2: 4, 3: 3, 4: 1}
@@ -125,16 +127,18 @@ class Function:
 
     # a helper has the template `key` for an element
     def __init__(self, rng, level, new=False, key="", element=""):
-        # element: what operations work on
-        self.rng, self.level, self.new, self.element = rng, level, new, element
+        self.rng = rng
+        self.level = level
+        self.new = new
+        self.element = element  # what operations work on
         self.operations = []
         self.constants = []
         self.arguments = {}  # {name: kind}
         # {slot: for each operation in it the names that it may have}
         self.names = collections.defaultdict(list)
         self.values = {}  # {slot: its text, or a function from the text in its braces}
-        # source of the helper; is there a phrasing that train never has?
-        self.helper, self.is_new = "", False
+        self.helper = ""  # source of the helper
+        self.is_new = False  # whether there is a phrasing that train never has
         names, (slots, bodies), (say,) = self.draw(LEVELS[level], [key or rng.choice(DRAWN[level])])
         slots, _, self.methods = slots.partition(":")  # a class has methods: add int, reset
         for slot in slots.split():
@@ -230,22 +234,26 @@ class Function:
         """Fill a slot of a template, the i-th of its kind: with an argument, a helper or an
         operation.
         """
-        values, partial = self.values, functools.partial
+        values = self.values
+        partial = functools.partial
         if not DRAWS.fullmatch(kind):
             return self.argue(kind)
         if kind in ("hP", "hM"):
             helper = Function(self.rng, 1, self.new, "is_P" if kind == "hP" else "M", self.element)
-            self.helper, self.is_new = f"{helper.prompt()}{helper.solution}\n\n", helper.is_new
+            self.helper = f"{helper.prompt()}{helper.solution}\n\n"
+            self.is_new = helper.is_new
             self.operations += helper.operations
             self.constants += helper.constants
-            self.element, values["HELPER"] = helper.element, helper.name
+            self.element = helper.element
+            values["HELPER"] = helper.name
             self.names["HELPER"] = [[helper.name]]
             return
         entries = FITTING[kind.upper()][self.element]
         names, codes, says = self.draw(entries, LISTS.get(f"{kind} {self.element}", entries))
         kind = kind.upper()
         if kind == "P":
-            (code, other), (say, *short) = codes, says
+            code, other = codes
+            say, *short = says
             verb = say()
             one, many = (re.sub(r"\((.*?)\|(.*?)\)", form, verb) for form in (r"\1", r"\2"))
             values |= {
@@ -257,14 +265,16 @@ class Function:
             is_short = short and self.rng.random() < 0.5
             values["MANY"] = short[0](values["N"]) if is_short else f"{values['N']} that {many}"
         elif kind == "M":
-            (code,), (verb, noun) = codes, says
+            (code,) = codes
+            verb, noun = says
             values |= {f"M{i}": partial(applied, code), f"V{i}": verb, f"W{i}": noun}
             if singular := re.fullmatch(f"(the (?:(?! of ).)*) of ~({UNSEEN}?)", noun()):
                 values["X"] = lambda items: f"{singular[1]}s of {items}{singular[2]}"
             if names[0] in LISTS["numeric"]:
                 self.element = "int"
         elif kind == "F":
-            (code, loop), (values["G"], values["Y"]) = codes, says
+            code, loop = codes
+            values["G"], values["Y"] = says
             whole = "LISTED" if "L[" in code else "I"  # what is sliced must be a list
             if code != "-":
                 values["F"] = lambda items: re.sub(r"\bL\b", whole if items == "I" else items, code)
@@ -280,7 +290,9 @@ class Function:
                 "BY": noun.removeprefix("the ").removesuffix(" of ~"),
             }
         else:
-            kind, values["NAME"], (values["BOTH"],) = "NAME", names[0], codes
+            kind = "NAME"
+            values["NAME"] = names[0]
+            (values["BOTH"],) = codes
         self.names[kind].append(names)
 
     def argue(self, kind):
@@ -313,7 +325,8 @@ def value(kind, f, rng, edge):
         return -abs(drawn) - 1 if edge == 2 else drawn
 
     def word():
-        text, letter = rng.choice(LISTS["words"]), rng.choice(letters)
+        text = rng.choice(LISTS["words"])
+        letter = rng.choice(letters)
         text = rng.choice((text, text, text, letter + text, text + letter, text + text[::-1]))
         cased = {*LISTS["cased"]} & {*f.operations} and rng.random() < 0.5
         return rng.choice((text, text.upper(), text.capitalize())) if cased else text
@@ -378,7 +391,8 @@ def example(f, rng):
     """A docstring's example; "" for half of the functions, and where none is short."""
     if rng.random() >= 0.5:
         return ""
-    scope, best = load(f.prompt() + f.solution), ""
+    scope = load(f.prompt() + f.solution)
+    best = ""
     for _ in range(3):
         text = call(f, rng)
         out = repr(*result(scope, text) or [None])
@@ -404,7 +418,8 @@ def tests_of(f, rng):
     calls = dict.fromkeys(call(f, rng, min(i, 3)) for i in range(50))
     scope = load(f.prompt() + f.solution)
     right = {text: out for text in calls if (out := result(scope, text))}
-    chosen, wrong = [*right][:3], 0
+    chosen = [*right][:3]
+    wrong = 0
     for body in mutants(f.solution, rng):
         body = re.sub(r"while (.*):", r"while next(ticks) and \1:", body)  # a mutant may not end
         # "is" with a literal
@@ -431,12 +446,10 @@ class World:
     """Functions of a seed. No sentence describes two of them, unless they do the same."""
 
     def __init__(self, seed):
-        self.seed, self.rng, self.sentences, self.combinations = (
-            seed,
-            random.Random(seed),
-            {},
-            set(),
-        )
+        self.seed = seed
+        self.rng = random.Random(seed)
+        self.sentences = {}
+        self.combinations = set()
 
     def draw(self, rng, levels, new=False):
         """(a function, the split it belongs to or ""), of a sentence that describes nothing
@@ -468,10 +481,13 @@ class World:
 
     def tasks(self, split, count):
         """Up to `count` tasks of a split, as rows of its file; call train() first."""
-        rng, found = random.Random(f"{self.seed} {split}"), 0
-        levels, wanted = (1, 2, 3), (split,)
+        rng = random.Random(f"{self.seed} {split}")
+        found = 0
+        levels = (1, 2, 3)
+        wanted = (split,)
         if split == "level4":
-            levels, wanted = (4,), ("constants", "composed")
+            levels = (4,)
+            wanted = ("constants", "composed")
         for _ in range(count * 300):
             f, its = self.draw(rng, levels, split == "phrased")
             known = its == "composed" or f.combination in self.combinations
