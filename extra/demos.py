@@ -88,11 +88,11 @@ class Config:
 
 def settle(cfg):
     """The config with the demo's own settings, and 0 for what it has not."""
-    demo = LIKE[cfg.like]
+    defaults = {"top_p": 1.0, "cache": "dual"} | LIKE[cfg.like]
     settings = {}
     for name, value in vars(cfg).items():
         if value is None:
-            settings[name] = demo.get(name, {"top_p": 1.0, "cache": "dual"}.get(name, 0))
+            settings[name] = defaults.get(name, 0)
     cfg = dataclasses.replace(cfg, **settings)
     if 0 < cfg.steps * cfg.block_length < cfg.max_new:
         raise ValueError(f"--steps={cfg.steps}: fewer than blocks; raise it, or --block_length")
@@ -121,7 +121,7 @@ def main(cfg):
     first = len(row) - cfg.max_new
     if cfg.like != "dreamon":
         new = np.isin(filled[first:], ends)
-        filled = filled[: first + int(np.argmax([*new, True]))]
+        filled = filled[: first + np.argmax([*new, True])]
     kept = [i for i in filled.tolist() if i not in (model.cfg.mask_id, *ends)]
     print(tokenizer.decode(kept))
     print(f"{read.passes} forward passes", file=sys.stderr)
@@ -188,7 +188,7 @@ class Reader:
         self.model = model
         self.cfg = model.cfg
         self.vocab = vocab  # ids from here on have no token
-        self.ends = list(ends)
+        self.ends = ends
         self.passes = 0
         self.cache = None
 
@@ -198,13 +198,13 @@ class Reader:
         With a window (start, end) only these slots are fed, and attend to the keys and values that
         the last pass over the whole row left.
         """
-        start, end = window or (0, len(row))
         token_L = np.full(len(row) + -len(row) % 32, self.cfg.pad_id)
         token_L[: len(row)] = row
         see_1L = np.arange(len(token_L))[None] < len(row)
         if window is None:
-            end = len(token_L)
+            window = (0, len(token_L))
             self.cache = None
+        start, end = window
         slot_C = np.pad(slots, (0, -len(slots) % 16), "edge")
         logits_CV, self.cache = predict(
             self.params,
@@ -221,8 +221,8 @@ class Reader:
         logits_CV[:, self.vocab :] = -np.inf
         return logits_CV
 
-    def masks(self, row, begin, end):
-        """The slots of a part of the row that hold MASK."""
+    def masks(self, row, begin=0, end=None):
+        """The slots of a row, or of a part of it, that hold MASK."""
         return begin + np.flatnonzero(row[begin:end] == self.cfg.mask_id)
 
     def draw(self, logits_CV, temperature, rng):
@@ -235,9 +235,7 @@ class Reader:
 
 def filtered(logits_CV, cfg):
     """The logits that temperature, top-k and top-p leave, as in Dream's code."""
-    return diffusion.filter_logits(
-        logits_CV, cfg.temperature or 1.0, cfg.top_k, cfg.top_p, rule="dream"
-    )
+    return diffusion.filter_logits(logits_CV, cfg.temperature, cfg.top_k, cfg.top_p, rule="dream")
 
 
 def confidence(logits_CV, alg):
@@ -290,9 +288,10 @@ def llada(read, row, cfg, rng):
             if late:
                 score_C[np.isin(token_C, read.ends)] = -1
 
-            count = -(-len(slots) // max(1, steps - i))
             if cfg.threshold:  # Fast-dLLM's parallel decoding without a cache
                 count = max(1, (score_C >= cfg.threshold).sum())
+            else:
+                count = -(-len(slots) // (steps - i))
             best = surest(score_C, count)
             row[slots[best]] = token_C[best]
     return row
@@ -315,7 +314,7 @@ def fast_dllm(read, row, cfg, rng):
     share_S = diffusion.dream_shares(steps)
     if shift and steps == 1:  # one step more, as the first one fills a single token
         share_S = [0.0, 1.0]
-    passes = size if cfg.threshold else max(steps, len(share_S))
+    passes = size if cfg.threshold else len(share_S)
     for begin in range(first, len(row), size):
         end = begin + size
         for i in range(passes):
@@ -379,10 +378,10 @@ def open_dcoder(read, row, cfg, rng, shown=None):
     One of low confidence becomes MASK again, whatever it held.
     """
     row = row.copy()
-    slots = read.masks(row, 0, len(row))
+    slots = read.masks(row)
     steps = cfg.steps or len(slots)
     for i in range(steps):
-        if not (row == read.cfg.mask_id).any():
+        if read.cfg.mask_id not in row:
             break
         logits_CV = filtered(read(row, slots), cfg)
         token_C = read.draw(logits_CV, float(cfg.temperature > 0), rng)
@@ -391,10 +390,9 @@ def open_dcoder(read, row, cfg, rng, shown=None):
         masked = int(np.float32(len(slots)) * share)  # how many are MASK after this step
         best = surest(score_C, len(slots) - masked)
         # A slot that is chosen again keeps its token.
-        old_C = row[slots]
-        new_C = np.full(len(slots), read.cfg.mask_id)
-        new_C[best] = np.where(old_C == read.cfg.mask_id, token_C, old_C)[best]
-        row[slots] = new_C
+        token_C = np.where(row[slots] == read.cfg.mask_id, token_C, row[slots])
+        row[slots] = read.cfg.mask_id
+        row[slots[best]] = token_C[best]
         if shown is not None:
             shown.append(row.tolist())
     return row
@@ -403,9 +401,9 @@ def open_dcoder(read, row, cfg, rng, shown=None):
 def dream_coder(read, row, cfg, rng):
     """Dream-Coder: Dream's sampler with a penalty of EOS while little of the text is filled."""
     row = row.copy()
-    masks = (row == read.cfg.mask_id).sum()
+    masks = len(read.masks(row))
     for share in diffusion.dream_shares(cfg.steps or masks):
-        slots = read.masks(row, 0, len(row))
+        slots = read.masks(row)
         count = int(np.float32(len(slots)) * share)
         if count == 0:  # the schedule fills nothing in this step
             continue
