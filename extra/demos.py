@@ -424,27 +424,29 @@ def dreamon(read, row, cfg, rng, shown=None):
     has its full length, or no budget is left. Then EOS and the expand id are carried out, from left
     to right. What was given stays, also an EOS or an expand id of its own.
     """
-    row = row.tolist()
-    mask, expand, eos = read.cfg.mask_id, read.cfg.expand_id, read.cfg.eos_id
-    longest = min(len(row) - row.count(mask) + cfg.max_new, read.cfg.positions)
+    row = row.copy()
+    mask = read.cfg.mask_id
+    expand = read.cfg.expand_id
+    eos = read.cfg.eos_id
+    slots = read.masks(row)
+    longest = min(len(row) - len(slots) + cfg.max_new, read.cfg.positions)
     budget = cfg.budget
-    limit = 2 * (longest - row.index(mask)) + 2 * budget
+    limit = 2 * (longest - slots[0]) + 2 * budget
     for _ in range(cfg.steps or limit):
-        if mask not in row:
+        slots = read.masks(row)
+        if len(slots) == 0:
             break
-        slots = read.masks(np.array(row), 0, len(row))
-        logits_CV = read(np.array(row), slots)
+        logits_CV = read(row, slots)
         if len(row) >= longest or budget <= 0:
             logits_CV[:, expand] = -np.inf
         logits_CV = filtered(logits_CV, cfg)
         token_C = read.draw(logits_CV, float(cfg.temperature > 0), rng)
         best = surest(confidence(logits_CV, cfg.alg), cfg.at_once)
-        written = {int(slots[c]): int(token_C[c]) for c in best}
-        end = min((p for p, token in written.items() if token == eos), default=len(row))
+        row[slots[best]] = token_C[best]
+        end = min((p for p in slots if row[p] == eos), default=len(row))
 
         new = []
-        for p, token in enumerate(row):
-            token = written.get(p, token)
+        for p, token in enumerate(row.tolist()):
             generated = p in slots
             if generated and (token == eos or (cfg.delete_to_right and p > end)):
                 new += [eos] if cfg.keep_eos else []
@@ -453,10 +455,10 @@ def dreamon(read, row, cfg, rng, shown=None):
                 budget -= 1
             else:
                 new.append(token)
-        row = new
+        row = np.array(new)
         if shown is not None:
-            shown.append(row)
-    return np.array(row)
+            shown.append(new)
+    return row
 
 
 DEMOS = {
