@@ -171,7 +171,7 @@ def spans(drafts, read):
     parts = []
     for draft in drafts:
         texts = (draft.prompt, draft.body, draft.suffix)
-        parts.append([prompts.encode(read.tokenizer, text, "") for text in texts])
+        parts.append([prompts.ids_of(read.tokenizer, text) for text in texts])
     longest = max(len(body) for _, body, _ in parts)
     C = -(-longest // SLOTS) * SLOTS
     slots = [np.resize(np.arange(len(body)) + len(prompt), C) for prompt, body, _ in parts]
@@ -185,15 +185,14 @@ def spans(drafts, read):
         starts = [0, *itertools.accumulate(map(len, pieces))]
         choices = []
         for i, token in enumerate(body):
-            for other, logp in zip(id_CN[i].tolist(), likely_CN[i].tolist(), strict=True):
+            for other, logp in zip(id_CN[i].tolist(), likely_CN[i], strict=True):
                 text = prompts.pieces(read.tokenizer, [*body[max(0, i - 1) : i], other])[-1]
                 if other != token and text:  # an end token has no text
-                    choices.append((logp_C[i] - logp, starts[i], text))
+                    start = starts[i]
+                    end = f"{draft.body}\n".index("\n", start)
+                    choices.append((logp_C[i] - logp, (start, end, text)))
                     break
-        spans_of_draft = []
-        for _, start, other in sorted(choices):
-            spans_of_draft.append((start, f"{draft.body}\n".index("\n", start), other))
-        found.append(spans_of_draft)
+        found.append([span for _, span in sorted(choices)])
     return found
 
 
@@ -202,7 +201,7 @@ def parts_of(read, draft, span):
     start, end, first = span
     before = draft.prompt + draft.body[:start] + first
     texts = (before, draft.body[start:end], draft.body[end:] + draft.suffix)
-    return [prompts.encode(read.tokenizer, text, "") for text in texts]
+    return [prompts.ids_of(read.tokenizer, text) for text in texts]
 
 
 def filler(read, rule, key, size, rows):
