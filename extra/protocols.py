@@ -204,13 +204,11 @@ def longest_program(lines, least):
 
 def needed(entry, definitions, names_in):
     """The definitions that the entry point needs, directly or not. definitions: {name: node}."""
-    found, waiting = {entry}, [entry]
-    while waiting:
-        name = waiting.pop()
-        new = names_in(definitions[name]) - found if name in definitions else set()
-        found |= new
-        waiting += new
-    return [node for name, node in definitions.items() if name in found]
+    names = [entry]
+    for name in names:  # which grows
+        if name in definitions:
+            names += names_in(definitions[name]) - {*names}
+    return [node for name, node in definitions.items() if name in names]
 
 
 def has_return(node):
@@ -295,7 +293,7 @@ def evalplus_name(node):
     """The name that a statement defines according to EvalPlus, or None, as for decorated
     definitions.
     """
-    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+    if isinstance(node, tasks.DEFINITION):
         kept = isinstance(node, ast.ClassDef) or has_return(node)
         return node.name if kept and not node.decorator_list else None
     # the first plain name of both sides: `a.b = c` defines c
@@ -310,10 +308,12 @@ def evalplus_names(node):
     """All identifiers in a definition: names, both parts of a.b, arguments, keywords, imports."""
     names = set()
     for child in ast.walk(node):
-        fields = vars(child) if not isinstance(child, ast.Constant) else {}
-        for value in fields.values():
+        if isinstance(child, ast.Constant):
+            continue
+        for value in vars(child).values():
             for name in value if isinstance(value, list) else [value]:
-                names.update(name.split(".") if isinstance(name, str) else ())
+                if isinstance(name, str):
+                    names.update(name.split("."))
     return names
 
 
@@ -413,11 +413,12 @@ IM_END = ("<|im_end|>", "<|endoftext|>")
 def named(name, task):
     """("harness/task", record) for the name of a record or of a harness."""
     task = task.rstrip("+")
+    known = [key for key in PROTOCOLS if key.split("/")[1].startswith(task)]
     for key in (name, f"{name}/{task}", f"{name}/{task}_instruct"):
-        if key in PROTOCOLS and key.split("/")[1].startswith(task):
+        if key in known:
             return key, PROTOCOLS[key]
-    known = ", ".join(key for key in PROTOCOLS if key.split("/")[1].startswith(task))
-    raise ValueError(f"{name!r} is no protocol of {task}; there are ours, ours_chat, {known}")
+    names = ", ".join(["ours", "ours_chat", *known])
+    raise ValueError(f"{name!r} is no protocol of {task}; there are {names}")
 
 
 def candidate(protocol, text, q):
@@ -463,9 +464,8 @@ class Harness:
         if chat and model.tokenizer.token_to_id("<|im_start|>") is None:
             needs = "needs a chat template, and the tokenizer has no <|im_start|>"
             raise ValueError(f"--protocol={self.cfg.protocol} {needs}")
-        model.tokenizer.encode_special_tokens = not chat
         text = prompt(self.record, problem, self.cfg.trim_prefix)
-        ids = model.tokenizer.encode(text, add_special_tokens=False).ids
+        ids = prompts.encoding_of(model.tokenizer, text, names_are_text=not chat).ids
         ids = ids[-self.record.prompt_tokens :]
         bos = self.bos(model)
         return ids if bos is None else [bos, *ids]
