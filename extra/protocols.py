@@ -544,20 +544,22 @@ def main(cfg):
         return benchmarks.evaluate(cfg, tasks.read_problems(cfg), protocol)
     name, record = named(cfg.protocol, cfg.task)
     record = record._replace(shots=record.shots if cfg.shots is None else cfg.shots)
-    if cfg.temperature is None:
-        cfg = dataclasses.replace(cfg, temperature=record.temperature)
-    cfg = filled_in(cfg, top_p=record.top_p, max_new=record.max_new, limit_s=record.limit_s)
+    cfg = filled_in(cfg, record)
     cfg = benchmarks.settle(with_full_mbpp(cfg, record))
     problems = tasks.read_problems(cfg)
     check_data(cfg, name, record, problems)
     return benchmarks.evaluate(cfg, problems, Harness(cfg, name, record), HarnessScorer)
 
 
-def filled_in(cfg, top_p, max_new, limit_s):
+def filled_in(cfg, record):
     """The config with the settings of a protocol where no flag is given."""
-    limits = dataclasses.replace(cfg.sandbox, timeout_s=cfg.sandbox.timeout_s or limit_s)
+    limits = dataclasses.replace(cfg.sandbox, timeout_s=cfg.sandbox.timeout_s or record.limit_s)
     return dataclasses.replace(
-        cfg, top_p=cfg.top_p or top_p, max_new=cfg.max_new or max_new, sandbox=limits
+        cfg,
+        temperature=record.temperature if cfg.temperature is None else cfg.temperature,
+        top_p=cfg.top_p or record.top_p,
+        max_new=cfg.max_new or record.max_new,
+        sandbox=limits,
     )
 
 
