@@ -186,11 +186,14 @@ def longest_program(lines, least):
     Blank lines do not count, and only those in front stay. Of equal runs the first and shortest is
     taken.
     """
-    best, most, tried = [], 0, 0
+    best = []
+    most = 0
+    tried = 0
     for first in range(len(lines)):
         run = lines[first:]
         while error := first_error(run):
-            run, tried = run[: error - 1], tried + len(run)
+            tried += len(run)
+            run = run[: error - 1]
             if tried > 1_000_000:
                 raise ValueError("a text in which it takes too long to find a program")
         # after a last \ they are needed
@@ -198,7 +201,8 @@ def longest_program(lines, least):
             run = run[:-1]
         length = sum(bool(line.strip()) for line in run)
         if len(run) >= least and length > most:
-            best, most = run, length
+            best = run
+            most = length
     return "\n".join(best)
 
 
@@ -223,7 +227,8 @@ def dream_sanitize(text, q):
     """
     text = text.replace("\t", "    ").replace("\r\n", "\n").replace("\r", "\n").strip() + "\n"
     tree = parsed(longest_program(text.splitlines()[:100], 1))
-    imports, definitions = [], {}
+    imports = []
+    definitions = {}
     for node in tree.body if tree else []:
         if isinstance(node, ast.Import | ast.ImportFrom):
             imports.append(node)
@@ -238,13 +243,16 @@ def dream_sanitize(text, q):
 
 def dream_names(node):
     """Names and attributes in a definition; of `a.b` only b."""
-    names, waiting = set(), [node]
-    while waiting:
-        for child in ast.iter_child_nodes(waiting.pop()):
-            if isinstance(child, ast.Name | ast.Attribute):
-                names.add(child.id if isinstance(child, ast.Name) else child.attr)
+    names = set()
+    nodes = [node]
+    for parent in nodes:  # which grow
+        for child in ast.iter_child_nodes(parent):
+            if isinstance(child, ast.Name):
+                names.add(child.id)
+            elif isinstance(child, ast.Attribute):
+                names.add(child.attr)
             else:
-                waiting.append(child)
+                nodes.append(child)
     return names
 
 
@@ -258,7 +266,8 @@ def evalplus_sanitize(text, q):
     lines = text.split("\n")
     code = longest_program(lines, 2) or lines[0]
     tree = parsed(code.lstrip())
-    imports, definitions = [], {}
+    imports = []
+    definitions = {}
     for node in tree.body if tree else []:
         name = evalplus_name(node)
         if isinstance(node, ast.Import) or (
@@ -456,7 +465,9 @@ class Harness:
         self.record = record
         self.settings = {"shots": record.shots, "trim_prefix": cfg.trim_prefix}
         self.files = [tasks.tasks_path(cfg)]
-        self.ends, self.top_k, self.factor = record.ends, record.top_k, record.factor
+        self.ends = record.ends
+        self.top_k = record.top_k
+        self.factor = record.factor
         self.whole = not record.prompt_first
 
     def ids(self, problem, model):
@@ -474,7 +485,8 @@ class Harness:
         """The token that begins a prompt of a Dream, None if there is none."""
         if not self.record.bos or self.cfg.model != "dream":
             return None
-        token, own = model.tokenizer.token_to_id("<|beginoftext|>"), model.model.cfg.bos_id
+        token = model.tokenizer.token_to_id("<|beginoftext|>")
+        own = model.model.cfg.bos_id
         return own if token is None and own != model.model.cfg.eos_id else token
 
     def candidate(self, text, problem, cut=True):
@@ -580,7 +592,8 @@ def check_data(cfg, name, record, problems):
     kind = {"mbpp": "mbpp", "mbpp+": "mbppplus"}.get(cfg.task, "humaneval")
     if cfg.task == "mbpp" and tasks.tasks_path(cfg).read_bytes().lstrip().startswith(b"["):
         kind = "sanitized"
-    (wanted, _), (given, counts) = DATA[record.data[0]], DATA[kind]
+    wanted, _ = DATA[record.data[0]]
+    given, counts = DATA[kind]
     if kind not in record.data:
         raise ValueError(f"--protocol={name} asks for {wanted}, and this is {given}")
     if len(problems) not in counts and not cfg.problems:
