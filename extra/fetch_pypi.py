@@ -40,8 +40,8 @@ except ImportError:
     pypi_simple = None
 
 ARCHIVE_BYTES = 100_000_000  # larger archives hold data or other languages
-# an archive that unpacks to more is a trap; larger files hold data
-UNPACKED_BYTES, FILE_BYTES = 4_000_000_000, 1 << 24
+UNPACKED_BYTES = 4_000_000_000  # an archive that unpacks to more is a trap
+FILE_BYTES = 1 << 24  # larger files hold data
 # Folders of other people's code, and of tests, below which only the tests themselves stay.
 SKIPPED = r"/(_?vendor[-\w]*|third_?party|3rd_?party|_?extern(al)?s?|site-packages|node_modules)/"
 SKIPPED += r"|/(tests?|test_?data|idle_test)/(?!(.*/)?(test_\w*|\w*_tests?|tests?|conftest)\.py$)"
@@ -106,7 +106,8 @@ def requirements(packages):
 
 def fetch(client, requirement, out):
     """What the manifest says of a package: version, licence and files, or why it is left out."""
-    name, found = canonicalize_name(requirement.name), {}
+    name = canonicalize_name(requirement.name)
+    found = {}
     try:
         for package in client.get_project_page(name, timeout=60).packages:
             if (
@@ -141,7 +142,8 @@ def copy(archive, folder):
     """Copy the code and licence texts of an archive to a folder: {"licence", "files"}, or why it is
     left out.
     """
-    members, total = {}, 0
+    members = {}
+    total = 0
     try:
         with tarfile.open(archive, "r:gz") as file:
             for member in file:
