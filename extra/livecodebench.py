@@ -34,6 +34,7 @@ import protocols
 
 import benchmarks
 import problems as tasks
+import prompts
 import runs
 import sandbox
 
@@ -140,8 +141,7 @@ class Protocol(protocols.OursInChat):
     def ids(self, problem, model):
         if self.wrap:
             return super().ids(problem, model)
-        model.tokenizer.encode_special_tokens = True
-        return model.tokenizer.encode(problem.prompt, add_special_tokens=False).ids
+        return prompts.ids_of(model.tokenizer, problem.prompt)
 
     def candidate(self, text, problem, cut=True):
         text = protocols.cut_at(self.ends, text, problem)
@@ -221,8 +221,8 @@ def files(cfg):
 
 def read_problems(cfg):
     """{id: Problem} of contests from the first minute of --since to that of --until."""
-    for day in filter(None, (cfg.since, cfg.until)):
-        if not re.fullmatch(r"\d{4}-\d\d-\d\d", day):
+    for day in (cfg.since, cfg.until):
+        if not re.fullmatch(r"(\d{4}-\d\d-\d\d)?", day):
             raise ValueError("--since and --until are days, such as 2024-10-01")
     last = f"{cfg.until}T00:00:00" if cfg.until else "9999"
     problems = {}
