@@ -108,6 +108,9 @@ PROMPT = """### Question:
 ### Answer: (use the provided format with backticks)
 
 """
+RIGHT = """def right(i, inputs, value):
+    return (list(value) if type(value) is tuple else value) == data[i]
+"""
 # opcodes around that of a text
 TEXT_PICKLE = "PROTO FRAME MEMOIZE PUT BINPUT LONG_BINPUT STOP".split()
 
@@ -194,8 +197,27 @@ class Scorer(benchmarks.Scorer):
     def program(self, code, problem):
         return HEAD + tasks.without_future(code)
 
-    def tests(self, problem, expected, code, timeout_s):
-        return tests_of(problem, expected, code, timeout_s)
+    def tests(self, problem, cases, code, timeout_s):
+        """One test for each input of a program; one for all calls of a function."""
+        if not problem.entry:
+            check = (
+                "import contextlib\nfrom decimal import Decimal, InvalidOperation\n"
+                + inspect.getsource(same_lines)
+            )
+            right = "def right(printed):\n    return same_lines(printed, {!r})\n"
+            return [
+                sandbox.Stdin(text, 65_536 + 2 * len(out.encode()), check + right.format(out))
+                for text, out in cases
+            ]
+        function = problem.entry
+        if "class Solution" in code:
+            function = f"Solution().{problem.entry}"
+        inputs = [args for args, _ in cases]
+        wanted = [output for _, output in cases]
+        limits = [timeout_s] * len(cases)
+        most = 65_536 + 8 * sum(len(json.dumps(output)) for output in wanted) + 100 * len(cases)
+        total = sum(limits) + len(cases) + 5
+        return [sandbox.Calls(function, inputs, limits, total, most, RIGHT, wanted)]
 
     def verdict(self, problem, result):
         """The first failed test decides."""
@@ -281,30 +303,6 @@ def text_of_pickle(data):
             raise ValueError(f"its tests are a pickle with {opcode.name}, which no text needs")
     (text,) = texts
     return text
-
-
-def tests_of(problem, cases, code, timeout_s):
-    """The tests of a sample: one for each input of a program; one for all calls of a function."""
-    if not problem.entry:
-        check = (
-            "import contextlib\nfrom decimal import Decimal, InvalidOperation\n"
-            + inspect.getsource(same_lines)
-        )
-        right = "def right(printed):\n    return same_lines(printed, {!r})\n"
-        return [
-            sandbox.Stdin(text, 65_536 + 2 * len(out.encode()), check + right.format(out))
-            for text, out in cases
-        ]
-    function = f"Solution().{problem.entry}" if "class Solution" in (code or "") else problem.entry
-    most = 65_536 + 8 * sum(len(json.dumps(output)) for _, output in cases) + 100 * len(cases)
-    inputs = [args for args, _ in cases]
-    limits = [timeout_s] * len(cases)
-    right = """def right(i, inputs, value):
-    return (list(value) if type(value) is tuple else value) == data[i]
-"""
-    wanted = [output for _, output in cases]
-    total = sum(limits) + len(cases) + 5
-    return [sandbox.Calls(function, inputs, limits, total, most, right, wanted)]
 
 
 def same_lines(printed, wanted):
