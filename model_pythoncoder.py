@@ -440,15 +440,18 @@ class PythonCoder(nnx.Module):
         after_BL = jnp.roll(token_BL, -2, 1)
         return main, cross_entropy(draft_BLD, self.mtp.head[...], after_BL, mtp_BL, chunk)
 
-    def step(self, cache, token_BL, index_BL):
+    def apart(self):
+        """The layers one by one. XLA copies them: a loop over passes takes them from outside."""
+        return [jax.tree.map(lambda a, i=i: a[i], self.layers) for i in range(self.cfg.layers)]
+
+    def step(self, cache, token_BL, index_BL, layers=None):
         """(hidden states [B, L, D], new cache) of tokens at slots and positions index_BL."""
         x_BLD = self.lookup(token_BL)
         rope = self.rope(index_BL)
         start_BL = jnp.zeros_like(index_BL)
         cache = list(cache)
         # a cache per layer: slicing a stacked one would copy it for every token
-        for i in range(self.cfg.layers):
-            layer = jax.tree.map(lambda a, i=i: a[i], self.layers)
+        for i, layer in enumerate(layers or self.apart()):
             x_BLD, cache[i] = call_layer(
                 layer, x_BLD, jnp.int32(i), rope, index_BL, start_BL, cache=cache[i]
             )
@@ -749,6 +752,7 @@ def advance(model, state, passes, rule):
     accepted, its position gives one more. The next pass overwrites a rejected draft's cache slot.
     """
     row_B = jnp.arange(len(state["length_B"]))
+    layers = model.apart()
 
     def body(state):
         token_BM = state["token_BM"]
@@ -762,7 +766,7 @@ def advance(model, state, passes, rule):
             input_BL = jnp.concatenate([input_BL, state["draft_B"][:, None]], 1)
         L = input_BL.shape[1]
         index_BL = length_B[:, None] + jnp.arange(L)
-        hidden_BLD, cache = model.step(state["cache"], input_BL, index_BL - 1)
+        hidden_BLD, cache = model.step(state["cache"], input_BL, index_BL - 1, layers)
         token_BM = token_BM.at[row_B[:, None], index_BL[:, :-1]].set(input_BL[:, 1:])
         logits_BLV = model.logits(hidden_BLD)
         n = rule.no_repeat_ngram

@@ -42,6 +42,7 @@ import sample_dream
 
 WIDTHS = 96, 192, 384, 768, 1536, 2048  # slots of a canvas or a cache, as far as the model reaches
 LIKELIEST = 5  # tokens that are kept for each position
+PASSES = 4  # forward passes of a PythonCoder between looks at who waits
 LOG = logging.getLogger("unmask")
 
 
@@ -135,6 +136,14 @@ def forget(record, i, end):
     logp_BL, (ids_BLN, likely_BLN) = record[2:]
     logp_BL[i], ids_BLN[i], likely_BLN[i] = 0, end, -np.inf
     likely_BLN[i, :, 0] = 0
+
+
+def taken(rows):
+    """The first rows of a batch that hold all of its texts: a power of two, for each of which a
+    program is compiled when it is first needed.
+    """
+    last = max(i for i, row in enumerate(rows) if row)
+    return rows[: 1 << last.bit_length()]
 
 
 class Family:
@@ -241,10 +250,12 @@ class Canvases(Batch):
         """A denoising step: each row fills what its own schedule or bound says, of its own
         block.
         """
-        old, cfg, B = self.state, self.family.model.cfg, len(self.rows)
+        rows = taken(self.rows)
+        B, index_B = len(rows), np.arange(len(rows))
+        old, cfg = self.state, self.family.model.cfg
         first_B1, size_B1 = np.zeros((2, B, 1), np.int32)
         bound_B1, share_1B = np.ones((B, 1), np.float32), np.zeros((1, B), np.float32)
-        for i, row in enumerate(self.rows):
+        for i, row in enumerate(rows):
             if row is None:
                 old.token_BL[i] = cfg.pad_id
                 continue
@@ -255,14 +266,15 @@ class Canvases(Batch):
             share_1B[0, i], row.at = row.shares[min(row.at, len(row.shares) - 1)], row.at + 1
             bound_B1[i] = row.ask.get(self.order) or 0
         arrays = {"first": first_B1, "size": size_B1, "bound": bound_B1, "share_S": share_1B}
-        given = self.given._replace(begun=old.step, filters=filters_of(self.rows), **arrays)
-        on_device = sample_dream.beside(self.params, old)
+        arrays |= {"begun": old.step, "filters": filters_of(rows)}
+        given = self.given.of_rows(index_B)._replace(**arrays)
+        on_device = sample_dream.beside(self.params, old.of_rows(index_B))
         new = sample_dream.fill_block(
             self.params, on_device, given, sampler=self.sampler, width=self.width
         )
-        self.state = new = jax.tree.map(np.array, new)
-        written_BL = (old.token_BL == cfg.mask_id) & (new.token_BL != cfg.mask_id) & given.see_BL
-        for i, row in enumerate(self.rows):
+        self.state = new = old.with_rows(index_B, jax.tree.map(np.array, new))
+        written_BL = (old.token_BL == cfg.mask_id) & (new.token_BL != cfg.mask_id)
+        for i, row in enumerate(rows):
             if row:
                 tokens = tokens_at(new, i, np.flatnonzero(written_BL[i]), self.width - len(row.ids))
                 row.write(tokens, int(new.forwards - old.forwards))
@@ -419,15 +431,19 @@ class Caches(Batch):
 
     def step(self):
         """The next token of each row."""
-        batch = self.token_BM, self.length_B, self.key_B, filters_of(self.rows)
+        rows = taken(self.rows)
+        B = len(rows)
+        batch = self.token_BM[:B], self.length_B[:B], self.key_B[:B], filters_of(rows)
         self.cache, new = advance(self.family.model, self.cache, *batch, vocab=self.family.vocab)
-        for i, (row, *token) in enumerate(zip(self.rows, *map(np.asarray, new), strict=True)):
-            if row:
+        new = [np.asarray(x) for x in new]  # [PASSES, B, ..]
+        for i, row in enumerate(rows):
+            for p in range(PASSES if row else 0):
+                token = tuple(x[p, i].tolist() for x in new)
                 self.token_BM[i, self.length_B[i]] = token[0]
                 self.length_B[i] += 1
-                row.write(
-                    {row.ids.index(None) + len(row.written): tuple(x.tolist() for x in token)}
-                )
+                row.write({row.ids.index(None) + len(row.written): token})
+                if token[0] in self.family.ends or len(row.written) == row.ids.count(None):
+                    break
 
 
 class PythonCoder(Family):
@@ -466,25 +482,42 @@ def prefill(model, cache, i, token_M):
 
 @functools.partial(jax.jit, static_argnames="vocab", donate_argnames="cache")
 def advance(model, cache, token_BM, length_B, key_B, filters, *, vocab):
-    """(cache, (id, log p, likeliest ids, their log p) of the next token of each row) by one forward
-    pass.
+    """(cache, (id, log p, likeliest ids, their log p) of the next PASSES tokens of each row), a
+    forward pass for each. The rows are the first of the cache.
     """
-    last_B1, row_B = length_B[:, None] - 1, jnp.arange(len(length_B))
-    hidden_B1D, cache = model.step(cache, jnp.take_along_axis(token_BM, last_B1, 1), last_B1)
-    logits_BV = model.logits(hidden_B1D)[:, 0]
-    logits_BV = jnp.where(jnp.arange(logits_BV.shape[1]) < vocab, logits_BV, -jnp.inf)
-    logp_BV = diffusion.log_softmax(logits_BV)
-    # as generate.py --no_repeat_ngram
-    logits_BV = pc.without_repeats(logits_BV, token_BM, length_B, 6)
+    B = len(length_B)
+    row_B = jnp.arange(B)
     temperature_B1, top_p_B1, draws_B1 = (x_B11[:, 0] for x_B11 in filters)
     width = 1 if jax.default_backend() == "cpu" else 3
-    kept_BV = diffusion.filter_logits(logits_BV, temperature_B1, 0, top_p_B1, "mdlm", width)
-    key_B = jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.wrap_key_data)(key_B), length_B)
-    drawn_B = jax.vmap(jax.random.categorical)(key_B, kept_BV)
-    token_B = jnp.where(draws_B1[:, 0], drawn_B, jnp.argmax(logits_BV, -1))
-    # JSON has no infinity
-    likely_BN, ids_BN = jax.lax.top_k(jnp.maximum(logp_BV, -9999), LIKELIEST)
-    return cache, (token_B, logp_BV[row_B, token_B], ids_BN, likely_BN)
+
+    def forward(carry, _):
+        cache, token_BM, length_B = carry
+        last_B1 = length_B[:, None] - 1
+        last_token_B1 = jnp.take_along_axis(token_BM, last_B1, 1)
+        hidden_B1D, cache = model.step(cache, last_token_B1, last_B1, layers)
+        logits_BV = model.logits(hidden_B1D)[:, 0]
+        logits_BV = jnp.where(jnp.arange(logits_BV.shape[1]) < vocab, logits_BV, -jnp.inf)
+        logp_BV = diffusion.log_softmax(logits_BV)
+        # as generate.py --no_repeat_ngram
+        logits_BV = pc.without_repeats(logits_BV, token_BM, length_B, 6)
+        kept_BV = diffusion.filter_logits(logits_BV, temperature_B1, 0, top_p_B1, "mdlm", width)
+        keys_B = jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.wrap_key_data)(key_B), length_B)
+        drawn_B = jax.vmap(jax.random.categorical)(keys_B, kept_BV)
+        token_B = jnp.where(draws_B1[:, 0], drawn_B, jnp.argmax(logits_BV, -1))
+        # JSON has no infinity
+        likely_BN, ids_BN = jax.lax.top_k(jnp.maximum(logp_BV, -9999), LIKELIEST)
+        token_BM = token_BM.at[row_B, length_B].set(token_B)
+        return (cache, token_BM, length_B + 1), (
+            token_B,
+            logp_BV[row_B, token_B],
+            ids_BN,
+            likely_BN,
+        )
+
+    layers = model.apart()
+    of_rows = jax.tree.map(lambda all_rows: all_rows[:B], cache)
+    (new, _, _), tokens = jax.lax.scan(forward, (of_rows, token_BM, length_B), length=PASSES)
+    return jax.tree.map(lambda all_rows, rows: all_rows.at[:B].set(rows), cache, new), tokens
 
 
 # ---- the loop that owns the device ---------------------------------------------------------------

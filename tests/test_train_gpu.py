@@ -419,8 +419,7 @@ def test_a_model_that_knows_nothing_pays_log_vocab_for_every_token(data, tmp_pat
     torch.nn.init.zeros_(model.head.weight)
     mdlm.save(model, tmp_path, (data / "tokenizer.json").read_bytes())
     row = scored(tmp_path, data=str(data), eval_draws=3)
-    # every masked token costs log(V - 1), as MASK is excluded, and exactly m of n are masked: no
-    # noise is left
+    # every masked token costs log(V - 1), as MASK is excluded, and exactly m of n are masked
     assert row["heldout_nats"] == pytest.approx(math.log(511), rel=1e-5)
     assert row["standard_error"] == pytest.approx(0, abs=1e-6)
     for level in row["by_noise"]:
