@@ -297,39 +297,25 @@ class MTP(nnx.Module):
 # plain scan would stack the gradients of all layers first: 4 % of a step.
 
 
-@jax.custom_vjp
+@jax.custom_gradient
 def start_gradient(sums, x):
     """x; backwards, the cotangent of sums starts as sums."""
-    return x
+
+    def backward(dx):
+        return sums, dx
+
+    return x, backward
 
 
-def _start_forward(sums, x):
-    return x, sums
-
-
-def _start_backward(sums, dx):
-    return sums, dx
-
-
-start_gradient.defvjp(_start_forward, _start_backward)
-
-
-@jax.custom_vjp
+@jax.custom_gradient
 def add_gradient(sums, params, layer):
     """(params, sums); backwards, row `layer` of sums' cotangent gets the gradient of params."""
-    return params, sums
 
+    def backward(cotangents):
+        dparams, dsums = cotangents
+        return jax.tree.map(lambda s, d: s.at[layer].add(d), dsums, dparams), None, None
 
-def _add_forward(sums, params, layer):
-    return (params, sums), layer
-
-
-def _add_backward(layer, cotangents):
-    dparams, dsums = cotangents
-    return jax.tree.map(lambda s, d: s.at[layer].add(d), dsums, dparams), None, None
-
-
-add_gradient.defvjp(_add_forward, _add_backward)
+    return (params, sums), backward
 
 
 call_layer = jax.jit(Block.__call__)  # without dropout; traced once for all layers
