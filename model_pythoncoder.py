@@ -140,6 +140,11 @@ def linear(x_BLD, weight_DF, tpu=False):
 # ---- the model ----------------------------------------------------------------------------------
 
 
+def normal(rngs, std, *shape):
+    """A new parameter, normally distributed with standard deviation `std`."""
+    return nnx.Param(std * jax.random.normal(rngs.params(), shape))
+
+
 class Block(nnx.Module):
     """All layers, each parameter [layers, ...]; it is called with the parameters of one.
 
@@ -156,29 +161,28 @@ class Block(nnx.Module):
         C = cfg.kv_heads * cfg.head_size
         out = Q // 2 if cfg.diff == "v2" else Q
 
-        def normal(*shape, std=None):
-            noise = jax.random.normal(rngs.params(), (N, *shape), jnp.float32)
-            return nnx.Param((std or cfg.std(shape[0])) * noise)
+        def stacked(*shape, std=None):
+            return normal(rngs, std or cfg.std(shape[0]), N, *shape)
 
         self.attn_norm = nnx.Param(jnp.ones((N, D)))
         self.ffn_norm = nnx.Param(jnp.ones((N, D)))
-        self.wq = normal(D, Q)
-        self.wk = normal(D, C)
-        self.wv = normal(D, C)
+        self.wq = stacked(D, Q)
+        self.wk = stacked(D, C)
+        self.wv = stacked(D, C)
         # wo and w_down are smaller, as the residual stream is the sum of their 2N products
-        self.wo = normal(out, D, std=cfg.std(out) / math.sqrt(2 * N))
-        self.w_gate = normal(D, cfg.ffn)
-        self.w_up = normal(D, cfg.ffn)
-        self.w_down = normal(cfg.ffn, D, std=cfg.std(cfg.ffn) / math.sqrt(2 * N))
+        self.wo = stacked(out, D, std=cfg.std(out) / math.sqrt(2 * N))
+        self.w_gate = stacked(D, cfg.ffn)
+        self.w_up = stacked(D, cfg.ffn)
+        self.w_down = stacked(cfg.ffn, D, std=cfg.std(cfg.ffn) / math.sqrt(2 * N))
         if cfg.maps == 2:
             std = 0.1 if cfg.diff == "paper" else 0.01
-            self.lambda_q1 = normal(cfg.head_size, std=std)
-            self.lambda_k1 = normal(cfg.head_size, std=std)
-            self.lambda_q2 = normal(cfg.head_size, std=std)
-            self.lambda_k2 = normal(cfg.head_size, std=std)
+            self.lambda_q1 = stacked(cfg.head_size, std=std)
+            self.lambda_k1 = stacked(cfg.head_size, std=std)
+            self.lambda_q2 = stacked(cfg.head_size, std=std)
+            self.lambda_k2 = stacked(cfg.head_size, std=std)
             self.subln = nnx.Param(jnp.ones((N, 2 * cfg.head_size)))
         if cfg.diff == "v2":
-            self.w_lambda = normal(D, cfg.heads // 2)
+            self.w_lambda = stacked(D, cfg.heads // 2)
 
     def __call__(
         self, x_BLD, layer, rope, index_BL, start_BL, row_B=None, seed_32=None, cache=None
@@ -287,9 +291,8 @@ class MTP(nnx.Module):
         self.norm_hidden = nnx.Param(jnp.ones(D))
         self.norm_embed = nnx.Param(jnp.ones(D))
         self.norm_out = nnx.Param(jnp.ones(D))
-        noise_DD = jax.random.normal(rngs.params(), (2 * D, D), jnp.float32)
-        self.proj = nnx.Param(cfg.std(2 * D) * noise_DD)
-        self.head = nnx.Param(0.02 * jax.random.normal(rngs.params(), (cfg.vocab, D), jnp.float32))
+        self.proj = normal(rngs, cfg.std(2 * D), 2 * D, D)
+        self.head = normal(rngs, 0.02, cfg.vocab, D)
 
 
 # The backward scan adds the gradients of micro-batches to their sums in place: the sums pass
@@ -325,8 +328,7 @@ class PythonCoder(nnx.Module):
     def __init__(self, cfg, rngs, compute=None):
         self.cfg = cfg
         self.compute = compute or Compute()
-        noise_VD = jax.random.normal(rngs.params(), (cfg.vocab, cfg.width), jnp.float32)
-        self.embed = nnx.Param(0.02 * noise_VD)
+        self.embed = normal(rngs, 0.02, cfg.vocab, cfg.width)
         self.layers = Block(cfg, rngs, self.compute)
         self.norm = nnx.Param(jnp.ones(cfg.width))
         if cfg.mtp:
