@@ -117,8 +117,7 @@ def dropout(x_BLD, row_B, seed_2, rate):
     if seed_2 is None:
         return x_BLD
     _, L, D = x_BLD.shape
-    first_L1 = jnp.arange(L, dtype=jnp.uint32)[:, None] * jnp.uint32(D)
-    index_LD = first_L1 + jnp.arange(D, dtype=jnp.uint32)
+    index_LD = jnp.arange(L * D, dtype=jnp.uint32).reshape(L, D)
     row_B11 = row_B.astype(jnp.uint32)[:, None, None] * jnp.uint32(0x9E3779B9)
     # multiplications spread each bit upwards, shifts downwards
     bits = index_LD ^ (row_B11 + seed_2[0])
@@ -126,7 +125,7 @@ def dropout(x_BLD, row_B, seed_2, rate):
     bits = ((bits ^ (bits >> 13)) + seed_2[1]) * jnp.uint32(0xC2B2AE35)
     bits = bits ^ (bits >> 16)
     kept = bits >= jnp.uint32(round(rate * 2**32))
-    return jnp.where(kept, x_BLD * jnp.asarray(1 / (1 - rate), x_BLD.dtype), 0)
+    return jnp.where(kept, x_BLD * (1 / (1 - rate)), 0)
 
 
 def linear(x_BLD, weight_DF, tpu=False):
