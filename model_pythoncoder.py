@@ -361,11 +361,10 @@ class PythonCoder(nnx.Module):
         slot_L = jnp.arange(L)
         start_BL = jnp.zeros((B, L), jnp.int32)
         if segment_BL is not None:
-            border_BL = segment_BL[:, 1:] != segment_BL[:, :-1]
-            border_BL = jnp.where(border_BL, slot_L[1:], 0)
-            start_BL = start_BL.at[:, 1:].set(jax.lax.cummax(border_BL, axis=1))  # of documents
+            border_BL = jnp.diff(segment_BL, prepend=segment_BL[:, :1]) != 0
+            start_BL = jax.lax.cummax(jnp.where(border_BL, slot_L, 0), axis=1)  # of documents
         if position_BL is None:
-            position_BL = jnp.broadcast_to(slot_L, (B, L))
+            position_BL = slot_L[None]
         rope = self.rope(position_BL)
         if row_B is None:
             row_B = jnp.arange(B)
