@@ -438,9 +438,7 @@ class PythonCoder(nnx.Module):
         cache = list(cache)
         # a cache per layer: slicing a stacked one would copy it for every token
         for i, layer in enumerate(layers or self.apart()):
-            x_BLD, cache[i] = call_layer(
-                layer, x_BLD, jnp.int32(i), rope, index_BL, start_BL, cache=cache[i]
-            )
+            x_BLD, cache[i] = call_layer(layer, x_BLD, i, rope, index_BL, start_BL, cache=cache[i])
         return rms_norm(x_BLD, self.norm[...], self.cfg.eps), cache
 
     def draft(self, hidden_B1D, token_B1):
