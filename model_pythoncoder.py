@@ -324,9 +324,9 @@ call_layer = jax.jit(Block.__call__)  # without dropout; traced once for all lay
 
 
 class PythonCoder(nnx.Module):
-    def __init__(self, cfg, rngs, compute=None):
+    def __init__(self, cfg, rngs, compute):
         self.cfg = cfg
-        self.compute = compute or Compute()
+        self.compute = compute
         self.embed = normal(rngs, 0.02, cfg.vocab, cfg.width)
         self.layers = Block(cfg, rngs, self.compute)
         self.norm = nnx.Param(jnp.ones(cfg.width))
@@ -557,7 +557,7 @@ cross_entropy.defvjp(_loss_and_gradients, _cross_entropy_backward)
 
 def new_params(cfg, seed):
     """Fresh float32 parameters: {"embed", "layers": {"wq", ...}, "norm", "mtp"}."""
-    return nnx.to_pure_dict(nnx.state(PythonCoder(cfg, nnx.Rngs(seed))))
+    return nnx.to_pure_dict(nnx.state(PythonCoder(cfg, nnx.Rngs(seed), Compute())))
 
 
 @functools.lru_cache
