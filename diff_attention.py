@@ -560,7 +560,7 @@ def on_each_device(kernel, rows):
 
     `rows` are the axes of the mesh that split the batch, or None.
     """
-    if jax.sharding.get_abstract_mesh().empty:
+    if jax.sharding.get_abstract_mesh().size < 2:
         return kernel
     specs = (PS(rows, None, "tensor"), PS(rows, None, "tensor"), PS(rows, "tensor"), PS(), PS(rows))
     axes = {"tensor", *(rows or ())}

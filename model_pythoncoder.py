@@ -344,7 +344,7 @@ class PythonCoder(nnx.Module):
         table_VD = self.embed[...]
         # A split table is cast before it is gathered, which halves the traffic. A whole one is cast
         # after the look-up, so that its gradient is scattered in float32.
-        if batch_axes() and jax.sharding.get_abstract_mesh().size > 1:
+        if batch_axes():
             table_VD = shard(table_VD.astype(self.compute.dtype), None)
         # a size of 0.02 suits the tied head, 1 suits the layers
         scale = 50.0 if self.cfg.init_std == "fan_in" else 1.0
@@ -485,7 +485,7 @@ def _loss_and_gradients(hidden_BLD, weight_VD, label_BL, mask_BL, chunk_tokens):
     """(loss, (dhidden, dweight)). On a mesh each device sums over its own rows."""
     inputs = (hidden_BLD, shard(weight_VD.astype(hidden_BLD.dtype), "tensor"), label_BL, mask_BL)
     axes = batch_axes()
-    if not axes or jax.sharding.get_abstract_mesh().size == 1:
+    if not axes:
         return _of_rows(*inputs, chunk_tokens)
 
     def of_device(*inputs):
@@ -614,9 +614,9 @@ def shard(x, *spec):
 
 
 def batch_axes():
-    """The axes of the mesh that split the batch; None without, and inside shard_map over them."""
+    """The axes of the mesh that split the batch; None on one device, or in shard_map over them."""
     mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh.empty or set(BATCH) & set(mesh.manual_axes) else BATCH
+    return None if mesh.size < 2 or set(BATCH) & set(mesh.manual_axes) else BATCH
 
 
 def shardings(mesh, tree):
