@@ -493,11 +493,15 @@ def _loss_and_gradients(hidden_BLD, weight_VD, label_BL, mask_BL, chunk_tokens):
         loss, dweight_VD = jax.lax.psum((loss, dweight_VD), axes)
         return loss, (dhidden_BLD, dweight_VD)
 
-    rows = PS(BATCH)
-    how = {"axis_names": set(axes), "check_vma": False}
-    return jax.shard_map(
-        of_device, in_specs=(rows, PS(), rows, rows), out_specs=(PS(), (rows, PS())), **how
-    )(*inputs)
+    rows = PS(axes)
+    on_all = jax.shard_map(
+        of_device,
+        in_specs=(rows, PS(), rows, rows),
+        out_specs=(PS(), (rows, PS())),
+        axis_names=set(axes),
+        check_vma=False,
+    )
+    return on_all(*inputs)
 
 
 def _of_rows(hidden_BLD, weight_VD, label_BL, mask_BL, chunk_tokens):
@@ -506,17 +510,18 @@ def _of_rows(hidden_BLD, weight_VD, label_BL, mask_BL, chunk_tokens):
     C = min(L, max(1, chunk_tokens // B))
     while L % C:
         C -= 1
+    n = L // C
 
     # [n, T, ...], T = B C: with one axis of tokens each product is one plain matmul
     def chunks(x_BL):
-        x_nBC = x_BL.reshape(B, L // C, C, *x_BL.shape[2:]).swapaxes(0, 1)
-        return x_nBC.reshape(L // C, B * C, *x_BL.shape[2:])
+        x_nBC = x_BL.reshape(B, n, C, *x_BL.shape[2:]).swapaxes(0, 1)
+        return x_nBC.reshape(n, B * C, *x_BL.shape[2:])
 
     carry = (jnp.float32(0), jnp.zeros(weight_VD.shape, jnp.float32))
     step = functools.partial(_of_chunk, weight_VD)
     inputs = jax.tree.map(chunks, (hidden_BLD, label_BL, mask_BL))
     (loss, dweight_VD), dhidden_nTD = jax.lax.scan(step, carry, inputs)
-    dhidden_BLD = dhidden_nTD.reshape(L // C, B, C, D).swapaxes(0, 1).reshape(B, L, D)
+    dhidden_BLD = dhidden_nTD.reshape(n, B, C, D).swapaxes(0, 1).reshape(B, L, D)
     # the one-hot part of dweight is a scatter
     dweight_VD = dweight_VD.at[label_BL].add(-hidden_BLD.astype(jnp.float32) * mask_BL[..., None])
     return loss, (dhidden_BLD, dweight_VD)
