@@ -685,10 +685,10 @@ def draw(p_BV, key, position_B, rule):
     accepted than by min(1, p/q). Ref: arXiv:2408.07978.
     """
     if rule.temperature == 0:
-        return jnp.argmax(p_BV, -1).astype(jnp.int32)
+        return jnp.argmax(p_BV, -1)
     key_B = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(p_BV)))
     key_B = jax.vmap(jax.random.fold_in)(key_B, position_B)
-    return jax.vmap(jax.random.categorical)(key_B, jnp.log(p_BV)).astype(jnp.int32)
+    return jax.vmap(jax.random.categorical)(key_B, jnp.log(p_BV))
 
 
 def ends(token_B, rule):
