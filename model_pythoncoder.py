@@ -710,7 +710,7 @@ def start(model, prompt_BL, length_B, limit_B, key, slots, rule):
     logits_BV = model.logits(hidden_B1D)[:, 0]
     logits_BV = without_repeats(logits_BV, prompt_BL, length_B, rule.no_repeat_ngram)
     first_B = draw(probabilities(logits_BV, rule), key, length_B, rule)
-    token_BM = jnp.zeros((B, slots), jnp.int32).at[:, :L].set(prompt_BL)
+    token_BM = jnp.pad(prompt_BL, ((0, 0), (0, slots - L)))
     state = {
         "token_BM": token_BM.at[row_B, length_B].set(first_B),
         "length_B": length_B + 1,
@@ -750,24 +750,24 @@ def advance(model, state, passes, rule):
         key = state["key"]
 
         # The input is the last token, and the draft of the next one (L = 2), taken for now.
-        input_BL = token_BM[row_B, length_B - 1][:, None]
+        L = 1
         if rule.speculate:
-            input_BL = jnp.concatenate([input_BL, state["draft_B"][:, None]], 1)
-        L = input_BL.shape[1]
+            L = 2
+            token_BM = token_BM.at[row_B, length_B].set(state["draft_B"])
         index_BL = length_B[:, None] + jnp.arange(L)
+        input_BL = token_BM[row_B[:, None], index_BL - 1]
         hidden_BLD, cache = model.step(state["cache"], input_BL, index_BL - 1, layers)
-        token_BM = token_BM.at[row_B[:, None], index_BL[:, :-1]].set(input_BL[:, 1:])
         logits_BLV = model.logits(hidden_BLD)
         n = rule.no_repeat_ngram
         allowed = [without_repeats(logits_BLV[:, i], token_BM, length_B + i, n) for i in range(L)]
         p_BLV = probabilities(jnp.stack(allowed, 1), rule)
         state = state | {"cache": cache, "passes": state["passes"] - 1}
-        newest_B = draw(p_BLV[:, 0], key, length_B, rule)
-        new_BL = newest_B[:, None]
+        drawn = [draw(p_BLV[:, i], key, length_B + i, rule) for i in range(L)]
+        new_BL = jnp.stack(drawn, 1)
+        newest_B = drawn[0]
         extra_B = 0
         if rule.speculate:
             # The token after the draft counts where the draft is what was drawn.
-            new_BL = jnp.stack([newest_B, draw(p_BLV[:, 1], key, length_B + 1, rule)], 1)
             accepted_B = newest_B == state["draft_B"]
             goes_on_B = ~ends(newest_B, rule) & (length_B + 1 < state["limit_B"])
             extra_B = (accepted_B & goes_on_B).astype(jnp.int32)
