@@ -78,7 +78,7 @@ def rotate(x_BLK, cos_BLK, sin_BLK, by_matmul=False):
 
 def lambda_init(layer):
     """0.8 - 0.6 exp(-0.3 layer), layer counted from 0. Ref: arXiv:2410.05258, section 2.1."""
-    return 0.8 - 0.6 * jnp.exp(-0.3 * jnp.asarray(layer, jnp.float32))
+    return 0.8 - 0.6 * jnp.exp(-0.3 * layer)
 
 
 def lambda_value(lq1_K, lk1_K, lq2_K, lk2_K, init, clamp):
@@ -89,11 +89,11 @@ def lambda_value(lq1_K, lk1_K, lq2_K, lk2_K, init, clamp):
     """
     dot1 = jnp.sum(lq1_K.astype(jnp.float32) * lk1_K)
     dot2 = jnp.sum(lq2_K.astype(jnp.float32) * lk2_K)
-    if not clamp:
-        return jnp.exp(dot1) - jnp.exp(dot2) + init
-    exp1 = jnp.exp(jnp.clip(dot1, -10, 10))
-    exp2 = jnp.exp(jnp.clip(dot2, -10, 10))
-    return jnp.clip(exp1 - exp2 + init, 0.0, 1.0)
+    if clamp:
+        dot1 = jnp.clip(dot1, -10, 10)
+        dot2 = jnp.clip(dot2, -10, 10)
+    lam = jnp.exp(dot1) - jnp.exp(dot2) + init
+    return jnp.clip(lam, 0.0, 1.0) if clamp else lam
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
