@@ -221,11 +221,12 @@ def _maps(q_BIPLK, k_BIJMK, seen_BLM, cap):
     """Softmax maps [B, I, J, N, M] in float32, and d(scaled, capped score) / d(q.k)."""
     B, I, P, L, K = q_BIPLK.shape
     J = k_BIJMK.shape[2]
+    slope = K**-0.5
     # the heads of a group are rows of one product: keys are not repeated
     q_BIJNK = q_BIPLK.reshape(B, I, J, -1, K)
-    einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    s_BIJNM = einsum("BIJNK,BIJMK->BIJNM", q_BIJNK, k_BIJMK) * K**-0.5
-    slope = K**-0.5
+    s_BIJNM = slope * jnp.einsum(
+        "BIJNK,BIJMK->BIJNM", q_BIJNK, k_BIJMK, preferred_element_type=jnp.float32
+    )
     if cap:  # d(c tanh(s / c)) / ds = 1 - tanh^2
         s_BIJNM = jnp.tanh(s_BIJNM / cap)
         slope = slope * (1 - s_BIJNM**2)
