@@ -211,9 +211,10 @@ def _blocks(q_BIPLK, k_BIJMK, index_BL, start_BL, block):
         else:  # any slot of a cache may be needed
             keys = slice(0, k_BIJMK.shape[3])
             index_bL = index_BL[:, rows]
-        seen_BLM = jnp.arange(keys.stop) <= index_bL[:, :, None]
+        slot_M = jnp.arange(keys.stop)
+        seen_BLM = slot_M <= index_bL[:, :, None]
         if start_BL is not None:
-            seen_BLM &= jnp.arange(keys.stop) >= start_BL[:, rows, None]
+            seen_BLM &= slot_M >= start_BL[:, rows, None]
         yield rows, keys, seen_BLM
 
 
@@ -433,8 +434,8 @@ def _numerators(start_1L, q_ILK, k_IMK, e_IML, top_IC1L, block_k):
             # in base 2: exp would multiply each score by log2(e), here it joins the scale
             s_ML = _dot(k_IMK[i, keys], q_ILK[i], 1, 1) * (K**-0.5 * math.log2(math.e))
             if masked:
-                after_start_ML = key_ML + c * block_k >= start_1L[...]
-                seen_ML = after_start_ML & (key_ML + c * block_k <= query_1L)
+                slot_ML = key_ML + c * block_k
+                seen_ML = (slot_ML >= start_1L[...]) & (slot_ML <= query_1L)
                 s_ML = jnp.where(seen_ML, s_ML, MASKED)
             top_1L = jnp.max(s_ML, 0, keepdims=True)
             e_ML = jnp.exp2(s_ML - top_1L)
