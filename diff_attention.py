@@ -549,8 +549,7 @@ def training_kernel(device, maps, head_size, floor):
         return attention_tpu
     if device == "tpu":
         return plain_tpu
-    floored = floor and maps == 2
-    if device == "gpu" and not floored and head_size <= 128 and head_size % 8 == 0:
+    if device == "gpu" and not floor and head_size <= 128 and head_size % 8 == 0:
         return attention_gpu
     return None
 
