@@ -147,8 +147,8 @@ def _attention_backward(floor, cap, block, inputs, do_BPLE):
     # gradients are summed in float32, whatever the inputs are
     dqs_BIPLK = []
     dlam = jnp.float32(0)
-    dk_BIJKM = jnp.zeros(k_BIJMK.swapaxes(3, 4).shape, jnp.float32)
-    dv_BJEM = jnp.zeros(v_BJEM.shape, jnp.float32)
+    dk_BIJKM = jnp.zeros_like(k_BIJMK.swapaxes(3, 4), jnp.float32)
+    dv_BJEM = jnp.zeros_like(v_BJEM, jnp.float32)
     for rows, keys, seen_BLM in _blocks(q_BIPLK, k_BIJMK, index_BL, start_BL, block):
         q_BIJNK = q_BIPLK[:, :, :, rows].reshape(B, I, J, -1, K)
         do_BJNE = do_BPLE[:, :, rows].reshape(B, J, -1, E)
@@ -191,10 +191,8 @@ def write(cache, k_BIJLK, v_BJLE, index_BL):
     """The cache with new keys and values at slots index_BL."""
     k_BIJMK, v_BJME = cache
     row_B1 = jnp.arange(len(index_BL))[:, None]
-    new_BLIJK = k_BIJLK.transpose(0, 3, 1, 2, 4).astype(k_BIJMK.dtype)
-    new_BLJE = v_BJLE.swapaxes(1, 2).astype(v_BJME.dtype)
-    k_BIJMK = k_BIJMK.at[row_B1, :, :, index_BL].set(new_BLIJK)
-    v_BJME = v_BJME.at[row_B1, :, index_BL].set(new_BLJE)
+    k_BIJMK = k_BIJMK.at[row_B1, :, :, index_BL].set(k_BIJLK.transpose(0, 3, 1, 2, 4))
+    v_BJME = v_BJME.at[row_B1, :, index_BL].set(v_BJLE.swapaxes(1, 2))
     return k_BIJMK, v_BJME
 
 
@@ -594,12 +592,12 @@ def plain_tpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=True, interpret=
         block_sizes=sizes,
         residual_checkpoint_name="lse",  # remat keeps the result and the sums
     )
-    q_BPLK = q_BIPLK[:, 0] * jnp.asarray(K**-0.5, q_BIPLK.dtype)
+    q_BPLK = q_BIPLK[:, 0] * K**-0.5
     q_BJGLK = q_BPLK.reshape(B, J, P // J, L, K)
     of_a_row = jax.vmap(kernel, (0, 0, 0, None))  # the query heads of each group share its keys
     segments = splash.SegmentIds(start_BL, start_BL)
     o_BJGLE = jax.vmap(of_a_row)(q_BJGLK, k_BIJLK[:, 0], v_BJLE, segments)
-    return o_BJGLE.reshape(B, P, L, -1).astype(v_BJLE.dtype)
+    return o_BJGLE.reshape(B, P, L, -1)
 
 
 def attention_gpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=False, implementation="cudnn"):
