@@ -324,9 +324,9 @@ call_layer = jax.jit(Block.__call__)  # without dropout; traced once for all lay
 
 
 class PythonCoder(nnx.Module):
-    def __init__(self, cfg, rngs, compute):
+    def __init__(self, cfg, rngs, compute=None):
         self.cfg = cfg
-        self.compute = compute
+        self.compute = compute or Compute()
         self.embed = normal(rngs, 0.02, cfg.vocab, cfg.width)
         self.layers = Block(cfg, rngs, self.compute)
         self.norm = nnx.Param(jnp.ones(cfg.width))
