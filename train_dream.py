@@ -90,6 +90,7 @@ class Config:
 
 CLIP = 1.0  # maximum global gradient norm
 WEIGHT_DECAY = 0.1  # of matrices; with adamw of embeddings, too
+FIRST_LOOK = 50  # step of a first evaluation and sample: after about a minute on a CPU
 SAVE_SECONDS = 1800  # between checkpoints, checked when it logs
 KEEP = 2  # newest checkpoints to keep, besides the best
 PROMPT = "def read_lines(path):\n"  # prefix of the samples drawn in training
@@ -239,7 +240,7 @@ def main(flags):
                 late = checkpoints.host_0_says(time.monotonic() - saved_at > SAVE_SECONDS)
 
             # Logged before the checkpoint, since --resume cuts the log to the newest one.
-            evaluates = last or done % epoch % cfg.eval_every == 0
+            evaluates = last or done % epoch % cfg.eval_every == 0 or done == FIRST_LOOK
             if evaluates:
                 lm = nnx.merge(plain, weights(state))
                 scores = score(lm, heldout, cfg.eval_rows, micro_rows(cfg, mesh), mesh, tokenizer)
@@ -767,7 +768,7 @@ def score(model, heldout, count, size, mesh, tokenizer, draws=4):
 
 
 def sample(model, tokenizer, meta, folder, step):
-    """Append what follows PROMPT to samples.txt; returns its tokens per forward pass."""
+    """Continue PROMPT, print the text and append it to samples.txt: its tokens per forward pass."""
     if jax.process_count() > 1:  # one host does not hold the whole model
         return {}
     prompt = tokenizer.encode(PROMPT, add_special_tokens=False).ids
@@ -775,7 +776,9 @@ def sample(model, tokenizer, meta, folder, step):
     sampler = sample_block if model.cfg.block_length else sample_dream
     rule = sampler.Sampling(vocab=meta["vocab_size"], eos_ids=model.cfg.eos_ids)
     (row,), stats = sampler.generate(model, [prompt], new, rule, jax.random.key(0))
-    folder.append("samples.txt", f"---- step {step}\n{tokenizer.decode(row)}\n")
+    text = f"---- step {step}\n{tokenizer.decode(row)}\n"
+    print(text, end="", flush=True)
+    folder.append("samples.txt", text)
     return {"tokens_per_forward": new / stats["forwards"]}
 
 

@@ -90,6 +90,7 @@ class Config:
     wandb: str = ""  # project name at Weights & Biases; default: log to files only
 
 
+FIRST_LOOK = 30  # step of a first evaluation and sample: after about a minute on a CPU
 SMALLEST_TIME = 0.1  # lowest mask rate t in training: the NELBO's weights grow like 1 / t
 KEEP = 2  # newest checkpoints
 
@@ -183,13 +184,15 @@ def train(cfg, devices):
 
             # The same noise each time, of a step that no run reaches. All processes evaluate: the
             # others would only wait for one.
-            evaluates = last or done % cfg.eval_every == 0
+            evaluates = last or done % cfg.eval_every == 0 or done == FIRST_LOOK
             if evaluates:
                 rng = np.random.default_rng([cfg.seed, 2**31])
                 sums_T4 = evaluate(state.ema, heldout_RL, rng, cfg)
                 run.log({"step": done} | scores(sums_T4, bits))
                 text = sample_text(state.ema, tokenizer, cfg, rows.meta["seq_len"])
-                run.append("samples.txt", f"---- step {done}\n{text}\n")
+                text = f"---- step {done}\n{text}\n"
+                print(text, end="", flush=True)
+                run.append("samples.txt", text)
             if evaluates or stop:
                 save(state, done, cfg, meta, tokenizer_json, devices)
             if stop:

@@ -97,6 +97,7 @@ class Config:
 
 CLIP = 1.0  # maximum global gradient norm
 WEIGHT_DECAY = 0.1  # of matrices; with adamw of embeddings, too
+FIRST_LOOK = 50  # step of a first evaluation and sample: after about a minute on a CPU
 SAVE_SECONDS = 1800  # between checkpoints, checked when it logs
 KEEP = 2  # newest checkpoints to keep, besides the best
 PROMPT = "def read_lines(path):\n"  # prefix of the samples drawn in training
@@ -241,7 +242,7 @@ def main(flags):
             # Logged before the checkpoint, since --resume cuts the log to the newest one. An epoch
             # ends with an evaluation.
             scores = {}
-            evaluates = last or done % epoch % cfg.eval_every == 0
+            evaluates = last or done % epoch % cfg.eval_every == 0 or done == FIRST_LOOK
             if evaluates:
                 lm = nnx.merge(plain, state["params"])
                 scores = score(lm, heldout, cfg.eval_rows, micro_rows(cfg, mesh), mesh, tokenizer)
@@ -738,9 +739,7 @@ def score(model, heldout, count, size, mesh, tokenizer):
 
 
 def sample(model, tokenizer, meta, folder, step):
-    """Continue PROMPT and append the text to samples.txt; returns the row's tokens per forward
-    pass.
-    """
+    """Continue PROMPT, print the text and append it to samples.txt: its tokens per forward pass."""
     if jax.process_count() > 1:  # one host does not hold the whole model
         return {}
     prompt = tokenizer.encode(PROMPT, add_special_tokens=False).ids
@@ -750,8 +749,10 @@ def sample(model, tokenizer, meta, folder, step):
         speculate=model.cfg.mtp,
     )
     new = min(64, int(model.cfg.positions * model.cfg.yarn_factor) - len(prompt))
-    (text,), stats = pc.generate(model, [prompt], new, rule, jax.random.key(0))
-    folder.append("samples.txt", f"---- step {step}\n{PROMPT}{tokenizer.decode(text)}\n")
+    (ids,), stats = pc.generate(model, [prompt], new, rule, jax.random.key(0))
+    text = f"---- step {step}\n{PROMPT}{tokenizer.decode(ids)}\n"
+    print(text, end="", flush=True)
+    folder.append("samples.txt", text)
     return {"tokens_per_forward": stats["tokens"] / stats["forwards"]}
 
 
