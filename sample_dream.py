@@ -304,8 +304,8 @@ class Sampler:
         )
         return state, cache if rule.cache else None
 
-    def step(self, model, state, given, cache, width, opening=False):
-        """A step: (state, keys and values). opening: the first one of a block with a cache."""
+    def step(self, model, state, given, cache, width):
+        """A step: (state, keys and values), which are None before a block and without a cache."""
         rule = self.rule
         i = state.step - given.begun  # step i of this block
         wanted_BL = self.open_positions(state, given)
@@ -325,7 +325,7 @@ class Sampler:
         def stay(state, cache):
             return state, cache
 
-        if opening:
+        if rule.cache and cache is None:  # the first step of the block
             state, cache = forward(state, cache)
         else:  # without a pass where the schedule rounds to 0 positions in all rows
             state, cache = jax.lax.cond(jnp.any(most_B > 0), forward, stay, state, cache)
@@ -369,7 +369,7 @@ def fill_block(params, state, given, *, sampler, width=0):
     model = nnx.merge(sampler.graph, params)
     cache = None
     if sampler.rule.cache:
-        state, cache = sampler.step(model, state, given, cache, width, opening=True)
+        state, cache = sampler.step(model, state, given, cache, width)
 
     def unfinished(carry):
         state, _ = carry
@@ -384,13 +384,11 @@ def fill_block(params, state, given, *, sampler, width=0):
     return jax.tree.map(shard, state)  # whole on all hosts
 
 
-@functools.partial(
-    jax.jit, static_argnames=("sampler", "width", "opening"), donate_argnames=("cache",)
-)
-def one_step(params, state, given, cache, *, sampler, width, opening):
+@functools.partial(jax.jit, static_argnames=("sampler", "width"), donate_argnames=("cache",))
+def one_step(params, state, given, cache, *, sampler, width):
     """A single step of `fill_block`: (State, keys and values)."""
     model = nnx.merge(sampler.graph, params)
-    state, cache = sampler.step(model, state, given, cache, width, opening)
+    state, cache = sampler.step(model, state, given, cache, width)
     return jax.tree.map(shard, state), split(cache)
 
 
@@ -591,13 +589,11 @@ def filling(model, token_BL, see_BL, rule, key=None, rows=0, by_step=False):
 def steps_of_block(params, state, given, sampler, width):
     """The States after each step of a block."""
     cache = None
-    opening = bool(sampler.rule.cache)
     while open_rows(sampler.cfg, state, given).any() and state.step - given.begun < given.steps:
-        how = {"sampler": sampler, "width": width, "opening": opening}
-        state, cache = one_step(params, beside(params, state), given, cache, **how)
+        state = beside(params, state)
+        state, cache = one_step(params, state, given, cache, sampler=sampler, width=width)
         state = jax.tree.map(np.asarray, state)
         yield state
-        opening = False
 
 
 def open_rows(cfg, state, given):

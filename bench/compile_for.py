@@ -875,9 +875,7 @@ def lowered_step(name, mesh, inputs, static):
     model, (rows, length) = sampler.cfg, inputs[1].token_BL.shape
 
     def step(params, state, given, cache=None):
-        return sampler.step(
-            nnx.merge(sampler.graph, params), state, given, cache, width, opening=cache is None
-        )
+        return sampler.step(nnx.merge(sampler.graph, params), state, given, cache, width)
 
     step = jax.jit(step, donate_argnames="cache")
     if name == "opens":
