@@ -431,12 +431,13 @@ fold_in = jax.jit(jax.vmap(jax.random.fold_in, (None, 0)))
 
 def keys_of_rows(key, rows):
     """The data of a random key for each row, [rows, 2], of one key or of one for each row."""
-    key = jax.random.key(0) if key is None else key
-    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if key.ndim == (0 if typed else 1):
+    if key is None:
+        key = jax.random.key(0)
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    if key.ndim == 0:
         key = fold_in(key, np.arange(rows))
-        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(key) if typed else key
+    return jax.random.key_data(key)
 
 
 def new_record(token_BL, likeliest):
@@ -480,7 +481,7 @@ def prepare(cfg, rule, token_BL, see_BL, key=None):
         see_BL=see_BL,
         made_BL=made_BL,
         offset_BL=np.maximum(np.arange(L) - see_BL.argmax(-1)[:, None], 0),
-        key_B=keys_of_rows(key, B),
+        key_B=np.asarray(keys_of_rows(key, B)),
         budget_BS=budget_BS,
         share_S=share_S,
         banned_V=np.isin(id_V, banned) | (id_V >= (rule.vocab or cfg.vocab)),
