@@ -678,8 +678,10 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0):
         order.sort(key=lengths.__getitem__)
     of_width = collections.defaultdict(list)
     for i in range(0, len(order), size):
-        longest = max(lengths[n] for n in order[i : i + size])
-        of_width[next((width for width in widths if width >= longest), 0)] += order[i : i + size]
+        batch = order[i : i + size]
+        longest = max(lengths[n] for n in batch)
+        width = next((width for width in widths if width >= longest), 0)
+        of_width[width] += batch
 
     key_B = np.asarray(keys_of_rows(key, len(prompts)))
     texts = [None] * len(prompts)
@@ -688,7 +690,7 @@ def generate(model, prompts, max_new, rule=None, key=None, widths=(), rows=0):
     passes_B = np.zeros(len(prompts), int)
     for width, numbers in of_width.items():
         token_BL, see_BL = canvas([prompts[n] for n in numbers], max_new, model.cfg, width)
-        token_BL, stats = fill(model, token_BL, see_BL, rule, key_B[np.array(numbers)], rows)
+        token_BL, stats = fill(model, token_BL, see_BL, rule, key_B[numbers], rows)
         for name in total:
             total[name] += stats[name]
         passes_B[numbers] = stats["passes"]
