@@ -285,22 +285,22 @@ class Sampler:
         chosen_BL = diffusion.surest(score_BL, wanted_BL, count_B)
         token_BL = jnp.where(chosen_BL, new_BL, state.token_BL)
 
-        if state.record:
+        record = state.record
+        if record:
             written_BL = token_BL != state.token_BL  # a MASK that is proposed writes nothing
             likely = jax.tree.map(
-                lambda new, old: jnp.where(written_BL[..., None], new, old),
-                likely,
-                state.record.likely,
+                lambda new, old: jnp.where(written_BL[..., None], new, old), likely, record.likely
             )
-            record = Record(
-                state.record.step_BL,
-                jnp.where(written_BL, token_BL, state.record.token_BL),
-                jnp.where(written_BL, logp_BL, state.record.logp_BL),
-                likely,
+            record = record._replace(
+                token_BL=jnp.where(written_BL, token_BL, record.token_BL),
+                logp_BL=jnp.where(written_BL, logp_BL, record.logp_BL),
+                likely=likely,
             )
-            state = state._replace(record=record)
         state = state._replace(
-            token_BL=token_BL, forwards=state.forwards + 1, left_B=most_B - chosen_BL.sum(-1)
+            token_BL=token_BL,
+            forwards=state.forwards + 1,
+            left_B=most_B - chosen_BL.sum(-1),
+            record=record,
         )
         return state, cache if rule.cache else None
 
