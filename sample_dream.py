@@ -198,7 +198,6 @@ class Sampler:
             token_BC = diffusion.sample_tokens(filtered_BCV, u_BCV, 1.0)
         else:
             token_BC = diffusion.sample_tokens(filtered_BCV, None, 0)
-        token_BC = token_BC.astype(jnp.int32)
 
         # A threshold or bound is compared with the model's own distribution, as filters raise every
         # probability: 0.61 of two becomes 0.90 at temperature 0.2. Dream's orders come after them.
