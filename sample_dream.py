@@ -406,11 +406,11 @@ def layout(rule, masked_BL):
     if not size:  # the canvas is one block
         most = max(1, int(masked_BL.sum(-1).max()))
         return [(0, 0, L)], L, rule.steps or (1 if rule.bound else most)
-    columns = np.flatnonzero(masked_BL.any(0))
-    if len(columns) == 0:
+    columns = np.flatnonzero(masked_BL.any(0)).tolist()
+    if not columns:
         return [], size, 1
-    begin = int(columns[0])
-    count = math.ceil((int(columns[-1]) + 1 - begin) / size)
+    begin = columns[0]
+    count = math.ceil((columns[-1] + 1 - begin) / size)
     if rule.steps % count:
         nearest = math.ceil(rule.steps / count) * count
         raise ValueError(f"{rule.steps} steps do not divide over {count} blocks; try {nearest}")
