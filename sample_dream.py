@@ -458,7 +458,7 @@ def prepare(cfg, rule, token_BL, see_BL, key=None):
     blocks, size, steps = layout(rule, made_BL)
 
     # The schedule. It has an entry for each slot at least: one program for all numbers of steps.
-    entries = 1 << max(5, (max(steps, L) - 1).bit_length())
+    entries = 1 << (max(steps, L, 32) - 1).bit_length()
     budget_BS = np.zeros((B, 0), np.int32)
     share_S = np.zeros(entries, np.float32)
     if rule.bound and rule.block_length:
