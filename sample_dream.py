@@ -652,10 +652,11 @@ def canvas(prompts, max_new, cfg, width=0):
     L = max(longest, width or canvas_width(longest, cfg.positions))
     token_BL = np.full((len(prompts), L), cfg.pad_id, np.int32)
     see_BL = np.zeros(token_BL.shape, bool)
+    masks = [cfg.mask_id] * max_new
     for row, see, prompt in zip(token_BL, see_BL, prompts, strict=True):
-        row[L - max_new :] = cfg.mask_id
-        row[L - max_new - len(prompt) : L - max_new] = prompt
-        see[L - max_new - len(prompt) :] = True
+        first = L - max_new - len(prompt)
+        row[first:] = [*prompt, *masks]
+        see[first:] = True
     return token_BL, see_BL
 
 
