@@ -328,7 +328,7 @@ class Sampler:
             state, cache = forward(state, cache)
         else:  # without a pass where the schedule rounds to 0 positions in all rows
             state, cache = jax.lax.cond(jnp.any(most_B > 0), forward, stay, state, cache)
-        state = settle(state, given, self.cfg.mask_id, self.rule.eos_ids)
+        state = settle(state, given, self.cfg.mask_id, rule.eos_ids)
         open_B = self.open_positions(state, given).any(-1)
         return state._replace(step=state.step + 1, step_B=state.step_B + open_B), cache
 
