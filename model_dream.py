@@ -122,8 +122,8 @@ def rope_frequencies(head_size, theta, rope=()):
     divides the low ones by `factor`.
     """
     # NumPy on the host: at position 2,000 the angle's error is 2,000 times the error here
-    exponent = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
-    inv_freq = np.float32(1) / (np.float64(theta) ** exponent).astype(np.float32)
+    exponent = np.arange(0, head_size, 2, dtype=np.float32) / head_size
+    inv_freq = 1 / (np.float64(theta) ** exponent).astype(np.float32)
     if not rope:
         return inv_freq
 
