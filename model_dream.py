@@ -159,7 +159,7 @@ def rope_of(cfg, position_BL):
         scales = [1, 0]
     over, under = (0.1 * scale * math.log(max(yarn["factor"], 1)) + 1 for scale in scales)
     turns_BL = position_BL // yarn["original_max_position_embeddings"]
-    scale_BL = 1 + yarn.get("llama_4_scaling_beta", 0) * jnp.log1p(turns_BL.astype(jnp.float32))
+    scale_BL = 1 + yarn.get("llama_4_scaling_beta", 0) * jnp.log1p(turns_BL)
     return over / under * cos_BLK, over / under * sin_BLK, scale_BL[..., None, None]
 
 
@@ -674,7 +674,7 @@ def to_int4(weight_FD):
     weight_GSD = weight_FD.astype(jnp.float32).reshape(-1, math.gcd(F, GROUP), D)
     low_G1D = weight_GSD.min(1, keepdims=True).astype(jnp.bfloat16)
     scale_G1D = ((weight_GSD.max(1, keepdims=True) - low_G1D) / 15).astype(jnp.bfloat16)
-    divisor_G1D = jnp.where(scale_G1D > 0, scale_G1D, 1).astype(jnp.float32)
+    divisor_G1D = jnp.where(scale_G1D > 0, scale_G1D, 1)
     q_GSD = jnp.clip(jnp.round((weight_GSD - low_G1D) / divisor_G1D), 0, 15)
     left_FE, right_FE = jnp.split(q_GSD.astype(jnp.uint8).reshape(F, D), 2, 1)
     return Int4(left_FE | right_FE << 4, scale_G1D[:, 0], low_G1D[:, 0])
@@ -750,7 +750,7 @@ def int4_product(x_TD, weight, spec):
     y_TGS = product(x_TD, weight.low_GD, spec)[..., None]
     weight = weight._replace(q_FE=shard(weight.q_FE, *spec))
     for x_TE, (q_GSE, scale_GE, _) in zip(x_TEs, halves(weight), strict=True):
-        scaled_GTE = (x_TE * scale_GE[:, None]).astype(x_TD.dtype)
+        scaled_GTE = x_TE * scale_GE[:, None]
         y_TGS += einsum("GTE,GSE->TGS", scaled_GTE, q_GSE.astype(x_TD.dtype))
     return y_TGS.reshape(len(x_TD), -1)
 
