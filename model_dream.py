@@ -243,7 +243,7 @@ class Block(nnx.Module):
         KV = cfg.kv_heads * cfg.head_size
 
         def normal(*shape, size=1.0):  # a standard deviation of 1 / sqrt(fan-in), 0.017 at 7b
-            noise = jax.random.normal(rngs.params(), shape, jnp.float32)
+            noise = jax.random.normal(rngs.params(), shape)
             return nnx.Param(size * shape[-1] ** -0.5 * noise)
 
         # smaller, as the residual stream is the sum of 2 x layers such products
@@ -332,7 +332,7 @@ class Dream(nnx.Module):
         self.compute = compute or Compute()
 
         def table(size):
-            noise = jax.random.normal(rngs.params(), (cfg.vocab, cfg.width), jnp.float32)
+            noise = jax.random.normal(rngs.params(), (cfg.vocab, cfg.width))
             return nnx.Param(size * noise)
 
         # Embeddings of unit scale match the layers' outputs. A tied table is also the head, which
@@ -603,8 +603,8 @@ def new_adapters(key, shapes, rank):
         for j, name in enumerate(MATRICES):
             F, D = layer[name].shape
             key_a = jax.random.fold_in(jax.random.fold_in(key, int(i)), j)
-            a_RD = D**-0.5 * jax.random.normal(key_a, (rank, D), jnp.float32)
-            layers[i][name] = {"a": a_RD, "b": jnp.zeros((F, rank), jnp.float32)}
+            a_RD = D**-0.5 * jax.random.normal(key_a, (rank, D))
+            layers[i][name] = {"a": a_RD, "b": jnp.zeros((F, rank))}
     return {"layers": layers}
 
 
