@@ -544,7 +544,7 @@ def new_params(cfg, seed):
 @functools.lru_cache
 def graph_of(cfg, compute):
     """The model without its parameters: nnx.merge(graph_of(cfg, compute), params) is a Dream."""
-    return nnx.split(nnx.eval_shape(lambda: Dream(cfg, nnx.Rngs(0), compute)))[0]
+    return nnx.graphdef(nnx.eval_shape(lambda: Dream(cfg, nnx.Rngs(0), compute)))
 
 
 @functools.lru_cache
