@@ -733,7 +733,7 @@ def product(x_TD, weight_FD, spec, dtype=jnp.float32, axis=1):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def frozen_product(x_TD, weight, spec, dtype, platform=""):
+def frozen_product(x_TD, weight, spec, dtype, platform):
     """x W^T [T, F] in float32 of an Int8 or Int4. Its gradient is x's alone and keeps no wide W."""
     if isinstance(weight, Int8):  # each q is exact in bfloat16, so the scales multiply the product
         return product(x_TD, weight.q_FD, spec) * weight.scale_F1[:, 0]
