@@ -343,9 +343,7 @@ def find_weights(folder, step=0):
     if (folder / "meta.json").is_file():  # written by convert_weights.py
         meta = runs.read_json(folder / "meta.json", "sums")
         return folder, meta, meta.get("step", 0)
-    keys = {}
-    if (folder / "config.json").is_file():
-        keys = runs.read_json(folder / "config.json")
+    keys = runs.read_about(folder, "config.json")
     if (folder / "model.safetensors").is_file() and keys.get("model_type") == "pythoncoder":
         meta = {
             "model": keys,
