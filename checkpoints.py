@@ -113,7 +113,7 @@ def by_host_0(shape, make, *inputs):
             values = np.array(make(*inputs), np.float64)
         except Exception as problem:  # whatever a user's reward raises; others would wait for ever
             error = problem
-    if multihost_utils.broadcast_one_to_all(np.array(error is not None)):
+    if host_0_says(error is not None):
         # waits for all hosts: the end of host 0 would end the others before they say why
         jax.distributed.shutdown()
         raise error or RuntimeError("host 0 failed, and says why")
