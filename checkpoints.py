@@ -659,10 +659,10 @@ def number_in(path, name, otherwise):
 
 def bytes_on_a_device(tree):
     """Bytes on a device of a tree of arrays, or of ShapeDtypeStructs with shardings."""
-    sizes = []
+    total = 0
     for x in jax.tree.leaves(tree):
-        sizes.append(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize)
-    return sum(sizes)
+        total += math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    return total
 
 
 def bytes_needed(family, model, mesh, stored, dtype, bits):
