@@ -526,8 +526,9 @@ def connect(cfg):
 def keep_compiled(folder):
     """Keep compiled programs in a folder, where a later process finds them; "" compiles anew."""
     if folder:
-        runs.delete_damaged(Path(folder).expanduser())
-        jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
+        path = Path(folder).expanduser()
+        runs.delete_damaged(path)
+        jax.config.update("jax_compilation_cache_dir", str(path))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # else from 1 s on
 
 
