@@ -448,7 +448,7 @@ def read_orbax(path, like, sums, convert):
             partial_restore=True,
         )
         try:
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            with ocp.PyTreeCheckpointer() as checkpointer:
                 layer = flatten(checkpointer.restore(path / "params", args=args))
         except Exception as error:  # Orbax raises nothing narrower for a file that was cut short
             raise ValueError(
