@@ -312,7 +312,7 @@ def stored_shapes(family, params, dtype, bits=0):
 
     def stored(path, shape):
         shape = jax.ShapeDtypeStruct(shape.shape, dtype)
-        if not bits or len(shape.shape) != 2:
+        if not bits or shape.ndim != 2:
             return shape
         name = path[-1].key.split(".")[-1]
         return jax.eval_shape(lambda x: family.quantise(x, bits, name), shape)
