@@ -274,8 +274,8 @@ def orbax():
     """The library orbax.checkpoint, whose import takes half a second. It raises errors here and
     logs none of them.
     """
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     threading.excepthook = sys.unraisablehook = lambda _: None
     return importlib.import_module("orbax.checkpoint")
 
