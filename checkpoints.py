@@ -14,7 +14,6 @@ shardings and graph_of. This file reads our own forms; convert_weights.py reads 
 
 import contextlib
 import functools
-import importlib
 import itertools
 import json
 import logging
@@ -277,7 +276,9 @@ def orbax():
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     threading.excepthook = sys.unraisablehook = lambda _: None
-    return importlib.import_module("orbax.checkpoint")
+    import orbax.checkpoint
+
+    return orbax.checkpoint
 
 
 # ---- shapes ------------------------------------------------------------------------------------
