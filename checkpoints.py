@@ -703,13 +703,13 @@ def smaller_forms(cfg):
     if cfg.hosts or "://" in cfg.out:  # adapters train on one host, to its own disk
         return {}
     rank = cfg.lora_rank or 16
+    lora_flag = "" if cfg.lora_rank else "--lora_rank=16 "
     forms = {}
-    if not cfg.lora_rank:
+    if lora_flag:
         forms["--lora_rank=16"] = (rank, 0)
     for bits in (8, 4):
         if bits < (cfg.base_bits or 16):
-            flag = f"--base_bits={bits}"
-            forms[flag if cfg.lora_rank else f"--lora_rank=16 {flag}"] = (rank, bits)
+            forms[f"{lora_flag}--base_bits={bits}"] = (rank, bits)
     return forms
 
 
