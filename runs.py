@@ -707,7 +707,7 @@ class Folder:
             print(line, flush=True)
         self.append("log.jsonl", json.dumps(row) + "\n")
         if self.tracker:
-            self.tracker.log(row, step=row[self.unit])
+            self.tracker.log(row, step=done)
 
     def append(self, name, text):
         """Add text to a file of the folder."""
