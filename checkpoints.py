@@ -120,9 +120,7 @@ def by_host_0(shape, make, *inputs):
 
 
 def check_hosts(folder, settings):
-    """The same ValueError on all hosts if one has other settings than host 0, or does not see its
-    files.
-    """
+    """The same ValueError on all hosts if one has other settings than host 0, or sees no file of it."""
     if jax.process_count() == 1:
         return
     marker = folder / ".hosts"  # host 0 writes it, and all look for it
@@ -626,9 +624,7 @@ def on_mesh(rows, row_ids, sharding):
 
 
 def device_memory_gib(device):
-    """GiB that JAX may use on its first local accelerator, 15.75 if it does not say; None for a
-    CPU.
-    """
+    """GiB that JAX may use on its first accelerator, 15.75 if it does not say; None for a CPU."""
     if device.platform == "cpu":
         return None
     stats = jax.local_devices()[0].memory_stats() or {}
@@ -636,9 +632,7 @@ def device_memory_gib(device):
 
 
 def free_bytes(mesh):
-    """Bytes that are free on each device of a mesh, infinite if unknown; nine tenths of what a CPU
-    has.
-    """
+    """Bytes that are free on each device of a mesh, infinite if unknown; of a CPU nine tenths."""
     device = mesh.local_devices[0]
     if device.platform != "cpu":
         stats = device.memory_stats() or {}
@@ -721,9 +715,7 @@ def too_large(what, free, smaller):
 
 
 def check_memory(mesh, needed, smaller):
-    """Print how many bytes a device needs to train; ValueError if fewer are free. smaller is {flag:
-    bytes}.
-    """
+    """Print the bytes a device needs to train; ValueError if fewer are free. smaller: {flag: bytes}"""
     free = free_bytes(mesh)
     what = f"weights, moments and gradients take {needed / 1e9:.3g} GB"
     print(f"{what} on each device, {free / 1e9:.3g} are free; activations come on top", flush=True)
@@ -754,14 +746,21 @@ def bits_of(flags):
     return 4 if flags.int4 else 0
 
 
+def slow_in_bfloat16(family, model):
+    """Whether float32 is faster: on a CPU without units for bfloat16, if small, by single tokens."""
+    cpuinfo = Path("/proc/cpuinfo")
+    units = cpuinfo.exists() and "avx512_bf16" in cpuinfo.read_text()
+    small = family.count_params(model) < 5e6 or getattr(model, "block_length", 0) == 1
+    return jax.default_backend() == "cpu" and (small or not units)
+
+
 def load_for_inference(
     family, folder, step=0, dtype="", bits=0, devices=0, rows=1, compile_cache=""
 ):
-    """load() on `devices` devices (0: all) for `rows` texts at a time: (model, step,
-    mesh).
+    """load() on `devices` devices (0: all) for `rows` texts at a time: (model, step, mesh).
 
-    The mesh is None for one device. dtype "" is bfloat16; on a CPU float32, which is faster there,
-    if memory holds it. compile_cache is the folder of compiled programs. ValueError for a
+    The mesh is None for one device. dtype "" is bfloat16; on a CPU float32 if memory holds it and
+    slow_in_bfloat16() says so. compile_cache is the folder of compiled programs. ValueError for a
     checkpoint that is too large, before it is read.
     """
     keep_compiled(compile_cache)
@@ -782,7 +781,7 @@ def load_for_inference(
     free = free_bytes(mesh)
     if not dtype:
         dtype = "bfloat16"
-        if jax.default_backend() == "cpu" and needed("float32", bits) <= free:
+        if needed("float32", bits) <= free and slow_in_bfloat16(family, model):
             dtype = "float32"
     size = needed(dtype, bits)
     if size > free:

@@ -190,9 +190,8 @@ def train(cfg, devices):
                 sums_T4 = evaluate(state.ema, heldout_RL, rng, cfg)
                 run.log({"step": done} | scores(sums_T4, bits))
                 text = sample_text(state.ema, tokenizer, cfg, rows.meta["seq_len"])
-                text = f"---- step {done}\n{text}\n"
-                print(text, end="", flush=True)
-                run.append("samples.txt", text)
+                print(text)
+                run.append("samples.txt", f"---- step {done}\n{text}\n")
             if evaluates or stop:
                 save(state, done, cfg, meta, tokenizer_json, devices)
             if stop:

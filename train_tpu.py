@@ -751,7 +751,7 @@ def sample(model, tokenizer, meta, folder, step):
     new = min(64, int(model.cfg.positions * model.cfg.yarn_factor) - len(prompt))
     (ids,), stats = pc.generate(model, [prompt], new, rule, jax.random.key(0))
     text = f"---- step {step}\n{PROMPT}{tokenizer.decode(ids)}\n"
-    print(text, end="", flush=True)
+    print(text)
     folder.append("samples.txt", text)
     return {"tokens_per_forward": stats["tokens"] / stats["forwards"]}
 
