@@ -741,7 +741,9 @@ def advance(model, state, passes, rule):
     accepted, its position gives one more. The next pass overwrites a rejected draft's cache slot.
     """
     row_B = jnp.arange(len(state["length_B"]))
-    layers = model.apart()
+    step = model.step
+    if isinstance(model, PythonCoder):
+        step = functools.partial(step, layers=model.apart())
 
     def body(state):
         token_BM = state["token_BM"]
@@ -756,7 +758,7 @@ def advance(model, state, passes, rule):
             token_BM = token_BM.at[row_B, length_B].set(state["draft_B"])
         index_BL = length_B[:, None] + jnp.arange(L)
         input_BL = token_BM[row_B[:, None], index_BL - 1]
-        hidden_BLD, cache = model.step(state["cache"], input_BL, index_BL - 1, layers)
+        hidden_BLD, cache = step(state["cache"], input_BL, index_BL - 1)
         logits_BLV = model.logits(hidden_BLD)
         n = rule.no_repeat_ngram
         allowed = [without_repeats(logits_BLV[:, i], token_BM, length_B + i, n) for i in range(L)]
