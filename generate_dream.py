@@ -433,7 +433,8 @@ class Dream:
         mended = []
         for i, (blank, ids) in enumerate(zip(canvases, filled, strict=True)):
             before = self.read.passes
-            ids, is_python = infill.mend(self.read, blank.ids, ids, self.texts.ends)
+            ids, is_python = infill.mend(self.read, blank.ids, ids, self.texts.ends, show_mended)
+            show_mended(0, 0)
             stats["passes"][i] += self.read.passes - before
             stats["forwards"] += self.read.passes - before
             if not is_python:
@@ -488,6 +489,13 @@ class Dream:
             frame = f"\x1b[H\x1b[J\x1b[2m{head}\x1b[22m\n{text}"
             time.sleep(0.05)
         print(frame, flush=True)
+
+
+def show_mended(done, total):
+    """In a terminal: how many of the generated tokens are valid so far; of none the line is empty."""
+    if sys.stderr.isatty():
+        line = f"--valid=python: {done} of {total} tokens" if done < total else ""
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
 # of a terminal, red to green: one for each tenth of probability

@@ -234,12 +234,12 @@ class Filled:
         return not swallows(before, hole, text[len(upto) :])
 
 
-def mend(read, canvas, filled, ends=()):
+def mend(read, canvas, filled, ends=(), on_progress=None):
     """A filled canvas with generated tokens replaced until the text is Python: (ids, whether it
     is).
 
     The text may stop in the middle if the canvas ends with masks and none of the ids `ends` was
-    generated there.
+    generated there. on_progress(tokens that are valid, all) is called before each replacement.
     """
     ids = list(filled)
     fits = Filled(read.tokenizer, canvas, read.mask, ends).fits
@@ -247,6 +247,8 @@ def mend(read, canvas, filled, ends=()):
     n = 0
     while masks and not fits(ids, masks[-1]):
         n = bisect.bisect_left(masks, True, lo=n, key=lambda p: not fits(ids, p))
+        if on_progress:
+            on_progress(n, len(masks))
         first = n  # of this hole
         while first > 0 and masks[first - 1] == masks[first] - 1:
             first -= 1
