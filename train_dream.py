@@ -90,7 +90,7 @@ class Config:
 
 CLIP = 1.0  # maximum global gradient norm
 WEIGHT_DECAY = 0.1  # of matrices; with adamw of embeddings, too
-FIRST_LOOK = 50  # step of a first evaluation and sample: after about a minute on a CPU
+LOOK = 50  # step of a first evaluation and sample: after about a minute on a CPU
 SAVE_SECONDS = 1800  # between checkpoints, checked when it logs
 KEEP = 2  # newest checkpoints to keep, besides the best
 PROMPT = "def read_lines(path):\n"  # prefix of the samples drawn in training
@@ -236,7 +236,7 @@ def main(flags):
                 late = checkpoints.host_0_says(time.monotonic() - saved_at > SAVE_SECONDS)
 
             # Logged before the checkpoint, since --resume cuts the log to the newest one.
-            evaluates = last or done % epoch % cfg.eval_every == 0 or done == FIRST_LOOK
+            evaluates = last or done % epoch % cfg.eval_every == 0 or done == LOOK < cfg.eval_every
             if evaluates:
                 lm = nnx.merge(plain, weights(state))
                 scores = score(lm, heldout, cfg.eval_rows, micro_rows(cfg, mesh), mesh, tokenizer)

@@ -90,7 +90,7 @@ class Config:
     wandb: str = ""  # project name at Weights & Biases; default: log to files only
 
 
-FIRST_LOOK = 30  # step of a first evaluation and sample: after about a minute on a CPU
+LOOK = 30  # step of a first evaluation and sample: after about a minute on a CPU
 SMALLEST_TIME = 0.1  # lowest mask rate t in training: the NELBO's weights grow like 1 / t
 KEEP = 2  # newest checkpoints
 
@@ -184,7 +184,7 @@ def train(cfg, devices):
 
             # The same noise each time, of a step that no run reaches. All processes evaluate: the
             # others would only wait for one.
-            evaluates = last or done % cfg.eval_every == 0 or done == FIRST_LOOK
+            evaluates = last or done % cfg.eval_every == 0 or done == LOOK < cfg.eval_every
             if evaluates:
                 rng = np.random.default_rng([cfg.seed, 2**31])
                 sums_T4 = evaluate(state.ema, heldout_RL, rng, cfg)
@@ -227,9 +227,8 @@ def find_data(cfg):
     if cfg.data:
         train, heldout, tokenizer_json = open_data(cfg.data, cfg.seq_len)
     else:
-        several = int(os.environ.get("WORLD_SIZE", 1)) > 1
         train, heldout, tokenizer_json = standard_library(
-            several, cfg.seq_len or 256, "padded", "--rows=padded"
+            int(os.environ.get("WORLD_SIZE", 1)) > 1, cfg.seq_len or 256, "padded", "--rows=padded"
         )
     ids = [train.meta.get(f"{name}_id") for name in ("pad", "bos", "eos", "mask", "unk")]
     if ids != [mdlm.PAD, mdlm.BOS, mdlm.EOS, mdlm.MASK, mdlm.UNK]:  # packed rows have none

@@ -96,7 +96,7 @@ def main(cfg):
         listener = socket.create_server((cfg.host, cfg.port), family=kind)
     except OSError as error:
         raise ValueError(
-            f"--port={cfg.port}: {error.strerror}; --port=0 takes a free one"
+            f"--port={cfg.port}: {os.strerror(error.errno)}; --port=0 takes a free one"
         ) from None
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     LOG.setLevel("WARNING" if cfg.quiet else "INFO")
