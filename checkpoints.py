@@ -120,7 +120,7 @@ def by_host_0(shape, make, *inputs):
 
 
 def check_hosts(folder, settings):
-    """The same ValueError on all hosts if one has other settings than host 0, or sees no file of it."""
+    """The same ValueError on all hosts if their settings differ, or one sees no file of host 0."""
     if jax.process_count() == 1:
         return
     marker = folder / ".hosts"  # host 0 writes it, and all look for it
@@ -747,7 +747,7 @@ def bits_of(flags):
 
 
 def slow_in_bfloat16(family, model):
-    """Whether float32 is faster: on a CPU without units for bfloat16, if small, by single tokens."""
+    """Whether a CPU is faster in float32: without avx512_bf16, or for small models or single tokens."""
     cpuinfo = Path("/proc/cpuinfo")
     units = cpuinfo.exists() and "avx512_bf16" in cpuinfo.read_text()
     small = family.count_params(model) < 5e6 or getattr(model, "block_length", 0) == 1

@@ -702,7 +702,7 @@ def write_card(checkpoint):
         return
     about = "tags: [unmask]"
     source = checkpoint.origin or "a training run"
-    if not checkpoint.params:
+    if "auto_map" in checkpoint.keys:
         about += "\nlibrary_name: transformers"
     if "/" in source:  # of the Hub
         about += f"\nbase_model: {source}"

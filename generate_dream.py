@@ -492,7 +492,7 @@ class Dream:
 
 
 def show_mended(done, total):
-    """In a terminal: how many of the generated tokens are valid so far; of none the line is empty."""
+    """Print in a terminal how many generated tokens are valid so far; 0 of 0 clears the line."""
     if sys.stderr.isatty():
         line = f"--valid=python: {done} of {total} tokens" if done < total else ""
         print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)

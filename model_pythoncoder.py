@@ -427,7 +427,7 @@ class PythonCoder(nnx.Module):
         return main, cross_entropy(draft_BLD, self.mtp.head[...], after_BL, mtp_BL, chunk)
 
     def apart(self):
-        """The layers one by one. XLA copies them: a loop over passes takes them from outside."""
+        """The layers one by one, sliced out of the stacked arrays, which XLA copies."""
         return [jax.tree.map(lambda a, i=i: a[i], self.layers) for i in range(self.cfg.layers)]
 
     def step(self, cache, token_BL, index_BL, layers=None):
@@ -733,6 +733,13 @@ def propose(model, hidden_B1D, token_B, key, position_B, rule):
     return draw(probabilities(logits_BV, rule), key, position_B, rule)
 
 
+def step_of(model):
+    """model.step for a loop: layers are sliced before it, where a copy of them takes little memory."""
+    if not isinstance(model, PythonCoder) or count_params(model.cfg) > 2e8:
+        return model.step
+    return functools.partial(model.step, layers=model.apart())
+
+
 @functools.partial(jax.jit, static_argnames="rule", donate_argnames="state")
 def advance(model, state, passes, rule):
     """Up to `passes` further forward passes over all rows, of one or two new tokens per row.
@@ -741,9 +748,7 @@ def advance(model, state, passes, rule):
     accepted, its position gives one more. The next pass overwrites a rejected draft's cache slot.
     """
     row_B = jnp.arange(len(state["length_B"]))
-    step = model.step
-    if isinstance(model, PythonCoder):
-        step = functools.partial(step, layers=model.apart())
+    step = step_of(model)
 
     def body(state):
         token_BM = state["token_BM"]

@@ -161,8 +161,9 @@ def open_data(folder, seq_len=0, packed=False):
 
 
 def standard_library(hosts, seq_len, name, *flags):
-    """open_data() of the standard library of the running Python, which is prepared first, by one
-    host alone.
+    """open_data() of the standard library of the running Python, which is prepared first.
+
+    ValueError on several hosts: each would prepare its own.
     """
     folder = f"data/python-{seq_len}-{name}"
     if not runs.as_path(f"{folder}/meta.json").exists():

@@ -130,8 +130,8 @@ def parse(config_class, doc, machine, moved):
 
 
 def print_help(config_class, doc, form):
-    """Print a docstring, its paragraphs broken between words, and tyro's list of flags under the
-    headings in its Config, comments that begin with ----. tyro exits.
+    """Print a script's docstring, wrapped at words, and tyro's flags, under the headings of its
+    Config: comments such as "# ---- training". tyro exits.
     """
     import tyro
 

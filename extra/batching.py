@@ -492,7 +492,7 @@ def advance(model, cache, token_BM, length_B, key_B, filters, *, vocab):
         cache, token_BM, length_B = carry
         last_B1 = length_B[:, None] - 1
         last_token_B1 = jnp.take_along_axis(token_BM, last_B1, 1)
-        hidden_B1D, cache = model.step(cache, last_token_B1, last_B1, layers)
+        hidden_B1D, cache = step(cache, last_token_B1, last_B1)
         logits_BV = model.logits(hidden_B1D)[:, 0]
         logits_BV = jnp.where(jnp.arange(logits_BV.shape[1]) < vocab, logits_BV, -jnp.inf)
         logp_BV = diffusion.log_softmax(logits_BV)
@@ -512,7 +512,7 @@ def advance(model, cache, token_BM, length_B, key_B, filters, *, vocab):
             likely_BN,
         )
 
-    layers = model.apart()
+    step = pc.step_of(model)
     of_rows = jax.tree.map(lambda all_rows: all_rows[:B], cache)
     (new, _, _), tokens = jax.lax.scan(forward, (of_rows, token_BM, length_B), length=PASSES)
     return jax.tree.map(lambda all_rows, rows: all_rows.at[:B].set(rows), cache, new), tokens
