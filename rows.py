@@ -87,9 +87,8 @@ class Rows:
                 "delete it and run data_prep.py again"
             )
         table = pq.read_table(pa.BufferReader(data), columns=self.columns)
-        columns = [table[name].combine_chunks() for name in self.columns]
-        flat = [column.values.to_numpy().reshape(len(column), -1) for column in columns]
-        shard = np.stack(flat, dtype=np.int32)
+        flat = [table[name].combine_chunks().values.to_numpy() for name in self.columns]
+        shard = np.stack(flat, dtype=np.int32).reshape(len(flat), len(table), -1)
         largest = shard[0].max()
         if shard[0].min() < 0 or largest >= self.meta["vocab_size"]:
             raise ValueError(

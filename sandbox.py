@@ -233,8 +233,8 @@ class Template:
         if not settings["namespaces"]:
             self.folder = f"{tempfile.gettempdir()}/sandbox-{secrets.token_hex(8)}"
         modules = []
-        for name in ("jail.wire", "jail.inside"):
-            modules.append((name, compiled(JAIL[name[5:]], f"<{name}>", "exec")))
+        for name in ("wire", "inside"):
+            modules.append((f"jail.{name}", compiled(JAIL[name], f"<jail.{name}>", "exec")))
         settings = json.dumps(settings | {"folder": self.folder})
         self.messages = [marshal.dumps(modules), settings.encode()]
         # nothing of our environment, which may hold keys; -I and -S keep our settings and packages
@@ -700,9 +700,7 @@ def score(rows, rewards, **options):
     the tests are left in them. RuntimeError names a function that fails.
     """
     keys = [(row["text"], id(row["test_cases"]), row["tokens"]) for row in rows]
-    different = {}
-    for key, row in zip(keys, rows, strict=True):
-        different.setdefault(key, row)
+    different = dict(zip(keys, rows, strict=True))
     first = [*different.values()]
     scores = {key: [] for key in different}
     for name, function in rewards.items():
@@ -790,6 +788,7 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         status = 130
     except (ValueError, RuntimeError, OSError, ImportError) as error:
-        print(error, file=sys.stderr)
+        path = getattr(error, "filename", None)
+        print(f"{path}: {error.strerror}" if path else error, file=sys.stderr)
         status = 2 if isinstance(error, RuntimeError) else 1
     sys.exit(status)

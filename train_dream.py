@@ -240,7 +240,7 @@ def main(flags):
             if evaluates:
                 lm = nnx.merge(plain, weights(state))
                 scores = score(lm, heldout, cfg.eval_rows, micro_rows(cfg, mesh), mesh, tokenizer)
-                drawn = sample(lm, tokenizer, data.meta, folder, done)
+                drawn = sample(lm, tokenizer, data, folder, done)
                 folder.log({"step": done, **scores, **drawn})
 
             # SIGTERM or Ctrl-C, to any host. The checkpoint is written while the next steps run.
@@ -415,7 +415,7 @@ def begin(folder, cfg, flags, model, data, tokenizer, optimizer, shapes, mesh):
 def shapes_that_fit(cfg, model, optimizer, mesh):
     """The state's shapes. ValueError, with what takes less, if state and gradients do not fit."""
     forms = checkpoints.smaller_forms(cfg) if cfg.init else {}
-    forms["as asked"] = (cfg.lora_rank, cfg.base_bits)
+    forms["as asked"] = cfg.lora_rank, cfg.base_bits
     needed = {}
     for flags, form in forms.items():
         shapes = checkpoints.state_shapes(md, model, optimizer, mesh, cfg.dtype, *form)
@@ -492,14 +492,17 @@ def micro_rows(cfg, mesh):
     return cfg.micro_batch * mesh.size // cfg.tensor
 
 
+def read_rows(data, ids, mesh):
+    """{column: array} of the rows `ids`, [micro-batches, rows], on the mesh."""
+    columns = checkpoints.on_mesh(data, ids, NamedSharding(mesh, P(None, md.BATCH)))
+    return dict(zip(COLUMNS, columns, strict=False))
+
+
 def load_batch(data, cfg, mesh, step):
     """The rows of a step, by its place in the epoch's order, in micro-batches on the mesh."""
     epoch, i = divmod(step, data.total // cfg.batch_size)
     ids = data.order(cfg.seed, epoch)[i * cfg.batch_size :][: cfg.batch_size]
-    ids = ids.reshape(-1, micro_rows(cfg, mesh))
-    on_rows = NamedSharding(mesh, P(None, md.BATCH))
-    columns = checkpoints.on_mesh(data, ids, on_rows)
-    return dict(zip(COLUMNS, columns, strict=False))
+    return read_rows(data, ids.reshape(-1, micro_rows(cfg, mesh)), mesh)
 
 
 class Meter:
@@ -575,9 +578,23 @@ def make_optimizer(mu_dtype, muon=False):
     mu_dtype is that of the first moments. muon: Muon for the layers' matrices, with updates of
     AdamW's size (arXiv:2502.16982); Adam without decay for all else.
     """
-    clipping = optax.clip_by_global_norm(CLIP)
-    if not muon:
-        adamw = optax.adamw(
+    axes = optax.contrib.MuonDimensionNumbers(-2, -1)
+
+    def axes_of(path, _):
+        return axes if path[-1].key in md.MATRICES else None
+
+    dimensions = functools.partial(jax.tree_util.tree_map_with_path, axes_of)
+    if muon:
+        update = optax.contrib.muon(
+            1.0,
+            weight_decay=WEIGHT_DECAY,
+            mu_dtype=mu_dtype,
+            adam_b2=0.95,
+            muon_weight_dimension_numbers=dimensions,
+            consistent_rms=0.2,
+        )
+    else:
+        update = optax.adamw(
             1.0,
             b1=0.9,
             b2=0.95,
@@ -585,24 +602,7 @@ def make_optimizer(mu_dtype, muon=False):
             weight_decay=WEIGHT_DECAY,
             mask=decays,
         )
-        return optax.chain(clipping, adamw)
-    axes = optax.contrib.MuonDimensionNumbers(-2, -1)
-
-    def axes_of(path, _):
-        return axes if path[-1].key in md.MATRICES else None
-
-    def dimensions(tree):
-        return jax.tree_util.tree_map_with_path(axes_of, tree)
-
-    muon = optax.contrib.muon(
-        1.0,
-        weight_decay=WEIGHT_DECAY,
-        mu_dtype=mu_dtype,
-        adam_b2=0.95,
-        muon_weight_dimension_numbers=dimensions,
-        consistent_rms=0.2,
-    )
-    return optax.chain(clipping, muon)
+    return optax.chain(optax.clip_by_global_norm(CLIP), update)
 
 
 def accumulate(loss_fn, params, batches):
@@ -618,7 +618,7 @@ def accumulate(loss_fn, params, batches):
 
 def nats_of(cfg, model, micro, key, rows, step):
     """The summed loss of a micro-batch in nats: the NELBO, with --objective=ar the likelihood."""
-    row = (micro["token_ABL"], micro["segment_ABL"], micro["position_ABL"])
+    row = micro["token_ABL"], micro["segment_ABL"], micro["position_ABL"]
     token_BL, segment_BL, position_BL = row
     fixed_BL = micro.get("fixed_ABL")
     noise = functools.partial(md.noise, key, rows, micro["row_AB"])
@@ -714,14 +714,13 @@ def lower_step(cfg, graph, optimizer, shapes, mesh, columns=3):
 def sums_of(graph, rows, draws, params, batch, row_B, bytes_V):
     """[nats of each draw .., tokens, their bytes] of a batch of the `rows` held-out rows.
 
-    The nats are a bound, the NELBO at one noise level per document and draw, the same each time; up
-    to md.EXACT_BLOCK tokens a block exact.
+    The nats are the NELBO at one noise level per document and draw; in small blocks exact.
     """
     model = nnx.merge(graph, params)
     batch = {name: x_ABL[0] for name, x_ABL in batch.items()}
     token_BL = batch["token_ABL"]
     fixed_BL = batch.get("fixed_ABL")
-    where = (batch["segment_ABL"], batch["position_ABL"])
+    where = batch["segment_ABL"], batch["position_ABL"]
     block = model.cfg.block_length
 
     def bound(draw):
@@ -744,14 +743,12 @@ def score(model, heldout, count, size, mesh, tokenizer, draws=4):
     count = min(count, heldout.total)
     if not count:
         return {}
-    on_rows = NamedSharding(mesh, P(None, md.BATCH))
     graph, params = nnx.split(model)
     bytes_V = jnp.asarray(token_bytes(tokenizer, model.cfg.vocab))
     sums = []
     with jax.set_mesh(mesh):
         for i, ids in enumerate(heldout.padded(count, size)):
-            columns = checkpoints.on_mesh(heldout, ids, on_rows)
-            batch = dict(zip(COLUMNS, columns, strict=False))
+            batch = read_rows(heldout, ids, mesh)
             row_B = size * i + np.arange(size)
             sums.append(sums_of(graph, count, draws, params, batch, row_B, bytes_V))
     totals = np.sum(np.asarray(sums, np.float64), 0)
@@ -765,14 +762,17 @@ def score(model, heldout, count, size, mesh, tokenizer, draws=4):
     }
 
 
-def sample(model, tokenizer, meta, folder, step):
-    """Continue PROMPT, print the text and append it to samples.txt: its tokens per forward pass."""
+def sample(model, tokenizer, data, folder, step):
+    """Print a continuation of PROMPT, or of the data's first prompt: its tokens per forward pass."""
     if jax.process_count() > 1:  # one host does not hold the whole model
         return {}
     prompt = tokenizer.encode(PROMPT, add_special_tokens=False).ids
+    if "fixed" in data.columns:
+        token_L, *_, fixed_L = data.shard(0)[:, 0]
+        prompt = token_L[: fixed_L.argmin()].tolist()
     new = min(64, model.cfg.positions - len(prompt))
     sampler = sample_block if model.cfg.block_length else sample_dream
-    rule = sampler.Sampling(vocab=meta["vocab_size"], eos_ids=model.cfg.eos_ids)
+    rule = sampler.Sampling(vocab=data.meta["vocab_size"], eos_ids=model.cfg.eos_ids)
     (row,), stats = sampler.generate(model, [prompt], new, rule, jax.random.key(0))
     text = f"---- step {step}\n{tokenizer.decode(row)}\n"
     print(text)
@@ -790,8 +790,8 @@ def evaluate(cfg, draws=8):
     count = min(cfg.eval_rows, heldout.total)
     devices = mesh.shape["data"]
     size = math.ceil(min(16, count) / devices) * devices  # rows at a time
-    scores = {"step": step, "rows": count}
-    scores |= score(model, heldout, count, size, mesh, tokenizer, draws)
+    found = score(model, heldout, count, size, mesh, tokenizer, draws)
+    scores = {"step": step, "rows": count, **found}
     print(" | ".join(f"{name} {value:,.4g}" for name, value in scores.items()))
     return scores
 

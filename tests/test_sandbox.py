@@ -1224,7 +1224,7 @@ def test_the_command_prints_a_verdict_for_every_test(layers, tmp_path):
     misspelt = run("sandbox.py", program, f"--tests={tests}", "--timeout=2")
     missing = run("sandbox.py", program, "--tests=missing.txt")
     assert misspelt.returncode == 2
-    said = "[Errno 2] No such file or directory: 'missing.txt'\n"
+    said = "missing.txt: No such file or directory\n"
     assert (missing.returncode, missing.stderr) == (1, said)
     assert "Traceback" not in misspelt.stderr
 

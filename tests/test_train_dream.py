@@ -541,7 +541,8 @@ def test_lora_trains_adapters_beside_frozen_weights_and_merges_them(
     start, cfg = save_start(tmp_path / "start", pairs)
     lora = {"lora_rank": 2, "base_bits": bits}
     train(pairs, out, init=start, block_length=block, **lora)
-    assert "LoRA rank 2" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "LoRA rank 2" in printed and "copy " in printed  # a prompt of the data
     if not block and not bits:  # nothing has changed yet
         assert losses(out)[1][0] == pytest.approx(first_loss(cfg, start, pairs), rel=1e-4)
     assert checkpoints.load(md, out / "merged")[0].cfg.block_length == block
@@ -554,9 +555,8 @@ def test_lora_trains_adapters_beside_frozen_weights_and_merges_them(
     before, after = (
         checkpoints.load(md, folder, dtype=jnp.float32)[0] for folder in (start, out / "merged")
     )
-    before, after = (
-        checkpoints.flatten(nnx.to_pure_dict(nnx.state(model))) for model in (before, after)
-    )
+    flat = [checkpoints.flatten(nnx.to_pure_dict(nnx.state(model))) for model in (before, after)]
+    before, after = flat
     changed = {name for name in before if not np.array_equal(before[name], after[name])}
     assert changed == {f"layers.{i}.{name}" for i in range(DREAM.layers) for name in md.MATRICES}
     assert all(np.linalg.matrix_rank(after[name] - before[name], tol=1e-5) <= 2 for name in changed)
