@@ -22,12 +22,13 @@ import dataclasses
 import functools
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
 import re
 import sys
-import time
+import threading
 import typing
 from pathlib import Path
 
@@ -137,8 +138,9 @@ def check(cfg):
     if k > cfg.n:
         raise ValueError(f"pass@{k} needs --n={k} samples of each problem or more, not {cfg.n}")
     if cfg.n > 1 and cfg.temperature == 0:
-        same = f"--temperature=0 generates the same text {cfg.n} times"
-        raise ValueError(f"{same}; raise it, or leave --n at 1")
+        raise ValueError(
+            f"--temperature=0 generates the same text {cfg.n} times; raise it, or leave --n at 1"
+        )
 
 
 def evaluate(cfg, problems, protocol, scorer=None):
@@ -158,8 +160,7 @@ def evaluate(cfg, problems, protocol, scorer=None):
                 samples = generated_samples(cfg, problems, protocol, settings)
             unscored = (scorer or Scorer)(cfg, problems, protocol, samples).score()
         except KeyboardInterrupt:
-            stopped = f"stopped; what is done is in {out}, and the same command resumes"
-            print(stopped, file=sys.stderr)
+            print(f"stopped; {out} has what is done; the same command resumes", file=sys.stderr)
             raise
         row = report(cfg, problems, read_own(out / "results.jsonl", "passed"))
         row |= {"version": VERSION, "settings": settings}
@@ -167,14 +168,14 @@ def evaluate(cfg, problems, protocol, scorer=None):
     print(describe(row), flush=True)
     if unscored:
         first = ", ".join(f"{problems[key].id} ({error})" for (key, _), error in unscored[:3])
-        failed = f"{len(unscored)} samples could not be run and are not counted: {first}"
-        raise RuntimeError(f"{failed}; run the same command again")
+        raise RuntimeError(
+            f"{len(unscored)} samples could not be run and are not counted: {first}; "
+            "run the same command again"
+        )
     return row
 
 
 # ---- settings that results depend on -------------------------------------------------------------
-
-
 def settings_of(cfg, protocol):
     """The settings of config.json: a folder is resumed only under the same ones."""
     settings = {
@@ -225,10 +226,7 @@ def check_folder(out, settings):
 
 
 def sha256(*paths):
-    digest = hashlib.sha256()
-    for path in paths:
-        digest.update(runs.as_path(path).read_bytes())
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join(runs.as_path(path).read_bytes() for path in paths)).hexdigest()
 
 
 def fingerprint(folder):
@@ -252,7 +250,6 @@ VERSION = sha256(*SCORER, *sorted((HERE / "jail").glob("*.py")))[:12]
 
 
 # ---- models --------------------------------------------------------------------------------------
-
 COMPILED = "~/.cache/unmask"  # folder of compiled programs
 
 
@@ -365,13 +362,10 @@ MODELS = {"pythoncoder": PythonCoder, "dream": Dream}
 
 def until(ids, ends):
     """The ids before the first of `ends`."""
-    end = next((i for i, token in enumerate(ids) if token in ends), len(ids))
-    return ids[:end]
+    return [*itertools.takewhile(lambda token: token not in ends, ids)]
 
 
 # ---- samples of a model --------------------------------------------------------------------------
-
-
 def generated_samples(cfg, problems, protocol, settings):
     """{(key, number): code} of --n samples per problem, None where the prompt does not fit.
 
@@ -380,13 +374,11 @@ def generated_samples(cfg, problems, protocol, settings):
     """
     path = Path(cfg.out) / "samples.jsonl"
     rows = {(tasks.key_of(row["task_id"]), row["sample"]): row for row in read_own(path, "fits")}
-    # Problems of similar length share a batch, and the first sample of all comes before the second
-    # of any.
+    # Problems of similar length share a batch; all first samples come before any second one.
     by_length = sorted(problems, key=lambda key: len(problems[key].prompt))
     order = [(key, i) for i in range(cfg.n) for key in by_length]
     model = None
     batches = math.ceil(len(order) / cfg.batch_size)
-    pace = ""
     for number in range(batches):
         batch = order[number * cfg.batch_size :][: cfg.batch_size]
         if rows.keys() >= {*batch}:
@@ -395,10 +387,14 @@ def generated_samples(cfg, problems, protocol, settings):
             run = runs.as_path(settings["ckpt"])
             model = MODELS[cfg.model](cfg, protocol, run, settings["step"] or 0)
             prompts = {key: protocol.ids(problem, model) for key, problem in problems.items()}
-        progress = f"{len(rows)} of {len(order)} samples, batch {number + 1}/{batches}{pace}"
+        progress = f"{len(rows)} of {len(order)} samples, batch {number + 1}/{batches}"
         print(progress, file=sys.stderr)
-        started = time.monotonic()
-        texts = write_batch(cfg, problems, protocol, model, prompts, batch, number)
+        ended = threading.Event()
+        threading.Thread(target=tick, args=(number, ended)).start()
+        try:
+            texts = write_batch(cfg, problems, protocol, model, prompts, batch, number)
+        finally:
+            ended.set()
         new = {}  # the samples of the batch that are not on disk yet
         for (key, i), text in zip(batch, texts, strict=True):
             if (key, i) in rows:
@@ -412,8 +408,15 @@ def generated_samples(cfg, problems, protocol, settings):
             new[key, i] = row
         append(path, new.values())
         rows |= new
-        pace = f", {time.monotonic() - started:.0f} s a batch"
     return {key: row["completion"] if row["fits"] else None for key, row in rows.items()}
+
+
+def tick(number, ended):
+    """Print every ten seconds how long a batch takes."""
+    for seconds in itertools.count(10, 10):
+        if ended.wait(10):
+            return
+        print(f"batch {number + 1}: {seconds} s", file=sys.stderr)
 
 
 def write_batch(cfg, problems, protocol, model, prompts, batch, number):
@@ -442,7 +445,6 @@ def write_batch(cfg, problems, protocol, model, prompts, batch, number):
 
 
 # ---- files of samples and results ----------------------------------------------------------------
-
 SAMPLE = ("completion", "solution")  # keys of a sample's text
 
 
@@ -481,9 +483,10 @@ def given_samples(cfg, problems, protocol):
         if "written" in row:
             code = protocol.candidate(row["written"], problems[key])
         elif row.get("protocol", protocol.name) != protocol.name:
-            found = f"{cfg.samples} holds samples of --protocol={row['protocol']}"
-            needed = "the texts as written are needed, as in samples.jsonl"
-            raise ValueError(f"{found}, and this is {protocol.name}; {needed}")
+            raise ValueError(
+                f"{cfg.samples} holds samples of --protocol={row['protocol']}, and this is "
+                f"{protocol.name}; the texts as written are needed, as in samples.jsonl"
+            )
         elif "solution" in row:
             code = Solution(row["solution"])
         else:
@@ -511,9 +514,10 @@ def given_rows(cfg, problems, protocol):
     if others and protocol.skips:
         print(f"{len(others)} samples, such as {others[0]}, are skipped", file=sys.stderr)
     elif others:
-        of = f"the {len(problems)} problems of {tasks.tasks_path(cfg).name}"
-        where = f"{others[0]!r} is not among {of} (--task, --split, --problems)"
-        raise ValueError(f"{cfg.samples}: {where}")
+        raise ValueError(
+            f"{cfg.samples}: {others[0]!r} is not among the {len(problems)} problems of "
+            f"{tasks.tasks_path(cfg).name} (--task, --split, --problems)"
+        )
     if not samples:
         raise ValueError(
             f"{cfg.samples} holds no samples; a line is {{'task_id': ..., 'completion': ...}}"
@@ -522,14 +526,14 @@ def given_rows(cfg, problems, protocol):
     if k > most:
         raise ValueError(f"pass@{k} needs as many samples of a problem; {cfg.samples} holds {most}")
     if len(count) < len(problems):
-        of = f"{len(problems) - len(count)} of {len(problems)} problems"
-        print(f"{cfg.samples} has no sample of {of}", file=sys.stderr)
+        print(
+            f"{cfg.samples} has no sample of {len(problems) - len(count)} of {len(problems)} problems",
+            file=sys.stderr,
+        )
     return samples
 
 
 # ---- running and scoring -------------------------------------------------------------------------
-
-
 class Scorer:
     """Runs the samples that results.jsonl has no line of, and appends it.
 
@@ -576,9 +580,11 @@ class Scorer:
             self.bar.unpause()  # expectations are not its time
             self.run(batch, self.timeout_s)
         if 2 * len(self.prose) > len(left):
-            count = f"{len(self.prose)} of {len(left)} samples are no Python"
-            advice = "a chat model needs its chat template, one that thinks a larger --max_new"
-            print(f"{count}; read them: {advice}", file=sys.stderr)
+            print(
+                f"{len(self.prose)} of {len(left)} samples are no Python; read them: a chat model "
+                "needs its chat template, one that thinks a larger --max_new",
+                file=sys.stderr,
+            )
         self.run_late()
         self.bar.close()
         return sorted(self.unscored)
@@ -688,8 +694,6 @@ class Scorer:
 
 
 # ---- scores --------------------------------------------------------------------------------------
-
-
 def pass_at_k(n, c, k):
     """Probability that k of n samples, drawn without replacement, hold one of the c right ones.
 
@@ -774,14 +778,15 @@ def describe(row):
         if isinstance(values, list):
             mean, low, high = values
             over = row.get(f"{name} problems", row["problems"])
-            spread = f"{100 * low:.1f} to {100 * high:.1f}: 95 %, Wilson, over {over} problems"
-            lines.append(f"{name}: {100 * mean:.1f} % ({spread})")
+            lines.append(
+                f"{name}: {100 * mean:.1f} % "
+                f"({100 * low:.1f} to {100 * high:.1f}: 95 %, Wilson, over {over} problems)"
+            )
     if "best of n" in row:
-        how = "majority"
-        if row["task"].startswith("humaneval"):
-            how = "examples in the docstring, then majority"
-        chosen = f"of {row['n']} samples one is chosen without the hidden tests"
-        lines[-1] += f", {chosen}, by {how} of behaviour"
+        lines[-1] += (
+            f", of {row['n']} samples one is chosen without the hidden tests, "
+            "by the prompt's examples, then by majority of behaviour"
+        )
     return "\n".join(lines)
 
 

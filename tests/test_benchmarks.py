@@ -663,6 +663,9 @@ def test_a_model_writes_programs_and_resuming_equals_not_stopping(
     assert capsys.readouterr().err.count("of 6 samples, batch ") == 2
     assert path.read_bytes() == uninterrupted
     assert results(cfg.out) == scored
+    waits = iter([False, False, True])  # one that takes long says so
+    benchmarks.tick(1, types.SimpleNamespace(wait=lambda seconds: next(waits)))
+    assert capsys.readouterr().err.endswith("batch 2: 10 s\nbatch 2: 20 s\n")
     refused(dataclasses.replace(cfg, temperature=0.5), "holds results with temperature=0.8")
     if family == "dream":
         # reaches the sampler, which wants blocks for it
