@@ -750,7 +750,7 @@ def slow_in_bfloat16(family, model):
     """Whether a CPU is faster in float32: without avx512_bf16, or for small models or single tokens."""
     cpuinfo = Path("/proc/cpuinfo")
     units = cpuinfo.exists() and "avx512_bf16" in cpuinfo.read_text()
-    small = family.count_params(model) < 5e6 or getattr(model, "block_length", 0) == 1
+    small = family.count_params(model) < 5e6 or getattr(model, "block_length", 1) == 1
     return jax.default_backend() == "cpu" and (small or not units)
 
 

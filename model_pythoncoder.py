@@ -214,20 +214,17 @@ class Block(nnx.Module):
         I = cfg.maps
         K = cfg.head_size
 
-        def heads(w_DIPK):
+        def heads(w_DPIK):
             if tpu:  # straight to head-major: no transpose of activations
-                return jnp.einsum("BLD,DIPK->BIPLK", n_BLD, w_DIPK)
-            y_BLIPK = linear(n_BLD, w_DIPK.reshape(D, -1)).reshape(B, L, *w_DIPK.shape[1:])
-            return y_BLIPK.transpose(0, 2, 3, 1, 4)
+                return jnp.einsum("BLD,DIPK->BIPLK", n_BLD, w_DPIK.swapaxes(1, 2))
+            y_BLPIK = linear(n_BLD, w_DPIK.reshape(D, -1)).reshape(B, L, *w_DPIK.shape[1:])
+            return y_BLPIK.transpose(0, 3, 2, 1, 4)
 
         # From heads 2p, 2p + 1 side by side to map 1 of all pairs, then map 2. The two values of a
         # pair stay one of size 2K.
-        wq_DIPK = self.weight("wq", None, "tensor").reshape(D, -1, I, K).swapaxes(1, 2)
-        wk_DIJK = self.weight("wk", None, "tensor").reshape(D, -1, I, K).swapaxes(1, 2)
-        wv_D1JE = self.weight("wv", None, "tensor").reshape(D, 1, -1, I * K)
-        q_BIPLK = heads(wq_DIPK)
-        k_BIJLK = heads(wk_DIJK)
-        v_B1JLE = heads(wv_D1JE)
+        q_BIPLK = heads(self.weight("wq", None, "tensor").reshape(D, -1, I, K))
+        k_BIJLK = heads(self.weight("wk", None, "tensor").reshape(D, -1, I, K))
+        v_B1JLE = heads(self.weight("wv", None, "tensor").reshape(D, -1, 1, I * K))
         q_BIPLK = checkpoint_name(q_BIPLK, "q")
         k_BIJLK = checkpoint_name(k_BIJLK, "k")
         v_BJLE = checkpoint_name(v_B1JLE[:, 0], "v")
@@ -430,7 +427,7 @@ class PythonCoder(nnx.Module):
         """The layers one by one, sliced out of the stacked arrays, which XLA copies."""
         return [jax.tree.map(lambda a, i=i: a[i], self.layers) for i in range(self.cfg.layers)]
 
-    def step(self, cache, token_BL, index_BL, layers=None):
+    def step(self, cache, token_BL, index_BL, *layers):
         """(hidden states [B, L, D], new cache) of tokens at slots and positions index_BL."""
         x_BLD = self.lookup(token_BL)
         rope = self.rope(index_BL)
@@ -733,22 +730,20 @@ def propose(model, hidden_B1D, token_B, key, position_B, rule):
     return draw(probabilities(logits_BV, rule), key, position_B, rule)
 
 
-def step_of(model):
-    """model.step for a loop: layers are sliced before it, where a copy of them takes little memory."""
-    if not isinstance(model, PythonCoder) or count_params(model.cfg) > 2e8:
-        return model.step
-    return functools.partial(model.step, layers=model.apart())
+@jax.jit
+def apart(model):
+    """The layers for step(), copied once; of a large model none: it would need the memory twice."""
+    return model.apart() if count_params(model.cfg) < 2e8 else ()
 
 
 @functools.partial(jax.jit, static_argnames="rule", donate_argnames="state")
-def advance(model, state, passes, rule):
+def advance(model, state, passes, rule, layers=()):
     """Up to `passes` further forward passes over all rows, of one or two new tokens per row.
 
     With speculation a pass reads the last token and the draft of the next: where the draft is
     accepted, its position gives one more. The next pass overwrites a rejected draft's cache slot.
     """
     row_B = jnp.arange(len(state["length_B"]))
-    step = step_of(model)
 
     def body(state):
         token_BM = state["token_BM"]
@@ -763,7 +758,7 @@ def advance(model, state, passes, rule):
             token_BM = token_BM.at[row_B, length_B].set(state["draft_B"])
         index_BL = length_B[:, None] + jnp.arange(L)
         input_BL = token_BM[row_B[:, None], index_BL - 1]
-        hidden_BLD, cache = step(state["cache"], input_BL, index_BL - 1)
+        hidden_BLD, cache = model.step(state["cache"], input_BL, index_BL - 1, *layers)
         logits_BLV = model.logits(hidden_BLD)
         n = rule.no_repeat_ngram
         allowed = [without_repeats(logits_BLV[:, i], token_BM, length_B + i, n) for i in range(L)]
@@ -825,6 +820,7 @@ def generate(model, prompts, max_new, rule, key, on_tokens=None, chunk=16):
     # The rotary table is chosen once, for the longest text: a cache holds rotated keys.
     compute = dataclasses.replace(model.compute, yarn=longest > cfg.positions)
     model = nnx.merge(graph_of(cfg, compute), nnx.state(model))
+    layers = apart(model)
     slots = padded(longest + 2)
     state = start(model, prompt_BL, length_B, length_B + max_new, key, slots=slots, rule=rule)
     while True:  # waits for the device once per chunk
@@ -833,7 +829,7 @@ def generate(model, prompts, max_new, rule, key, on_tokens=None, chunk=16):
         texts = [row_M[begin:end].tolist() for row_M, begin, end in ends]
         if (on_tokens and on_tokens(texts)) or np.all(state["done_B"]):
             break
-        state = advance(model, state, chunk, rule=rule)
+        state = advance(model, state, chunk, rule=rule, layers=layers)
     return texts, {
         "forwards": int(state["forwards_B"].sum()),
         "accepted": int(state["accepted_B"].sum()),

@@ -425,18 +425,20 @@ class Caches(Batch):
         cache = self.cache or sample_dream.beside(
             model, model.new_cache(len(self.rows), self.width)
         )
-        self.cache = prefill(model, cache, i, self.token_BM[i])
+        read = self.width // 4  # slots: a second program, for short prompts
+        if len(prompt) > read:
+            read = self.width
+        self.cache = prefill(self.family.weights, cache, i, self.token_BM[i, :read])
 
     def step(self):
         """The next token of each row."""
         rows = taken(self.rows)
         B = len(rows)
         batch = self.token_BM[:B], self.length_B[:B], self.key_B[:B], filters_of(rows)
-        self.cache, new = advance(self.family.model, self.cache, *batch, vocab=self.family.vocab)
+        self.cache, new = advance(self.family.weights, self.cache, *batch, vocab=self.family.vocab)
         new = [np.asarray(x) for x in new]  # [PASSES, B, ..]
         for i, row in enumerate(rows):
-            for p in range(PASSES if row else 0):
-                token = tuple(x[p, i].tolist() for x in new)
+            for token in zip(*(x[:, i].tolist() for x in new if row), strict=True):
                 self.token_BM[i, self.length_B[i]] = token[0]
                 self.length_B[i] += 1
                 row.write({row.ids.index(None) + len(row.written): token})
@@ -454,6 +456,7 @@ class PythonCoder(Family):
             raise ValueError("--int8 is for a Dream")
         super().__init__(pc, folder, rows, **how)
         self.ends = runs.ends_of_text(folder, self.tokenizer)
+        self.weights = self.model, pc.apart(self.model)
 
     def check(self, ids, ask):
         if Row(ids, ask).holes > 1:
@@ -468,22 +471,21 @@ class PythonCoder(Family):
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-def prefill(model, cache, i, token_M):
+def prefill(weights, cache, i, token_M):
     """The cache with the keys and values of a text in row i; those after its end are overwritten in
     their turn.
     """
-    _, new = model.step(
-        model.new_cache(1, len(token_M)), token_M[None], jnp.arange(len(token_M))[None]
-    )
-    return jax.tree.map(lambda all_rows, row: all_rows.at[i].set(row[0]), cache, new)
+    (model, layers), n = weights, len(token_M)
+    _, new = model.step(model.new_cache(1, n), token_M[None], jnp.arange(n)[None], *layers)
+    return jax.tree.map(lambda all_rows, row: all_rows.at[i, ..., :n, :].set(row[0]), cache, new)
 
 
 @functools.partial(jax.jit, static_argnames="vocab", donate_argnames="cache")
-def advance(model, cache, token_BM, length_B, key_B, filters, *, vocab):
+def advance(weights, cache, token_BM, length_B, key_B, filters, *, vocab):
     """(cache, (id, log p, likeliest ids, their log p) of the next PASSES tokens of each row), a
     forward pass for each. The rows are the first of the cache.
     """
-    B = len(length_B)
+    (model, layers), B = weights, len(length_B)
     row_B = jnp.arange(B)
     temperature_B1, top_p_B1, draws_B1 = (x_B11[:, 0] for x_B11 in filters)
     width = 1 if jax.default_backend() == "cpu" else 3
@@ -492,7 +494,7 @@ def advance(model, cache, token_BM, length_B, key_B, filters, *, vocab):
         cache, token_BM, length_B = carry
         last_B1 = length_B[:, None] - 1
         last_token_B1 = jnp.take_along_axis(token_BM, last_B1, 1)
-        hidden_B1D, cache = step(cache, last_token_B1, last_B1)
+        hidden_B1D, cache = model.step(cache, last_token_B1, last_B1, *layers)
         logits_BV = model.logits(hidden_B1D)[:, 0]
         logits_BV = jnp.where(jnp.arange(logits_BV.shape[1]) < vocab, logits_BV, -jnp.inf)
         logp_BV = diffusion.log_softmax(logits_BV)
@@ -512,7 +514,6 @@ def advance(model, cache, token_BM, length_B, key_B, filters, *, vocab):
             likely_BN,
         )
 
-    step = pc.step_of(model)
     of_rows = jax.tree.map(lambda all_rows: all_rows[:B], cache)
     (new, _, _), tokens = jax.lax.scan(forward, (of_rows, token_BM, length_B), length=PASSES)
     return jax.tree.map(lambda all_rows, rows: all_rows.at[:B].set(rows), cache, new), tokens
@@ -563,8 +564,10 @@ class Loop(threading.Thread):
         with self.changed:
             self.waiting = [row for row in self.waiting if not row.gone]
             if len(self.waiting) + len(rows) > self.queue:
-                problem = f"{len(self.waiting)} texts are waiting, at most {self.queue} may"
-                raise OverflowError(f"{problem}; try again later")
+                raise OverflowError(
+                    f"{len(self.waiting)} texts are waiting, at most {self.queue} may; "
+                    "try again later"
+                )
             self.waiting += rows
             self.changed.notify()
 
