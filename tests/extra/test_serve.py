@@ -910,10 +910,8 @@ def test_on_a_touch_screen_a_tap_masks_a_token_and_a_swipe_scrolls(coder_server)
 def test_a_reader_of_the_page_watches_masks_fills_and_tests(coder_server):
     with browser_at(coder_server[0], viewport={"width": 900, "height": 860}) as page:
         page.wait_for_selector("#name:not(:empty)")
-        for tokens, prompt, said in (
-            ("0", PROMPT, "tokens: 1 to 2048"),
-            ("48", " ", "write a prompt, or take an example"),
-        ):
+        bad = ("0", PROMPT, "tokens: 1 to 2048"), ("48", " ", "write a prompt, or take an example")
+        for tokens, prompt, said in bad:
             page.fill("#max_tokens", tokens)
             page.fill("#prompt", prompt)
             page.click("#generate")
@@ -943,6 +941,7 @@ def test_a_reader_of_the_page_watches_masks_fills_and_tests(coder_server):
         boxes = [span.bounding_box() for span in page.locator("#canvas span").all()]
         page.click(f"#canvas span:nth-child({number + 1})")
         assert page.inner_text("#fill") == "Fill 1 mask"
+        assert not page.inner_text("#verdicts")  # they were of another text
         spans = [boxes[number - i - 1] for i in (0, 2)]
         page.mouse.move(spans[0]["x"] + 3, spans[0]["y"] + 5)
         page.mouse.down()
@@ -1040,11 +1039,7 @@ def test_a_recorded_page_replays_without_a_server(tmp_path):
 
 @pytest.mark.slow
 def test_the_screenshot_of_the_readme(tmp_path):
-    """As serve.py opens: weights/dream, the page's own prompt and settings, whose text passes its
-    example.
-
-    SCREENSHOT=1 writes it into bench/results.
-    """
+    """As serve.py opens. SCREENSHOT=1 writes it into bench/results."""
     model = batching.Dream(str(ROOT / "weights/dream"), rows=4, **ONE)
     path = (ROOT / "bench/results" if os.environ.get("SCREENSHOT") else tmp_path) / "serve.png"
     with (
@@ -1083,3 +1078,8 @@ def test_a_text_that_fails_is_repaired_round_by_round():
             assert page.locator("#canvas .changed").count() > 0
         assert len({*texts}) > 1
         assert all(text.startswith(prompt) for text in texts)
+        page.fill("#prompt", prompt + "    return n * 3\n")  # a prompt that holds the function
+        generate(page)
+        page.click("#check")
+        page.click("#repair")
+        page.wait_for_selector("#canvas .changed")
