@@ -364,8 +364,10 @@ def find_weights(folder, step=0):
         )
     meta = path / "meta" / "metadata"
     if not meta.is_file():
-        problem = f"{path} has no meta/metadata: copy the run again"
-        raise ValueError(f"{problem}; if another program wrote it, {runs.CONVERT}")
+        raise ValueError(
+            f"{path} has no meta/metadata: copy the run again; "
+            f"if another program wrote it, {runs.CONVERT}"
+        )
     return path, runs.read_json(meta, "model", "sums"), step
 
 
@@ -600,9 +602,7 @@ def mesh_context(mesh):
 
 
 def on_mesh(rows, row_ids, sharding):
-    """A tuple of arrays [A, B, L], one per column of rows.Rows, of the rows [A, B]. A host reads
-    only its own.
-    """
+    """Arrays [A, B, L], one per column of rows.Rows, of the rows [A, B]. A host reads its own."""
 
     @functools.cache  # devices may hold the same rows, and every column asks for them
     def read(first_a, end_a, first_b, end_b):
@@ -617,7 +617,7 @@ def on_mesh(rows, row_ids, sharding):
             return read(a.start, a.stop, b.start, b.stop)[c]
 
         columns.append(jax.make_array_from_callback(shape, sharding, column))
-    return tuple(columns)
+    return columns
 
 
 # ---- what fits memory --------------------------------------------------------------------------
@@ -655,10 +655,8 @@ def number_in(path, name, otherwise):
 
 def bytes_on_a_device(tree):
     """Bytes on a device of a tree of arrays, or of ShapeDtypeStructs with shardings."""
-    total = 0
-    for x in jax.tree.leaves(tree):
-        total += math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    return total
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def bytes_needed(family, model, mesh, stored, dtype, bits):
@@ -700,10 +698,10 @@ def smaller_forms(cfg):
     lora_flag = "" if cfg.lora_rank else "--lora_rank=16 "
     forms = {}
     if lora_flag:
-        forms["--lora_rank=16"] = (rank, 0)
+        forms["--lora_rank=16"] = rank, 0
     for bits in (8, 4):
         if bits < (cfg.base_bits or 16):
-            forms[f"{lora_flag}--base_bits={bits}"] = (rank, bits)
+            forms[f"{lora_flag}--base_bits={bits}"] = rank, bits
     return forms
 
 
@@ -730,7 +728,7 @@ WEIGHTS = Path(__file__).parent / "weights"  # small trained models, a folder fo
 
 def default_folder(run, family):
     """The folder of a model where none is named: `run` if it holds one, else that in WEIGHTS."""
-    names = ("meta.json", "model.safetensors")
+    names = "meta.json", "model.safetensors"
     if runs.saved_steps(Path(run)) or any(Path(run, name).is_file() for name in names):
         return run
     print(f"no model in {run}: using weights/{family}, a small one of ours", file=sys.stderr)
@@ -741,13 +739,11 @@ def bits_of(flags):
     """Bits per weight of a matrix, by the flags --int8 and --int4; 0: not quantised."""
     if flags.int8 and flags.int4:
         raise ValueError("--int8 or --int4, not both")
-    if flags.int8:
-        return 8
-    return 4 if flags.int4 else 0
+    return 8 * flags.int8 + 4 * flags.int4
 
 
 def slow_in_bfloat16(family, model):
-    """Whether a CPU is faster in float32: without avx512_bf16, or for small models or single tokens."""
+    """Whether a CPU is faster in float32: without avx512_bf16, with a small model, or token by token."""
     cpuinfo = Path("/proc/cpuinfo")
     units = cpuinfo.exists() and "avx512_bf16" in cpuinfo.read_text()
     small = family.count_params(model) < 5e6 or getattr(model, "block_length", 1) == 1
@@ -772,8 +768,11 @@ def load_for_inference(
     model = family.read_config(path, meta)
     mesh = inference_mesh(model, jax.devices()[: devices or None], rows)
     line = device_line()
+    slow = slow_in_bfloat16(family, model)
     if mesh.size > 1:
         line += "; mesh " + ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    if slow and dtype == "bfloat16":
+        line += "; float32 is faster here"
     print(line, file=sys.stderr)
 
     # The first type that fits; else what to do.
@@ -781,7 +780,7 @@ def load_for_inference(
     free = free_bytes(mesh)
     if not dtype:
         dtype = "bfloat16"
-        if needed("float32", bits) <= free and slow_in_bfloat16(family, model):
+        if slow and needed("float32", bits) <= free:
             dtype = "float32"
     size = needed(dtype, bits)
     if size > free:

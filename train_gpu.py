@@ -210,11 +210,12 @@ def announce(cfg, architecture, rows, devices):
     if devices.device.type == "cuda":
         name = torch.cuda.get_device_name(devices.device)
     print(f"{devices.world} x {name}, {cfg.dtype} matmuls on float32 weights")
+    if cfg.dtype != devices.dtype == "float32":
+        print("float32 is faster on this CPU")
     counts = [f"{part} {n:,}" for part, n in mdlm.count_params(architecture).items()]
     print(", ".join(counts) + " parameters")
     print(f"{cfg.steps:,} steps of {cfg.batch_size} rows, {cfg.micro_batch} a device at a time")
-    epochs = cfg.steps * cfg.batch_size / rows.total
-    print(f"{epochs:.2f} epochs of {rows.total:,} rows")
+    print(f"{cfg.steps * cfg.batch_size / rows.total:.2f} epochs of {rows.total:,} rows")
     if cfg.compile:
         print("compiling: the first step takes about a minute more", flush=True)
 

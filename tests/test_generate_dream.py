@@ -437,8 +437,7 @@ def test_a_checkpoint_is_stored_so_that_it_fits_or_refused_before_it_is_read(
     needed = [checkpoints.bytes_needed(md, CFG, mesh, "float32", *form) for form in forms]
     full, half, eight, four = needed
     count = md.count_params(CFG)
-    # the most is held when the head is converted: its stored form, and that of the norm, which
-    # comes behind it
+    # the most is held when the head is converted: its stored form, and that of the norm behind it
     assert (full - half, full) == (2 * (count - CFG.width), 4 * (count + CFG.vocab * CFG.width))
 
     def free(size):
@@ -447,6 +446,8 @@ def test_a_checkpoint_is_stored_so_that_it_fits_or_refused_before_it_is_read(
     free(half)
     _, err = dream_says(capsys, coder / "model", prompt="x", max_new=2)
     assert "bfloat16, plain" in err
+    _, err = dream_says(capsys, coder / "model", prompt="x", max_new=2, dtype="bfloat16")
+    assert "; float32 is faster here" in err
     refused("--dtype=bfloat16 takes", config(coder / "model", prompt="x", dtype="float32"))
     monkeypatch.setattr(checkpoints, "load", None)
     for size, settings, part in (
