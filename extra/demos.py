@@ -130,9 +130,12 @@ def main(cfg):
 def load(cfg):
     """(model, tokenizer, ids that end a text) of --ckpt, as draft.py loads them too."""
     folder = runs.as_path(cfg.ckpt)
-    bits = checkpoints.bits_of(cfg)
     model, _, _ = checkpoints.load_for_inference(
-        model_dream, folder, devices=1, bits=bits, compile_cache=cfg.compile_cache
+        model_dream,
+        folder,
+        devices=1,
+        bits=checkpoints.bits_of(cfg),
+        compile_cache=cfg.compile_cache,
     )
     tokenizer = sample_dream.load_tokenizer(folder, model.cfg)
     return model, tokenizer, generate_dream.ends_of(model.cfg, tokenizer)
@@ -152,10 +155,15 @@ def row_of(cfg, model, tokenizer):
     """The ids of the prompt and its masks: at its end, or dreamon's where [MASK] stands."""
     if cfg.like == "dreamon":
         before, _, behind = cfg.prompt.partition("[MASK]")
-        first = prompts.ids_of(tokenizer, before)
-        last = prompts.ids_of(tokenizer, behind)
-        masks = [model.mask_id] * cfg.hole
-        return np.array([model.bos_id, *first, *masks, *last, model.eos_id])
+        return np.array(
+            [
+                model.bos_id,
+                *prompts.ids_of(tokenizer, before),
+                *[model.mask_id] * cfg.hole,
+                *prompts.ids_of(tokenizer, behind),
+                model.eos_id,
+            ]
+        )
     return np.array([*asked(cfg, tokenizer), *[model.mask_id] * cfg.max_new])
 
 
@@ -233,9 +241,12 @@ class Reader:
         return diffusion.sample_tokens(logits_CV, u_CV, temperature)
 
 
-def filtered(logits_CV, cfg):
-    """The logits that temperature, top-k and top-p leave, as in Dream's code."""
-    return diffusion.filter_logits(logits_CV, cfg.temperature, cfg.top_k, cfg.top_p, rule="dream")
+def draw_filtered(read, logits_CV, cfg, rng):
+    """(the logits that temperature, top-k and top-p leave, as in Dream's code; a token for each)."""
+    logits_CV = diffusion.filter_logits(
+        logits_CV, cfg.temperature, cfg.top_k, cfg.top_p, rule="dream"
+    )
+    return logits_CV, read.draw(logits_CV, float(cfg.temperature > 0), rng)
 
 
 def confidence(logits_CV, alg):
@@ -252,6 +263,12 @@ def probability(logits_CV, token_C):
 def surest(score_C, count):
     """Where the `count` highest scores are; of equal ones the first."""
     return np.argsort(-score_C, kind="stable")[:count]
+
+
+def fill(row, slots, token_C, score_C, count):
+    """Write the tokens of the `count` highest scores to their slots of the row."""
+    best = surest(score_C, count)
+    row[slots[best]] = token_C[best]
 
 
 # ---- the demos ---------------------------------------------------------------------------------
@@ -292,8 +309,7 @@ def llada(read, row, cfg, rng):
                 count = max(1, (score_C >= cfg.threshold).sum())
             else:
                 count = -(-len(slots) // (steps - i))
-            best = surest(score_C, count)
-            row[slots[best]] = token_C[best]
+            fill(row, slots, token_C, score_C, count)
     return row
 
 
@@ -324,8 +340,7 @@ def fast_dllm(read, row, cfg, rng):
             window = None
             if i > 0:
                 window = (begin, len(row) if cfg.cache == "prefix" else end)
-            logits_CV = filtered(read(row, slots, window), cfg)
-            token_C = read.draw(logits_CV, float(cfg.temperature > 0), rng)
+            logits_CV, token_C = draw_filtered(read, read(row, slots, window), cfg, rng)
             if cfg.threshold or not shift:
                 score_C = probability(logits_CV, token_C)
             else:
@@ -340,8 +355,7 @@ def fast_dllm(read, row, cfg, rng):
                 count = int(np.float32(len(slots)) * share_S[i])
             else:  # LLaDA's: equally many in each step
                 count = -(-len(slots) // (steps - i))
-            best = surest(score_C, count)
-            row[slots[best]] = token_C[best]
+            fill(row, slots, token_C, score_C, count)
     return row
 
 
@@ -364,10 +378,9 @@ def fast_dllm_v2(read, row, cfg, rng):
         for left in range(begin, len(block), sub):
             while len(slots := read.masks(block, left, left + sub)) > 0:
                 logits_CV = read(block, slots, size=size)
-                token_C = read.draw(filtered(logits_CV, cfg), float(cfg.temperature > 0), rng)
+                _, token_C = draw_filtered(read, logits_CV, cfg, rng)
                 score_C = probability(logits_CV, token_C)
-                best = surest(score_C, max(1, (score_C > cfg.threshold).sum()))
-                block[slots[best]] = token_C[best]
+                fill(block, slots, token_C, score_C, max(1, (score_C > cfg.threshold).sum()))
         begin += size
     return row
 
@@ -383,16 +396,14 @@ def open_dcoder(read, row, cfg, rng, shown=None):
     for i in range(steps):
         if read.cfg.mask_id not in row:
             break
-        logits_CV = filtered(read(row, slots), cfg)
-        token_C = read.draw(logits_CV, float(cfg.temperature > 0), rng)
+        logits_CV, token_C = draw_filtered(read, read(row, slots), cfg, rng)
         score_C = probability(logits_CV, token_C)
         share = np.float32(1 - (i + 1) / steps)
         masked = int(np.float32(len(slots)) * share)  # how many are MASK after this step
-        best = surest(score_C, len(slots) - masked)
         # A slot that is chosen again keeps its token.
         token_C = np.where(row[slots] == read.cfg.mask_id, token_C, row[slots])
         row[slots] = read.cfg.mask_id
-        row[slots[best]] = token_C[best]
+        fill(row, slots, token_C, score_C, len(slots) - masked)
         if shown is not None:
             shown.append(row.tolist())
     return row
@@ -410,10 +421,8 @@ def dream_coder(read, row, cfg, rng):
         logits_CV = read(row, slots)
         share_filled = 1 - len(slots) / masks
         logits_CV[:, read.ends] += cfg.eos_penalty * np.log(share_filled + 1e-3)
-        logits_CV = filtered(logits_CV, cfg)
-        token_C = read.draw(logits_CV, float(cfg.temperature > 0), rng)
-        best = surest(confidence(logits_CV, cfg.alg), count)
-        row[slots[best]] = token_C[best]
+        logits_CV, token_C = draw_filtered(read, logits_CV, cfg, rng)
+        fill(row, slots, token_C, confidence(logits_CV, cfg.alg), count)
     return row
 
 
@@ -439,10 +448,8 @@ def dreamon(read, row, cfg, rng, shown=None):
         logits_CV = read(row, slots)
         if len(row) >= longest or budget <= 0:
             logits_CV[:, expand] = -np.inf
-        logits_CV = filtered(logits_CV, cfg)
-        token_C = read.draw(logits_CV, float(cfg.temperature > 0), rng)
-        best = surest(confidence(logits_CV, cfg.alg), cfg.at_once)
-        row[slots[best]] = token_C[best]
+        logits_CV, token_C = draw_filtered(read, logits_CV, cfg, rng)
+        fill(row, slots, token_C, confidence(logits_CV, cfg.alg), cfg.at_once)
         end = min((p for p in slots if row[p] == eos), default=len(row))
 
         new = []
