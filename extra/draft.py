@@ -176,8 +176,9 @@ class Sampler:
         B, L = state.token_BL.shape
         shift = model.cfg.shift
         single = N > 0 and not self.rule.draft_steps  # verifies and drafts in one pass
-        slot_BN = state.last_B[:, None] + jnp.arange(N + 1)
-        read_BW = jnp.take_along_axis(state.token_BL, slot_BN[:, :1], 1)
+        last_B1 = state.last_B[:, None]
+        slot_BN = last_B1 + jnp.arange(N + 1)
+        read_BW = jnp.take_along_axis(state.token_BL, last_B1, 1)
         cache = state.cache
         draft_BN = state.draft_BN
         if N and self.rule.draft_steps:
@@ -193,19 +194,18 @@ class Sampler:
             counts += [size] * (N + 1)
         set_W = np.repeat(np.arange(len(counts)), counts)
         at_W = np.concatenate([j + np.arange(n) for j, n in enumerate(counts)])
-        reach_BW = slot_BN[:, :1] + np.where(set_W, len(set_W) - 1, at_W)
+        reach_BW = last_B1 + np.where(set_W, len(set_W) - 1, at_W)
         seen_BWL = None
         if single:
             seen_WW = jnp.asarray(
                 (set_W == set_W[:, None]) | (set_W == 0) & (at_W < set_W[:, None])
             )
-            behind_BL = jnp.arange(L) - state.last_B[:, None]
+            behind_BL = jnp.arange(L) - last_B1
             seen_WBL = (behind_BL < 0) | seen_WW[:, jnp.clip(behind_BL, 0, len(set_W) - 1)]
             seen_BWL = seen_WBL.swapaxes(0, 1)
         masks_BW = jnp.full((B, len(set_W) - N - 1), model.cfg.mask_id)
         read_BW = jnp.concatenate((read_BW, draft_BN, masks_BW), 1)
-        place_BW = slot_BN[:, :1] + at_W
-        hidden_BWD, cache = self.read(model, read_BW, place_BW, reach_BW, cache, seen_BWL)
+        hidden_BWD, cache = self.read(model, read_BW, last_B1 + at_W, reach_BW, cache, seen_BWL)
 
         # The drafts that the verification repeats are accepted, and one token more.
         token_BN = self.draw(model, hidden_BWD[:, : N + 1], slot_BN + 1, given)
@@ -324,16 +324,15 @@ def generate(model, prompts, max_new, rule=None, key=None):
     """
     rule = rule or Sampling()
     prompts = [[*ids, *[model.cfg.mask_id] * max_new] for ids in prompts]
-    dtype = model.compute.dtype
-    state, given, width = prepare(model.cfg, rule, prompts, key, dtype)
+    state, given, width = prepare(model.cfg, rule, prompts, key, model.compute.dtype)
     graph, params = nnx.split(model)
     sampler = Sampler(graph, dataclasses.replace(rule, vocab=0))
     state = sample_dream.beside(params, jax.tree.map(jnp.asarray, state))
     state = begin(params, state, given, sampler=sampler, width=width)
-    done_B = np.zeros(1, bool)
-    while not done_B.all():
+    done = False
+    while not done:
         state, done_B = advance(params, state, given, sampler=sampler)
-        done_B = np.asarray(done_B)
+        done = np.asarray(done_B).all()
 
     texts = []
     token_BL = np.asarray(state.token_BL)
@@ -343,9 +342,11 @@ def generate(model, prompts, max_new, rule=None, key=None):
         texts.append(row[: last + 1].tolist() + fill)
     steps = int(state.step)
     passes = 1 + (rule.draft_steps if rule.draft else 0)
-    forwards = 1 + (steps - 1) * passes
-    when_BL = np.asarray(state.when_BL)
-    return texts, {"forwards": forwards, "steps": steps, "when": when_BL}
+    return texts, {
+        "forwards": 1 + (steps - 1) * passes,
+        "steps": steps,
+        "when": np.asarray(state.when_BL),
+    }
 
 
 if __name__ == "__main__":
