@@ -47,8 +47,6 @@ SKIPPED = r"/(_?vendor[-\w]*|third_?party|3rd_?party|_?extern(al)?s?|site-packag
 SKIPPED += r"|/(tests?|test_?data|idle_test)/(?!(.*/)?(test_\w*|\w*_tests?|tests?|conftest)\.py$)"
 # names that leave a folder, or are too long
 OUTSIDE = re.compile(r"/|(.*/)?(/|\.\.(/|$)|[^/]{250})|.{1000}")
-# a file of the archive has the name of a folder
-CLASH = FileExistsError, NotADirectoryError, IsADirectoryError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +73,10 @@ def main(cfg):
                 entries[str(requirement)] = fetch(client, requirement, Path(cfg.out))
                 runs.write(manifest, entries)
     files = [entry["files"] for entry in entries.values() if "files" in entry]
-    left_out = len(entries) - len(files)
-    print(f"{cfg.out}: {sum(files):,} files of {len(files):,} packages; {left_out} left out")
+    print(
+        f"{cfg.out}: {sum(files):,} files of {len(files):,} packages; "
+        f"{len(entries) - len(files)} left out"
+    )
 
 
 def requirements(packages):
@@ -134,8 +134,10 @@ def fetch(client, requirement, out):
     except pypi_simple.NoSuchProjectError:
         return {"left_out": "unknown to the index"}
     except (OSError, ValueError) as error:  # of the network, a hash, the disk
-        advice = "see to that or name another --index; the same command goes on from here"
-        raise OSError(f"{name} cannot be fetched ({runs.first_line(error)}); {advice}") from None
+        raise OSError(
+            f"{name} cannot be fetched ({runs.first_line(error)}); "
+            "see to that or name another --index; the same command goes on from here"
+        ) from None
 
 
 def copy(archive, folder):
@@ -170,7 +172,17 @@ def copy(archive, folder):
                         target.parent.mkdir(parents=True, exist_ok=True)
                         target.write_bytes(file.extractfile(member).read())
         return {"licence": licence, "files": len(code)}
-    except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError, *CLASH) as error:
+    except (
+        tarfile.TarError,
+        gzip.BadGzipFile,
+        zlib.error,
+        EOFError,
+        ValueError,
+        # a file of the archive has the name of a folder
+        FileExistsError,
+        NotADirectoryError,
+        IsADirectoryError,
+    ) as error:
         return {"left_out": "damaged or unsafe", "why": runs.first_line(error)}
 
 
