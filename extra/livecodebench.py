@@ -48,7 +48,6 @@ class Config(benchmarks.Config):
     until: str = ""  # only contests up to the first minute of this day
 
 
-BROKEN = EOFError, zlib.error, gzip.BadGzipFile  # what a damaged .gz raises
 KEYS = """question_content question_id contest_date starter_code public_test_cases
 private_test_cases metadata""".split()
 HEAD = """from string import *
@@ -147,8 +146,7 @@ class Protocol(protocols.OursInChat):
         return prompts.ids_of(model.tokenizer, problem.prompt)
 
     def candidate(self, text, problem, cut=True):
-        text = protocols.cut_at(self.ends, text, problem)
-        text = protocols.without_special(text, problem)
+        text = protocols.without_special(protocols.cut_at(self.ends, text))
         if "ours" not in self.name:
             return last_block(text)
         code, _ = tasks.of_answer(text, last_program, problem.entry)
@@ -256,11 +254,22 @@ def read_problems(cfg):
                     wanted = cfg.since <= row["contest_date"] <= last
                     if wanted and len(problems) < (cfg.problems or math.inf):
                         problems[tasks.key_of(row["question_id"])] = problem_of(row)
-            except (ValueError, LookupError, TypeError, AttributeError, *BROKEN) as error:
+            except (
+                ValueError,
+                LookupError,
+                TypeError,
+                AttributeError,
+                # what a damaged .gz raises
+                EOFError,
+                zlib.error,
+                gzip.BadGzipFile,
+            ) as error:
                 raise ValueError(f"{file} is not a file of LiveCodeBench: {error}") from None
     if not problems:
-        days = f"from {cfg.since or 'the first day'} to {cfg.until or 'the last'}"
-        raise ValueError(f"{cfg.tasks_file} holds no problem of LiveCodeBench {days}")
+        raise ValueError(
+            f"{cfg.tasks_file} holds no problem of LiveCodeBench "
+            f"from {cfg.since or 'the first day'} to {cfg.until or 'the last'}"
+        )
     return problems
 
 
@@ -310,10 +319,11 @@ def same_lines(printed, wanted):
     ours, theirs = (
         [line.strip() for line in text.strip().split("\n")] for text in (printed, wanted)
     )
-    pairs = zip(ours, theirs, strict=True)  # ValueError for more lines
+    # strict: ValueError where one has more lines
     with contextlib.suppress(InvalidOperation, ValueError):
         return all(
-            a == b or [*map(Decimal, a.split())] == [*map(Decimal, b.split())] for a, b in pairs
+            a == b or [*map(Decimal, a.split())] == [*map(Decimal, b.split())]
+            for a, b in zip(ours, theirs, strict=True)
         )
     return False
 

@@ -132,15 +132,15 @@ SPECIAL = re.compile(
 )
 
 
-def cut_at(stops, text, q):
+def cut_at(stops, text):
     return text[: first_of(text, stops)]
 
 
 def cut_at_fence(text, q):
-    return cut_at(("```",), text, q)
+    return cut_at(("```",), text)
 
 
-def without_special(text, q):
+def without_special(text):
     return SPECIAL.sub("", text)
 
 
@@ -432,11 +432,11 @@ def named(name, task):
 
 def candidate(protocol, text, q):
     """The code in a model's text. SyntaxError, ValueError where the harness raises."""
-    text = cut_at(protocol.ends, text, q)
+    text = cut_at(protocol.ends, text)
     if protocol.drops:
-        text = without_special(text, q)
+        text = without_special(text)
     if protocol.cuts:
-        text = cut_at(protocol.stops, text, q)
+        text = cut_at(protocol.stops, text)
     for rule in protocol.rules:
         text = filled(rule, q) + text if "{" in rule else globals()[rule](text, q)
     return text
@@ -473,8 +473,10 @@ class Harness:
     def ids(self, problem, model):
         chat = self.record.system is not None
         if chat and model.tokenizer.token_to_id("<|im_start|>") is None:
-            needs = "needs a chat template, and the tokenizer has no <|im_start|>"
-            raise ValueError(f"--protocol={self.cfg.protocol} {needs}")
+            raise ValueError(
+                f"--protocol={self.cfg.protocol} needs a chat template, "
+                "and the tokenizer has no <|im_start|>"
+            )
         text = prompt(self.record, problem, self.cfg.trim_prefix)
         ids = prompts.encoding_of(model.tokenizer, text, names_are_text=not chat).ids
         ids = ids[-self.record.prompt_tokens :]
@@ -519,7 +521,14 @@ class OursInChat(tasks.Ours):
     def __init__(self, cfg):
         super().__init__(cfg)
         self.name = f"ours_chat/{self.task}"
-        self.wrap = None if cfg.samples else chat_template(cfg)
+        self.wrap = None
+        if not cfg.samples:
+            run, _, _ = benchmarks.find_model(cfg)
+            self.wrap = prompts.chat_template(run)
+            if not self.wrap:
+                raise ValueError(
+                    "the model's folder holds no chat template (tokenizer_config.json)"
+                )
 
     def ids(self, problem, model):
         asked = self.ask(problem)
@@ -534,15 +543,6 @@ class OursInChat(tasks.Ours):
         asked = f"Write a Python function. {answer}\n\n{problem.text.strip()}"
         asserts = "\n".join(problem.tests[:3])
         return f"{asked}\nIt must pass these tests:\n\n```python\n{asserts}\n```"
-
-
-def chat_template(cfg):
-    """A function that puts a question into the chat template of a model."""
-    run, _, _ = benchmarks.find_model(cfg)
-    wrap = prompts.chat_template(run)
-    if not wrap:
-        raise ValueError("the model's folder holds no chat template (tokenizer_config.json)")
-    return wrap
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -565,13 +565,12 @@ def main(cfg):
 
 def filled_in(cfg, record):
     """The config with the settings of a protocol where no flag is given."""
-    limits = dataclasses.replace(cfg.sandbox, timeout_s=cfg.sandbox.timeout_s or record.limit_s)
     return dataclasses.replace(
         cfg,
         temperature=record.temperature if cfg.temperature is None else cfg.temperature,
         top_p=cfg.top_p or record.top_p,
         max_new=cfg.max_new or record.max_new,
-        sandbox=limits,
+        sandbox=dataclasses.replace(cfg.sandbox, timeout_s=cfg.sandbox.timeout_s or record.limit_s),
     )
 
 
@@ -597,8 +596,10 @@ def check_data(cfg, name, record, problems):
     if kind not in record.data:
         raise ValueError(f"--protocol={name} asks for {wanted}, and this is {given}")
     if len(problems) not in counts and not cfg.problems:
-        is_of = f"--protocol={name} is of {' or '.join(map(str, counts))}"
-        raise ValueError(f"{tasks.tasks_path(cfg)} has {len(problems)} problems; {is_of}")
+        raise ValueError(
+            f"{tasks.tasks_path(cfg)} has {len(problems)} problems; "
+            f"--protocol={name} is of {' or '.join(map(str, counts))}"
+        )
     if kind != record.data[0]:
         print(f"published scores of {name} are of {wanted}, and this is {given}", file=sys.stderr)
 
