@@ -108,9 +108,11 @@ def repair_all(dream, completions, tests, cfg):
         repair(list(best.values()), cfg.rounds, dream.read, fill)
     for number, draft in best.items():
         for i, tried in enumerate(draft.rounds, 1):
-            spans = f"{tried['old'].strip()!r} -> {tried['new'].strip()!r}"
-            passed = f"{tried['passed']} of {len(draft.tests)} examples pass"
-            print(f"repair {i}: {spans}: {passed}", file=sys.stderr)
+            print(
+                f"repair {i}: {tried['old'].strip()!r} -> {tried['new'].strip()!r}: "
+                f"{tried['passed']} of {len(draft.tests)} examples pass",
+                file=sys.stderr,
+            )
         if draft.rounds:
             row, _ = completions[number]
             new = {"completion": draft.body, "text": draft.text, "repair": draft.rounds}
