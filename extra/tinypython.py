@@ -20,7 +20,6 @@ tests or more: no constant answer and none of three to ten mutants passes. Write
 import collections
 import contextlib
 import dataclasses
-import functools
 import json
 import random
 import re
@@ -29,6 +28,7 @@ import textwrap
 import typing
 import warnings
 import zlib
+from functools import cached_property, partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -171,7 +171,7 @@ class Function:
         said = re.sub(r"\b[AB]\b", lambda slot: self.values[slot[0]], self.template)
         self.sentence = said[0].upper() + said[1:]
 
-    @functools.cached_property
+    @cached_property
     def solution(self):
         """The body, in one of the styles that there are for its operations."""
         body = self.rng.choice(self.bodies)
@@ -227,7 +227,7 @@ class Function:
         return (
             entry.names,
             [fill(code) for code in entry.code],
-            [functools.partial(say, g) for g in entry.phrasings],
+            [partial(say, g) for g in entry.phrasings],
         )
 
     def put(self, kind, i):
@@ -235,7 +235,6 @@ class Function:
         operation.
         """
         values = self.values
-        partial = functools.partial
         if not DRAWS.fullmatch(kind):
             return self.argue(kind)
         if kind in ("hP", "hM"):
