@@ -212,8 +212,9 @@ def checked(given, path, model, name):
         stop = [stop]
     right = isinstance(stop, list) and len(stop) <= 32
     if not right or not all(isinstance(x, str) and 0 < len(x) < 100 for x in stop):
-        problem = "stop has to be a text of 1 to 99 characters, or a list of at most 32"
-        raise Refusal(400, problem, "stop")
+        raise Refusal(
+            400, "stop has to be a text of 1 to 99 characters, or a list of at most 32", "stop"
+        )
     check_name(fields.get("model"), name)
     if "top_logprobs" in FORMS[path]:
         fields["logprobs"] = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
@@ -245,8 +246,12 @@ def rows_of(ask, path, model, wake):
             ids = [*ids[:i], *[None] * size, *ids[i + 1 :]]
             room += 1 - size
         if room < 0:
-            problem = f"{len(ids)} tokens do not fit in {most}; lower max_tokens or cut the text"
-            raise Refusal(400, problem, "max_tokens", "context_length_exceeded")
+            raise Refusal(
+                400,
+                f"{len(ids)} tokens do not fit in {most}; lower max_tokens or cut the text",
+                "max_tokens",
+                "context_length_exceeded",
+            )
         model.check(ids, ask)
         rows += [batching.Row(ids, ask, number, wake=wake) for number in range(ask["n"])]
     return rows
@@ -305,16 +310,14 @@ def encode_messages(tokenizer, wrap, messages):
         if not conversation:
             raise ValueError
     except (TypeError, KeyError, ValueError):
-        problem = "messages have to be texts, each with a role"
-        raise ValueError(problem) from None
+        raise ValueError("messages have to be texts, each with a role") from None
     return prompts.encode_chat(tokenizer, wrap, conversation)
 
 
 def check_name(asked, name):
     """Refusal for another model than that of this name."""
     if asked not in (None, name):
-        problem = f"there is no model {asked!r}, but {name!r}"
-        raise Refusal(404, problem, "model", "model_not_found")
+        raise Refusal(404, f"there is no model {asked!r}, but {name!r}", "model", "model_not_found")
 
 
 # ---- what is answered ----------------------------------------------------------------------------
@@ -633,10 +636,11 @@ async def refuse(request, error):
 def app(loop, name, cfg, chats=None):
     """The server of a loop as an ASGI application."""
     server = Server(loop, name, chats, os.environ.get(cfg.api_key, ""))
-    page = Path(__file__).with_name("serve.html")
 
     async def show(request):
-        return FileResponse(page, headers={"Content-Security-Policy": POLICY})
+        return FileResponse(
+            Path(__file__).with_name("serve.html"), headers={"Content-Security-Policy": POLICY}
+        )
 
     routes = [
         Route("/", show),
