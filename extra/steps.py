@@ -87,10 +87,12 @@ def animation(texts):
                     column += len(part)
                     longest = max(longest, column)
         line += 2
-    size = f'width="{24 + longest * LETTER:.0f}" height="{line * LINE}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" {size}>{STYLE}'
-    back = "<rect width='100%' height='100%' fill='#fff'/>"
-    return f"{head}{back}{LEGEND}{''.join(shapes)}</svg>\n"
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" '
+        f'width="{24 + longest * LETTER:.0f}" height="{line * LINE}">{STYLE}'
+        "<rect width='100%' height='100%' fill='#fff'/>"
+        f"{LEGEND}{''.join(shapes)}</svg>\n"
+    )
 
 
 def shape(text, column, line, step, last):
@@ -110,9 +112,10 @@ def shape(text, column, line, step, last):
     x = f'x="{12 + column * LETTER:.1f}"'
     size = f"{len(text) * LETTER:.1f}"
     top = 8 + line * LINE
-    box = f'<rect {x} y="{top}" width="{size}" height="18" fill="{fill}">{turns}</rect>'
-    letters = f'<text {x} y="{top + 14}" textLength="{size}">{html.escape(text)}{appears}</text>'
-    return box + letters
+    return (
+        f'<rect {x} y="{top}" width="{size}" height="18" fill="{fill}">{turns}</rect>'
+        f'<text {x} y="{top + 14}" textLength="{size}">{html.escape(text)}{appears}</text>'
+    )
 
 
 if __name__ == "__main__":
