@@ -261,8 +261,9 @@ class Function:
                 f"Q{i}": one,
                 f"R{i}": many,
             }
-            is_short = short and self.rng.random() < 0.5
-            values["MANY"] = short[0](values["N"]) if is_short else f"{values['N']} that {many}"
+            values["MANY"] = f"{values['N']} that {many}"
+            if short and self.rng.random() < 0.5:
+                values["MANY"] = short[0](values["N"])
         elif kind == "M":
             (code,) = codes
             verb, noun = says
