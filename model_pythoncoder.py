@@ -732,8 +732,10 @@ def propose(model, hidden_B1D, token_B, key, position_B, rule):
 
 @jax.jit
 def apart(model):
-    """The layers for step(), copied once; of a large model none: it would need the memory twice."""
-    return model.apart() if count_params(model.cfg) < 2e8 else ()
+    """The layers for step(), copied once. A CPU may not hold a large model twice: then none."""
+    if jax.default_backend() == "cpu" and count_params(model.cfg) > 2e8:
+        return ()
+    return model.apart()
 
 
 @functools.partial(jax.jit, static_argnames="rule", donate_argnames="state")

@@ -8,8 +8,8 @@
 
 Each text becomes what it is alone. Temperature, top-p, schedule, bound and random numbers belong to
 a row and are arrays of a compiled program: three for each canvas width of a Dream, four with
-blocks, two of PythonCoder; without blocks a row that is alone has a program of its own. serve.py
-serves the loop by HTTP; this file knows no HTTP.
+blocks, three of PythonCoder, one of them for short prompts; without blocks a row that is alone has
+a program of its own. serve.py serves the loop by HTTP; this file knows no HTTP.
 
 Letters: B rows, L slots of a canvas, M slots of a cache, D width, V vocabulary, N likeliest tokens.
 """
@@ -548,9 +548,10 @@ class Loop(threading.Thread):
             for width, order in itertools.product(model.widths, model.ORDERS if warm else ()):
                 LOG.info("compiling for texts of %d tokens", width)
                 batch = model.batch(width, order)
-                for i in (0, len(batch.rows) - 1):  # the fewest and the most rows
+                # the fewest and the most rows, the shortest prompt and a long one; nobody waits
+                for i, ids in ((0, [None]), (len(batch.rows) - 1, [0] * (width // 2) + [None])):
                     batch.rows[0] = None
-                    batch.rows[i] = Row([None], model.defaults | {"seed": 0})  # nobody waits for it
+                    batch.rows[i] = Row(ids, model.defaults | {"seed": 0})
                     batch.join(i, batch.rows[i])
                     batch.step()
                 model.batches.clear()
