@@ -102,7 +102,7 @@ class Config:
     show_steps: bool = False
     int8: bool = False  # matrices in 8 bits, half the memory of bfloat16
     int4: bool = False  # matrices of the layers in 4 bits, a third of the memory of bfloat16
-    # of weights; "" is float32 on a CPU if it fits, else 16 bits
+    # of weights; "" is 16 bits, on a CPU float32 where that fits and is faster
     dtype: typing.Literal["", "bfloat16", "float32"] = ""
     devices: Natural = 0  # number of the machine's devices to use; 0 takes all
     compile_cache: str = "~/.cache/unmask"  # folder of compiled programs, for later runs; "": none
