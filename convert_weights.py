@@ -79,7 +79,6 @@ SHARD_BYTES = 5_000_000_000  # largest safetensors file of a Dream
 
 
 # ---- the Hub's form ----------------------------------------------------------------------------
-
 DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("f2"), "F32": np.dtype("f4")}
 ONE_FILE = "model.safetensors"
 INDEX = f"{ONE_FILE}.index.json"
@@ -146,8 +145,9 @@ def map_file(path):
                 view = file.get_slice(name)
                 layout[name] = DTYPES[view.get_dtype()], view.get_shape()
     except (safetensors.SafetensorError, KeyError, ValueError) as error:
-        problem = f"cannot be read as safetensors of {', '.join(DTYPES)}: {error}"
-        raise ValueError(f"{path} {problem}") from None
+        raise ValueError(
+            f"{path} cannot be read as safetensors of {', '.join(DTYPES)}: {error}"
+        ) from None
     # The library checked that tensors follow each other without a gap up to the end of the file.
     data = np.memmap(path, np.uint8, "r")
     end = data.size
@@ -162,8 +162,6 @@ def map_file(path):
 
 
 # ---- which checkpoint a folder holds -----------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """What `find` found in a folder."""
@@ -177,6 +175,7 @@ class Checkpoint:
     params: Path | None = None  # folder of Orbax; None: safetensors
     sums: dict | None = None  # {name of a parameter: checksum}, Orbax only
     table_rows: int = 0  # rows of the stored tables, which still lack MASK's; 0: nothing is lacking
+    lacks_biases: bool = False  # the file may: they are zeros
 
     def shapes(self):
         """{name of a parameter: shape}."""
@@ -204,8 +203,10 @@ def find(folder, step=0, repository=""):
     if kind in QWEN2 and not dream.family_of(folder, keys):
         raise ValueError(f"{folder} is a {kind}; --to=dream makes a Dream of it")
     if kind == "mdlm" or any(folder.glob("step_*")):
-        advice = "publish a step with: hf upload OWNER/NAME FOLDER"
-        raise ValueError(f"{folder} is of train_gpu.py, in safetensors as it is; {advice}")
+        raise ValueError(
+            f"{folder} is of train_gpu.py, in safetensors as it is; "
+            "publish a step with: hf upload OWNER/NAME FOLDER"
+        )
     where = folder
     meta = {}
     if is_run or (folder / "meta.json").is_file() or kind == "pythoncoder":
@@ -232,26 +233,31 @@ def find(folder, step=0, repository=""):
 MASKS = "<|mask|>", "|<MASK>|", "<|MASK|>", "<mask>"
 # model_type of models with Qwen2's layers, and what their config.json leaves out; bd_size 1 is an
 # autoregressive model
+SDAR = {"model_type": "sdar", "architectures": ["SDARForCausalLM"], "sliding_window": None}
 QWEN2 = {
     "qwen2": {"bd_size": 1},
     "Fast_dLLM_Qwen": {},
     "a2d-qwen2": {"shift": False},
-    "qwen3": {"model_type": "sdar", "architectures": ["SDARForCausalLM"], "sliding_window": None},
+    "llama": {"bd_size": 1, "attention_bias": True},
+    "qwen3": SDAR,
+    "a2d-qwen3": SDAR | {"bd_size": 0},
 }
 
 
 def find_qwen2(folder, block_length=0, repository=""):
-    """The checkpoint in a folder of an autoregressive Qwen, or of a diffusion model made of one, as
-    a Dream or SDAR.
+    """The checkpoint in a folder of an autoregressive Qwen or Llama, or of a diffusion model made of
+    a Qwen, as a Dream or SDAR. Llama's biases are zeros.
 
     MASK is a token of the tokenizer, or the id after its last one; without a tokenizer, after the
     last row. PAD is the tokenizer's, or EOS.
     """
     keys = runs.read_json(folder / "config.json", "vocab_size")
     kind = keys.get("model_type")
-    if kind not in QWEN2:
-        known = f"--to=dream takes a model_type of {', '.join(QWEN2)}, not {kind!r}"
-        raise ValueError(f"{folder}: {known}")
+    family = dream.family_of(folder, keys)
+    if kind not in QWEN2 or family == "stable_diffcoder":  # which calls itself a llama
+        raise ValueError(
+            f"{folder}: --to=dream takes a model_type of {', '.join(QWEN2)}, not {family or kind!r}"
+        )
     tokenizer, _ = open_tokenizer(folder)
     ids = tokenizer.get_vocab() if tokenizer else {}
     rows = keys["vocab_size"]
@@ -272,14 +278,18 @@ def find_qwen2(folder, block_length=0, repository=""):
     if block_length:
         changes["bd_size"] = block_length
     cfg = dream.config_from_hf(folder, changes)
-    origin = repository or folder.resolve().name
-    keys = dream.config_to_hf(cfg)
-    return Checkpoint(folder, dream, cfg, keys, origin=origin, table_rows=table_rows)
+    return Checkpoint(
+        folder,
+        dream,
+        cfg,
+        dream.config_to_hf(cfg),
+        origin=repository or folder.resolve().name,
+        table_rows=table_rows,
+        lacks_biases=kind == "llama",
+    )
 
 
 # ---- tensors -----------------------------------------------------------------------------------
-
-
 def as_integers(array):
     """The array's bits as integers of its item size [n], not copied."""
     return array.reshape(-1).view(f"uint{8 * array.dtype.itemsize}")
@@ -295,13 +305,20 @@ def open_safetensors(checkpoint, wanted=""):
     arrays = map_files(checkpoint.folder)
     arrays = {name: array for name, array in arrays.items() if not name.endswith(BUFFERS)}
     shapes = checkpoint.shapes()
+    if checkpoint.lacks_biases:
+        dtype = next(iter(arrays.values())).dtype
+        for name, shape in shapes.items():
+            if name.endswith("bias"):
+                arrays.setdefault(checkpoint.file_name(name), np.zeros(shape, dtype))
     head = checkpoint.file_name("lm_head")
     if "lm_head" not in shapes and head in arrays:  # tied, and stored twice, or by this name
         head_VD = arrays.pop(head)
         table_VD = arrays.setdefault(checkpoint.file_name("embed_tokens"), head_VD)
         if not np.array_equal(head_VD, table_VD):
-            problem = f"{head} of {checkpoint.folder} is not the embedding, as tie_word_embeddings"
-            raise ValueError(f"{problem} of config.json says; make that false to keep the head")
+            raise ValueError(
+                f"{head} of {checkpoint.folder} is not the embedding, as tie_word_embeddings of "
+                "config.json says; make that false to keep the head"
+            )
     want = {checkpoint.file_name(name): shape for name, shape in shapes.items()}
     found = {name: array.shape for name, array in arrays.items()}
     runs.check_tensors(found, want, checkpoint.folder)
@@ -415,7 +432,6 @@ def output_folder(out):
 
 
 # ---- the files beside the weights --------------------------------------------------------------
-
 # model_type: the repository of the Hub with its code, X and Y of configurationXConfig, modelingXY
 CODE = {
     "Dream": "Dream-org/Dream-v0-Instruct-7B _dream.Dream Model",
@@ -539,22 +555,22 @@ def add_dream_tokens(tokenizer, cfg, path, mask_alone=False):
     if cfg.mask_id in known and mask in ("", known[cfg.mask_id].content):
         return False
     if cfg.family != "dream" and not mask_alone:
-        problem = f"{mask or 'a special token'} is not its id {cfg.mask_id}"
-        raise ValueError(f"{path} is of another model: {problem}")
+        raise ValueError(
+            f"{path} is of another model: {mask or 'a special token'} is not its id {cfg.mask_id}"
+        )
     # The library numbers added tokens from the end of the vocabulary. Qwen2.5's ends where Dream's
     # tokens begin.
     wanted = {mask or MASKS[0]: cfg.mask_id} if mask_alone else DREAM_TOKENS
     tokenizer.add_special_tokens([*wanted])
     found = {name: tokenizer.token_to_id(name) for name in wanted}
     if found != wanted or tokenizer.id_to_token(cfg.mask_id) not in MASKS:
-        problem = f"it has no special token at {cfg.mask_id}, the model's MASK"
-        raise ValueError(f"{path} does not fit: {problem}")
+        raise ValueError(
+            f"{path} does not fit: it has no special token at {cfg.mask_id}, the model's MASK"
+        )
     return True
 
 
 # ---- the two ways ------------------------------------------------------------------------------
-
-
 def save_params(folder, arrays):
     """Write arrays {name: array} with Orbax, a folder for each, uncompressed: bfloat16 weights
     shrink little.
@@ -679,8 +695,10 @@ def verify(source, out):
     theirs, hub_dtype = open_safetensors(hub)
     ours, dtype = open_orbax(orbax)
     if hub_dtype != dtype:
-        problem = f"{hub.folder} is in {hub_dtype}, {orbax.folder} in {dtype}"
-        raise ValueError(f"{problem}; convert again, without --dtype")
+        raise ValueError(
+            f"{hub.folder} is in {hub_dtype}, {orbax.folder} in {dtype}; "
+            "convert again, without --dtype"
+        )
     wrong = set()
     for name, first, rows in read_blocks(orbax, ours):
         want = as_integers(theirs[name])[first : first + rows.size]
@@ -688,13 +706,10 @@ def verify(source, out):
             wrong.add(name)
     if wrong:
         raise ValueError(f"{both} differ: {', '.join(sorted(wrong))}")
-    count = sum(array.size for array in theirs.values())
-    print(f"verified: {len(theirs)} tensors, {count:,} parameters, every byte equal", flush=True)
+    print(f"verified: {len(theirs)} tensors, every byte equal", flush=True)
 
 
 # ---- the Hub -----------------------------------------------------------------------------------
-
-
 def write_card(checkpoint):
     """README.md of a folder that has none."""
     path = checkpoint.folder / "README.md"
@@ -755,8 +770,10 @@ def main(cfg):
     if not cfg.source or not cfg.out:
         raise ValueError("name both: --source=FOLDER_OR_REPOSITORY --out=FOLDER")
     if (cfg.verify or cfg.push) and (cfg.dtype or cfg.to):
-        problem = "--verify and --push compare bytes, which --dtype and --to change"
-        raise ValueError(f"{problem}; convert --out with them")
+        raise ValueError(
+            "--verify and --push compare bytes, which --dtype and --to change; "
+            "convert --out with them"
+        )
     if cfg.push and cfg.push.count("/") != 1:
         raise ValueError(f"--push={cfg.push} is no repository of the Hub (OWNER/NAME)")
     if cfg.block_length and not cfg.to:
