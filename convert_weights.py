@@ -21,11 +21,12 @@ The bytes of every tensor stay the same. Both forms keep the name of their sourc
 and the source's *.py files for transformers. Their checksums are compared on reading. The Hub's own
 safetensors hold none: a flipped bit in them is not noticed, a file cut short is.
 
---to=dream turns a Qwen2, Fast-dLLM v2 or dllm's a2d-qwen2 into a Dream to train, in Orbax, and a
-Qwen3 into an SDAR, which SGLang serves (blocks of 4, MASK 151669). A tokenizer without a mask token
-gets one after its last token, whose row of embedding and head is the mean of the rows before it.
-The block length is --block_length, or that of config.json, or 1, an autoregressive model; an SDAR's
-is 4, an a2d-qwen2 has none. Go on with: python train_dream.py --init=out/start
+--to=dream turns a Qwen2, a Llama (SmolLM2, TinyLlama), Fast-dLLM v2 or dllm's a2d-qwen2 into a
+Dream to train, in Orbax; Llama has no biases, they are zeros. A Qwen3 or dllm's a2d-qwen3 becomes
+an SDAR, which SGLang serves (blocks of 4, MASK 151669). A tokenizer without a mask token gets one
+after its last token, whose row of embedding and head is the mean of the rows before it. The block
+length is --block_length, or that of config.json, or 1, an autoregressive model; a Qwen3's is 4, an
+a2d model has none. Go on with: python train_dream.py --init=out/start
 
 No tensor is copied whole. --dtype needs a temporary file of the size of --out beside it. Adapters
 are not merged here: a run with LoRA leaves the whole model in merged/.
@@ -59,15 +60,13 @@ import runs
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    # folder with a checkpoint in either form, or a repository of the Hub as OWNER/NAME
-    source: str = ""
+    source: str = ""  # folder with a checkpoint in either form, or OWNER/NAME on the Hub
     out: str = ""  # folder to write
     revision: str = "main"  # branch, tag or commit of a repository of the Hub
     step: runs.Natural = 0  # checkpoint of a run; 0 takes the newest
-    # "dream": make a Dream of a Qwen2, an SDAR of a Qwen3; "" keeps the model
+    # "dream": make a Dream of a Qwen2 or a Llama, an SDAR of a Qwen3; "" keeps the model
     to: typing.Literal["", "dream"] = ""
-    # with --to=dream: block length of the checkpoint; 0: of config.json, else 1
-    block_length: runs.Natural = 0
+    block_length: runs.Natural = 0  # with --to=dream; 0 takes that of config.json, else 1
     # write Orbax in this dtype; "" keeps every byte
     dtype: typing.Literal["", "bfloat16", "float32"] = ""
     verify: bool = False  # compare every tensor of --source and --out
@@ -175,7 +174,7 @@ class Checkpoint:
     params: Path | None = None  # folder of Orbax; None: safetensors
     sums: dict | None = None  # {name of a parameter: checksum}, Orbax only
     table_rows: int = 0  # rows of the stored tables, which still lack MASK's; 0: nothing is lacking
-    lacks_biases: bool = False  # the file may: they are zeros
+    lacks_biases: bool = False  # of queries, keys and values, which are zeros then
 
     def shapes(self):
         """{name of a parameter: shape}."""
@@ -183,7 +182,7 @@ class Checkpoint:
         shapes = {name: x.shape for name, x in tree.items()}
         if self.table_rows:
             for name in TABLES & shapes.keys():
-                shapes[name] = (self.table_rows, *shapes[name][1:])
+                shapes[name] = (self.table_rows, self.cfg.width)
         return shapes
 
     def file_name(self, name):
@@ -196,8 +195,9 @@ def find(folder, step=0, repository=""):
     this file and the Hub lay them out. ValueError or FileNotFoundError.
     """
     is_run = step or runs.saved_steps(folder)
-    keys = {}
-    if not is_run or (folder / "config.json").is_file():
+    if is_run:
+        keys = runs.read_about(folder, "config.json")
+    else:
         keys = runs.read_json(folder / "config.json")
     kind = keys.get("model_type")
     if kind in QWEN2 and not dream.family_of(folder, keys):
@@ -231,8 +231,7 @@ def find(folder, step=0, repository=""):
 
 # of dllm and Dream, of Fast-dLLM v2, of SDAR, of others
 MASKS = "<|mask|>", "|<MASK>|", "<|MASK|>", "<mask>"
-# model_type of models with Qwen2's layers, and what their config.json leaves out; bd_size 1 is an
-# autoregressive model
+# model_type of models with Qwen2's layers: what config.json leaves out; bd_size 1: autoregressive
 SDAR = {"model_type": "sdar", "architectures": ["SDARForCausalLM"], "sliding_window": None}
 QWEN2 = {
     "qwen2": {"bd_size": 1},
@@ -253,10 +252,11 @@ def find_qwen2(folder, block_length=0, repository=""):
     """
     keys = runs.read_json(folder / "config.json", "vocab_size")
     kind = keys.get("model_type")
-    family = dream.family_of(folder, keys)
-    if kind not in QWEN2 or family == "stable_diffcoder":  # which calls itself a llama
+    if dream.family_of(folder, keys) == "stable_diffcoder":
+        kind = "stable_diffcoder"  # whose model_type is llama
+    if kind not in QWEN2:
         raise ValueError(
-            f"{folder}: --to=dream takes a model_type of {', '.join(QWEN2)}, not {family or kind!r}"
+            f"{folder}: --to=dream takes a model_type of {', '.join(QWEN2)}, not {kind!r}"
         )
     tokenizer, _ = open_tokenizer(folder)
     ids = tokenizer.get_vocab() if tokenizer else {}
@@ -305,11 +305,6 @@ def open_safetensors(checkpoint, wanted=""):
     arrays = map_files(checkpoint.folder)
     arrays = {name: array for name, array in arrays.items() if not name.endswith(BUFFERS)}
     shapes = checkpoint.shapes()
-    if checkpoint.lacks_biases:
-        dtype = next(iter(arrays.values())).dtype
-        for name, shape in shapes.items():
-            if name.endswith("bias"):
-                arrays.setdefault(checkpoint.file_name(name), np.zeros(shape, dtype))
     head = checkpoint.file_name("lm_head")
     if "lm_head" not in shapes and head in arrays:  # tied, and stored twice, or by this name
         head_VD = arrays.pop(head)
@@ -320,8 +315,12 @@ def open_safetensors(checkpoint, wanted=""):
                 "config.json says; make that false to keep the head"
             )
     want = {checkpoint.file_name(name): shape for name, shape in shapes.items()}
-    found = {name: array.shape for name, array in arrays.items()}
-    runs.check_tensors(found, want, checkpoint.folder)
+    if checkpoint.lacks_biases and arrays:
+        dtype = next(iter(arrays.values())).dtype
+        for name, shape in want.items():
+            if name.endswith("bias"):
+                arrays.setdefault(name, np.zeros(shape, dtype))
+    runs.check_tensors({name: x.shape for name, x in arrays.items()}, want, checkpoint.folder)
     dtypes = sorted({str(array.dtype) for array in arrays.values()})
     if len(dtypes) > 1 and not wanted:
         raise ValueError(
@@ -371,7 +370,7 @@ def open_orbax(checkpoint):
 
 
 def read_blocks(source, arrays):
-    """(name, first element, rows as a NumPy array) of an Orbax checkpoint's arrays, block by block.
+    """(name, first row, rows as a NumPy array) of an Orbax checkpoint's arrays, block by block.
     ValueError after an array with a wrong checksum.
     """
     for name, array in arrays.items():
@@ -379,20 +378,16 @@ def read_blocks(source, arrays):
         chunk = array.chunk_layout.read_chunk.shape[0]
         size = chunk * max(1, CHUNK_BYTES * length // (chunk * byte_count(array)))
         total = 0
-        done = 0
         for start in range(0, length, size):
             rows = array[start : min(start + size, length)].read(order="C").result()
             total += int(checkpoints.bit_sum(rows))
-            yield name, done, rows
-            done += rows.size
+            yield name, start, rows
         if total % 2**32 != source.sums.get(name):
             raise ValueError(f"{source.folder} is corrupted: {name} is not what was saved")
 
 
 def cast(source, arrays, dtype, folder):
-    """{name: array in dtype} of a checkpoint's arrays, mapped from a temporary file, which is
-    deleted with them.
-    """
+    """{name: array in dtype}, mapped from a temporary file, which is deleted with the arrays."""
     blocks = arrays.values()
     if source.params:
         blocks = (rows for _, _, rows in read_blocks(source, arrays))
@@ -453,11 +448,9 @@ QWEN_WORDS = (
 
 
 def files_beside(checkpoint):
-    """{name: bytes} of the tokenizer's files and of the model's code. ValueError for a tokenizer
-    that does not fit.
-
-    The tokenizer.json of a Dream gets Dream's tokens if it lacks MASK; if there is none, merges.txt
-    makes one.
+    """{name: bytes} of the tokenizer's files and of the model's code. A Dream's tokenizer.json gets
+    Dream's tokens if it lacks MASK; if there is none, merges.txt makes one. ValueError for a
+    tokenizer that does not fit.
     """
     folder = checkpoint.folder
     files = checkpoints.companions(folder)
@@ -519,9 +512,7 @@ def open_tokenizer(folder, vocab=2**31):
 
 
 def from_merges(folder):
-    """The tokenizer of a folder that has Qwen2.5's vocab.json, merges.txt and added tokens, as
-    Dream's has.
-    """
+    """The tokenizer of Qwen2.5's vocab.json, merges.txt and added tokens, as in Dream's folder."""
     added = {i: {"content": name} for name, i in dream.special_ids(folder).items()}
     config = runs.read_about(folder, "tokenizer_config.json")
     for i, token in config.get("added_tokens_decoder", {}).items():
@@ -546,13 +537,12 @@ def from_merges(folder):
 
 def add_dream_tokens(tokenizer, cfg, path, mask_alone=False):
     """Add Dream's tokens, or MASK alone, to Qwen2.5's tokenizer: True; False if it has a special
-    token at MASK's id.
-
-    ValueError if it cannot be the model's.
+    token at MASK's id. ValueError if it cannot be the model's.
     """
     known = tokenizer.get_added_tokens_decoder()
     mask = dream.FAMILIES[cfg.family].mask
-    if cfg.mask_id in known and mask in ("", known[cfg.mask_id].content):
+    # lower case: an SDAR made of an a2d-qwen3 has <|mask|>
+    if cfg.mask_id in known and mask.lower() in ("", known[cfg.mask_id].content.lower()):
         return False
     if cfg.family != "dream" and not mask_alone:
         raise ValueError(
@@ -572,9 +562,7 @@ def add_dream_tokens(tokenizer, cfg, path, mask_alone=False):
 
 # ---- the two ways ------------------------------------------------------------------------------
 def save_params(folder, arrays):
-    """Write arrays {name: array} with Orbax, a folder for each, uncompressed: bfloat16 weights
-    shrink little.
-    """
+    """Write {name: array} with Orbax, a folder for each, uncompressed: bfloat16 shrinks little."""
     mapped = type_handlers.NumpyHandler(deepcopy_host_arrays=False)  # no copies of mapped files
     handlers = type_handlers.create_type_handler_registry((np.ndarray, mapped))
     handler = ocp.PyTreeCheckpointHandler(
@@ -588,8 +576,7 @@ def save_params(folder, arrays):
         if array.nbytes <= 8 * CHUNK_BYTES and array.ndim > 1 and array.shape[-1] > len(array):
             size = None
         chunks[name] = ocp.SaveArgs(chunk_byte_size=size)
-    tree = checkpoints.unflatten(arrays)
-    args = ocp.args.PyTreeSave(tree, save_args=checkpoints.unflatten(chunks))
+    args = ocp.args.PyTreeSave(checkpoints.unflatten(arrays), checkpoints.unflatten(chunks))
     try:
         with ocp.Checkpointer(handler) as orbax:
             orbax.save(folder, args=args)
@@ -619,18 +606,16 @@ def to_orbax(source, out, wanted=""):
         summing = thread.submit(checkpoints.bit_sums, arrays)
         save_params(partial / "params", arrays)
         meta["sums"] = summing.result()
-        runs.write(partial / "meta.json", meta)
-        runs.write(partial / "config.json", config_to_write(source, dtype))
+        files["meta.json"] = meta
+        files["config.json"] = config_to_write(source, dtype)
         for name, data in files.items():
             runs.write(partial / name, data)
 
 
 def write_safetensors(path, arrays, source):
-    """Write tensorstore's arrays as a safetensors file, a block at a time. ValueError for a wrong
-    checksum.
+    """Write tensorstore's arrays as safetensors, in blocks. ValueError for a wrong checksum.
 
-    The file is 8 bytes of header length, the header as JSON, then the data, from which offsets
-    count.
+    The file is 8 bytes of header length, the header as JSON, then the data, where offsets begin.
     """
     labels = {dtype: label for label, dtype in DTYPES.items()}
     sums = {source.file_name(name): source.sums.get(name) for name in arrays}
@@ -665,16 +650,14 @@ def to_safetensors(source, out):
     count = split.metadata["total_size"] // dtype.itemsize
     print(f"writing {len(arrays)} tensors, {count:,} parameters in {dtype}", flush=True)
     with output_folder(out) as partial:
+        weight_map = {}
         for file_name, names in split.filename_to_tensors.items():
             write_safetensors(partial / file_name, {name: arrays[name] for name in names}, source)
+            weight_map |= dict.fromkeys(map(source.file_name, names), file_name)
         if split.is_sharded:
-            weight_map = {}
-            for name, file_name in split.tensor_to_filename.items():
-                weight_map[source.file_name(name)] = file_name
-            index = {"metadata": split.metadata, "weight_map": dict(sorted(weight_map.items()))}
-            runs.write(partial / INDEX, index)
-        config = with_code(config_to_write(source, dtype), files, source.origin)
-        runs.write(partial / "config.json", config)
+            weight_map = dict(sorted(weight_map.items()))
+            files[INDEX] = {"metadata": split.metadata, "weight_map": weight_map}
+        files["config.json"] = with_code(config_to_write(source, dtype), files, source.origin)
         if "tokenizer_config.json" in files:
             settings = runs.read_about(source.folder, "tokenizer_config.json")
             files["tokenizer_config.json"] = with_code(settings, files, source.origin)
@@ -683,15 +666,13 @@ def to_safetensors(source, out):
 
 
 def verify(source, out):
-    """Compare names, shapes, dtypes and all bytes of a checkpoint in both forms. ValueError with
-    what differs.
-    """
+    """Compare names, shapes, dtypes and all bytes of a checkpoint in both forms, else ValueError."""
     both = f"{source.folder} and {out.folder}"
-    if (source.params is None) == (out.params is None):
+    hub, orbax = (out, source) if source.params else (source, out)
+    if hub.params or not orbax.params:
         raise ValueError(f"{both} are of one form; --verify compares safetensors with Orbax")
     if source.cfg != out.cfg:
         raise ValueError(f"config.json of {both} describe different models; convert again")
-    hub, orbax = (out, source) if source.params else (source, out)
     theirs, hub_dtype = open_safetensors(hub)
     ours, dtype = open_orbax(orbax)
     if hub_dtype != dtype:
@@ -701,12 +682,13 @@ def verify(source, out):
         )
     wrong = set()
     for name, first, rows in read_blocks(orbax, ours):
-        want = as_integers(theirs[name])[first : first + rows.size]
-        if not np.array_equal(as_integers(rows), want):
+        want = theirs[name][first : first + len(rows)]
+        if not np.array_equal(as_integers(rows), as_integers(want)):
             wrong.add(name)
     if wrong:
         raise ValueError(f"{both} differ: {', '.join(sorted(wrong))}")
-    print(f"verified: {len(theirs)} tensors, every byte equal", flush=True)
+    count = sum(array.size for array in theirs.values())
+    print(f"verified: {len(theirs)} tensors, {count:,} parameters, every byte equal", flush=True)
 
 
 # ---- the Hub -----------------------------------------------------------------------------------
@@ -738,22 +720,23 @@ def push(folder, repository):
             repo_id=repository, folder_path=folder, commit_message="weights"
         )
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: of a file, with the cause
-        problem = f"{folder} was not uploaded to {repository}; run again to go on: "
-        raise OSError(problem + " ".join(f"{error} {error.__cause__ or ''}".split())) from None
+        problem = " ".join(f"{error} {error.__cause__ or ''}".split())
+        raise OSError(
+            f"{folder} was not uploaded to {repository}; run again to go on: {problem}"
+        ) from None
     print(f"uploaded {folder} to {repository}")
 
 
 def fetch(repository, revision, out):
     """Download a repository of the Hub into its cache; its folder there. OSError."""
-    cache = huggingface_hub.constants.HF_HUB_CACHE
     print(
-        f"downloading into {cache} (HF_HOME moves it), a second copy beside {out}; "
-        f"delete it with: hf cache rm model/{repository}",
+        f"downloading into {huggingface_hub.constants.HF_HUB_CACHE} (HF_HOME moves it), a second "
+        f"copy beside {out}; delete it with: hf cache rm model/{repository}",
         flush=True,
     )
     wanted = [*FILES.split(), *checkpoints.COMPANIONS.split(), SHARDS]
     with contextlib.suppress(Exception):  # without a connection all may be in the cache
-        files = huggingface_hub.HfApi().model_info(repository, revision=revision).siblings
+        files = huggingface_hub.model_info(repository, revision=revision).siblings
         if ONE_FILE in {file.rfilename for file in files}:
             wanted.remove(SHARDS)
     try:
@@ -769,7 +752,8 @@ def fetch(repository, revision, out):
 def main(cfg):
     if not cfg.source or not cfg.out:
         raise ValueError("name both: --source=FOLDER_OR_REPOSITORY --out=FOLDER")
-    if (cfg.verify or cfg.push) and (cfg.dtype or cfg.to):
+    compare = cfg.verify or cfg.push
+    if compare and (cfg.dtype or cfg.to):
         raise ValueError(
             "--verify and --push compare bytes, which --dtype and --to change; "
             "convert --out with them"
@@ -778,18 +762,17 @@ def main(cfg):
         raise ValueError(f"--push={cfg.push} is no repository of the Hub (OWNER/NAME)")
     if cfg.block_length and not cfg.to:
         raise ValueError("--block_length goes with --to=dream")
-    is_repository = cfg.source.count("/") == 1 and not cfg.source.startswith((".", "/"))
-    if not Path(cfg.source).exists() and not is_repository:
-        raise FileNotFoundError(f"{cfg.source} does not exist, and is no OWNER/NAME of the Hub")
-    checkpoints.orbax()  # it logs no errors from here on
-    out = Path(cfg.out)
-    compare = cfg.verify or cfg.push
-    if not compare:
-        refuse_existing(out)
     folder = Path(cfg.source)
     repository = ""
     if not folder.exists():
         repository = cfg.source
+        if repository.count("/") != 1 or repository.startswith((".", "/")):
+            raise FileNotFoundError(f"{cfg.source} does not exist, and is no OWNER/NAME of the Hub")
+    checkpoints.orbax()  # it logs no errors from here on
+    out = Path(cfg.out)
+    if not compare:
+        refuse_existing(out)
+    if repository:
         folder = fetch(repository, cfg.revision, out)
     elif cfg.revision != Config.revision:
         raise ValueError(f"--revision is for a repository of the Hub, and {folder} is a folder")
