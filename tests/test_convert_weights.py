@@ -53,9 +53,7 @@ def tokenizer_of(special, words=("a", "b")):
 
 
 def write_hub_folder(folder, cfg=SMALL, dtype=ml_dtypes.bfloat16, shards=3, change=None):
-    """Random weights in the Hub's layout, one file without an index or several; change(tensors) may
-    spoil them.
-    """
+    """Random weights in the Hub's layout, in one file or several; change(tensors) may spoil them."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     tensors = {}
@@ -157,8 +155,6 @@ def forms(converted, tmp_path):
 
 
 # ---- there and back ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("dtype", "tie"),
     [
@@ -200,9 +196,7 @@ KIN = "dream llada sdar nemotron nemotron/stable_diffcoder kin/dreamon kin/fast_
 
 @pytest.mark.golden
 @pytest.mark.parametrize("area", KIN.split())
-def test_every_family_goes_to_orbax_and_back_byte_for_byte_with_its_files(
-    golden_dir, tmp_path, area
-):
+def test_every_family_goes_to_orbax_and_back_byte_for_byte_with_files(golden_dir, tmp_path, area):
     top, _, below = area.partition("/")
     source = as_on_the_hub(golden_dir(top) / below, tmp_path / "hub")
     orbax, back = tmp_path / "orbax", tmp_path / "back"
@@ -251,8 +245,6 @@ def test_a_model_that_the_library_saved_goes_to_the_hub_in_blocks(tmp_path, monk
 
 
 # ---- runs --------------------------------------------------------------------------------------
-
-
 def write_run(folder, model, params, steps):
     """A run folder as a trainer leaves it, with the same optimizer state in all steps."""
     store = checkpoints.Checkpoints(folder, keep=9)
@@ -320,16 +312,14 @@ def test_tensors_of_several_dtypes_are_made_one_by_a_flag(tmp_path):
     all_same(found, {name: tensors[convert.hf_name(name)].astype(np.float32) for name in found})
 
 
-@pytest.mark.parametrize("shards_are_there", [True, False])
-def test_one_file_is_read_although_an_index_of_older_shards_lies_beside_it(
-    tmp_path, shards_are_there
-):
+@pytest.mark.parametrize("shards_stay", [True, False])
+def test_one_file_is_read_although_an_index_of_older_shards_is_beside_it(tmp_path, shards_stay):
     hub = tmp_path / "hub"
     tensors = write_hub_folder(hub)
     new = {name: x + np.ones((), x.dtype) for name, x in tensors.items()}
     safetensors.numpy.save_file(new, hub / "model.safetensors")
     for path in hub.glob("model-*"):
-        if not shards_are_there:
+        if not shards_stay:
             path.unlink()
     do(hub, tmp_path / "out", verify=True)
     all_same(arrays_of(tmp_path / "out"), {n: new[convert.hf_name(n)] for n in arrays_of(hub)})
@@ -371,8 +361,6 @@ def test_a_tied_head_and_rotary_buffers_may_be_stored_too(tmp_path):
 
 
 # ---- what is damaged, or does not fit ----------------------------------------------------------
-
-
 def test_tensors_that_do_not_fit_are_named(tmp_path):
     def change(tensors):
         del tensors["model.norm.weight"]
@@ -403,9 +391,7 @@ OTHER_FORMS = [  # files in a folder, what the line says; where none is read, an
 
 
 @pytest.mark.parametrize(("files", "said"), OTHER_FORMS)
-def test_weights_in_a_form_that_is_not_read_are_one_line_that_says_what_to_do(
-    tmp_path, files, said
-):
+def test_weights_in_a_form_that_is_not_read_are_one_line_with_advice(tmp_path, files, said):
     for name in files:
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_text("{}")
@@ -414,9 +400,7 @@ def test_weights_in_a_form_that_is_not_read_are_one_line_that_says_what_to_do(
     refuses(said, tmp_path / "in", tmp_path / "out")
     with pytest.raises(ValueError, match=said):  # --ckpt
         checkpoints.load_for_inference(dream, tmp_path / "in")
-    if (
-        not files[0].endswith((".json", "metadata", "METADATA")) and len(files) == 1
-    ):  # a file itself
+    if files == ["params.pkl"]:  # the file itself
         refuses("again|does not exist", tmp_path / "in" / files[0], tmp_path / "out")
 
 
@@ -457,7 +441,7 @@ def test_a_damaged_source_is_one_line_and_leaves_nothing(forms, tmp_path, capsys
     said = capsys.readouterr().out
     assert f"{hub} has no tokenizer; generating needs" in said
     assert f"wrote {tmp_path}/bare\n" in said
-    write_config(hub, {"model_type": "llama"})
+    write_config(hub, {"model_type": "gemma"})
     refuses("does not describe a Dream model", hub, out)
     refuses("does not exist", tmp_path / "none", out)
 
@@ -583,11 +567,6 @@ OTHERS = [  # a family, keys of another model of it, what the line says
     ("sdar", {"sliding_window": 4096}, "sliding_window is 4096, not None"),
     ("nemotron", {"vision_config": {"depth": 3}}, "vision_config asks for another model"),
     ("nemotron", {"rope_parameters": YARN}, "rope_scaling is "),
-    (
-        "nemotron/stable_diffcoder",
-        {"architectures": ["LlamaForCausalLM"], "auto_map": None},
-        "a llama",
-    ),
 ]
 
 
@@ -609,61 +588,101 @@ def test_a_tokenizer_of_another_family_is_refused(golden_dir, tmp_path):
 
 
 # ---- --to=dream --------------------------------------------------------------------------------
+def write_source(folder, kind, cfg, mask, change=None, **keys):
+    """A model for --to=dream, in one file. Its config.json has no ids of MASK and padding."""
+    tensors = write_hub_folder(folder, cfg, shards=1, change=change)
+    config = read_config(folder) | {"model_type": kind} | keys
+    for name in ("mask_token_id", "pad_token_id"):
+        config.pop(name)
+    write_config(folder, config)
+    special = {"<pad>": 0, "<s>": 1, "</s>": 2} | ({mask: 3} if mask else {})
+    (folder / "tokenizer.json").write_bytes(tokenizer_of(special))
+    (folder / "tokenizer_config.json").write_text('{"pad_token": "<pad>"}')
+    return tensors
 
-SHIFTED, BARE = {"shift": True}, {"shift": False}
+
+ENDS = {"eos_token_id": [2, 1]}
+SDAR = {"family": "sdar", "shift": False, "bias": False, "qk_norm": True, "block_length": 0}
 
 
 @pytest.mark.parametrize(
     ("kind", "mask", "keys", "block_length", "want"),
     [
-        (
-            "qwen2",
-            "",
-            {"eos_token_id": [2, 1]},
-            0,
-            {"mask_id": 5, "block_length": 1, "ends": (1,)} | SHIFTED,
-        ),
+        ("qwen2", "", ENDS, 0, {"mask_id": 5, "block_length": 1, "ends": (1,), "shift": True}),
         ("Fast_dLLM_Qwen", "|<MASK>|", {"bd_size": 32}, 0, {"mask_id": 3, "block_length": 32}),
-        ("a2d-qwen2", "<|mask|>", {}, 8, {"mask_id": 3, "block_length": 8} | BARE),
+        ("a2d-qwen2", "<|mask|>", {}, 8, {"mask_id": 3, "block_length": 8, "shift": False}),
+        ("a2d-qwen3", "<|mask|>", {"attention_bias": False}, 0, {"mask_id": 3} | SDAR),
+        ("a2d-qwen3", "", {"attention_bias": False}, 0, {"mask_id": 5} | SDAR),
     ],
 )
-def test_a_qwen2_becomes_a_dream_and_goes_back_as_one(
+def test_a_qwen_becomes_a_dream_or_an_sdar_and_goes_back_as_one(
     tmp_path, kind, mask, keys, block_length, want
 ):
     source, out, back = (tmp_path / name for name in ("hub", "dream", "back"))
-    table = "model.embed_tokens.weight"
-    given_VD = write_hub_folder(source, dataclasses.replace(SMALL, tie=True), shards=1)[table]
-    config = read_config(source) | {"model_type": kind} | keys
-    for name in ("mask_token_id", "pad_token_id"):
-        config.pop(name)
-    write_config(source, config)
-    special = {"<pad>": 0, "<s>": 1, "</s>": 2} | ({mask: 3} if mask else {})
-    (source / "tokenizer.json").write_bytes(tokenizer_of(special))
-    (source / "tokenizer_config.json").write_text('{"pad_token": "<pad>"}')
+    cfg = dataclasses.replace(SMALL, tie=True, **want)
+    given_VD = write_source(source, kind, cfg, mask, **keys)["model.embed_tokens.weight"]
     refuses("--to=dream", source, tmp_path / "out")
     do(source, out, to="dream", block_length=block_length)
     model, _ = checkpoints.load(dream, out)
-    assert model.cfg == dataclasses.replace(SMALL, tie=True, **want)  # with its ends and padding
+    assert model.cfg == cfg  # with its ends and padding
     table_VD = np.asarray(model.embed_tokens[...])
-    kept_V = np.arange(SMALL.vocab) != (-1 if mask else want["mask_id"])
+    kept_V = np.arange(SMALL.vocab) != (-1 if mask else cfg.mask_id)
     np.testing.assert_array_equal(table_VD[kept_V], given_VD[kept_V])
-    mean_D = given_VD[: want["mask_id"]].astype(np.float32).mean(0)
-    row_D = table_VD[want["mask_id"]].astype(np.float32)
+    mean_D = given_VD[: cfg.mask_id].astype(np.float32).mean(0)
+    row_D = table_VD[cfg.mask_id].astype(np.float32)
     assert np.allclose(row_D, mean_D, atol=0.01) == (not mask)
     tokenizer = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
-    assert tokenizer.id_to_token(want["mask_id"]) == (mask or "<|mask|>")
+    names = {"sdar": "<|MASK|>"}
+    assert tokenizer.id_to_token(cfg.mask_id) == (mask or names.get(cfg.family, "<|mask|>"))
     do(out, back)
     assert dream.config_from_hf(back) == model.cfg
+    if cfg.family == "sdar":
+        (row,), _ = sample_dream.generate(model, [[6, 7, 8]], 8)
+        assert row[:3] == [6, 7, 8]
+        assert len(row) == 11
+        assert cfg.mask_id not in row
 
 
-def test_what_is_no_qwen_or_has_sliding_windows_becomes_no_dream(tmp_path):
+@pytest.mark.parametrize("tie", [False, True])
+def test_a_llama_becomes_a_dream_whose_biases_are_zeros(tmp_path, tie):
+    def change(tensors):
+        for name in [name for name in tensors if name.endswith("bias")]:
+            tensors[name] = np.zeros_like(tensors[name])
+            if kind == "llama":
+                del tensors[name]
+
+    keys = {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "mlp_bias": False}
+    cfg = dataclasses.replace(SMALL, tie=tie, mask_id=3, block_length=1)
+    logits = []
+    for kind, own in (("qwen2", {}), ("llama", keys | {"pretraining_tp": 1})):
+        tensors = write_source(tmp_path / kind, kind, cfg, "<mask>", change, **own)
+        do(tmp_path / kind, tmp_path / f"{kind}_dream", to="dream")
+        model, _ = checkpoints.load(dream, tmp_path / f"{kind}_dream")
+        assert model.cfg == cfg
+        logits.append(model(jnp.arange(5, 25)[None]))
+    np.testing.assert_array_equal(*logits)
+    got = params_of(model)
+    biases = {name: got.pop(name) for name in [*got] if name.endswith("bias")}
+    assert len(biases) == 3 * cfg.layers
+    assert not any(map(np.any, biases.values()))
+    all_same({convert.hf_name(name): x for name, x in got.items()}, tensors)
+
+
+def test_what_is_no_qwen_or_llama_or_scales_its_angles_becomes_no_dream(tmp_path):
     out = tmp_path / "out"
     keys = {"model_type": "qwen3", "vocab_size": 64, "eos_token_id": 2, "use_sliding_window": False}
-    takes = "takes a model_type of qwen2, Fast_dLLM_Qwen, a2d-qwen2, qwen3, not"
+    takes = "takes a model_type of qwen2, Fast_dLLM_Qwen, a2d-qwen2, llama, qwen3, a2d-qwen3, not"
+    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    llama3 = {"rope_type": "llama3", "factor": 8.0}
+    diffcoder = llama | {"architectures": ["StableDiffcoderForCausalLM"]}
     for to, changes, said in (
         ("dream", {"model_type": "Dream"}, f"{takes} 'Dream'"),
         ("dream", {"model_type": "qwen3_moe", "num_experts": 8}, f"{takes} 'qwen3_moe'"),
         ("dream", {"use_sliding_window": True}, "use_sliding_window is True, not False"),
+        ("dream", llama | {"rope_scaling": llama3}, "rope_scaling is .*llama3.*, not None"),
+        ("dream", llama | {"rope_parameters": llama3}, "rope_scaling is .*llama3.*, not None"),
+        ("dream", diffcoder, f"{takes} 'stable_diffcoder'"),
+        ("", llama, "is a llama; --to=dream makes a Dream of it"),
         ("", {}, "--to=dream makes a Dream of it"),
     ):
         write_config(tmp_path, keys | changes)
@@ -671,7 +690,6 @@ def test_what_is_no_qwen_or_has_sliding_windows_becomes_no_dream(tmp_path):
 
 
 # ---- tokenizers --------------------------------------------------------------------------------
-
 BIG = dataclasses.replace(
     SMALL, vocab=152_064, mask_id=151_666, pad_id=151_643, bos_id=151_643, eos_id=151_643
 )
@@ -694,10 +712,8 @@ def test_qwens_tokenizer_gets_dreams_tokens_and_dreams_own_stays():
     [
         (("<pad>",), 9, SMALL, "no special token at 4, the model's MASK"),
         (("a", "<|mask|>"), 9, SMALL, "no special token at 4, the model's MASK"),
-        # not Qwen's: it ends long before
-        (("<|endoftext|>",), 9, BIG, "no special token at 151666"),
-        # it ends one id after Qwen's
-        (("<|endoftext|>",), 151_665, BIG, "no special token at 151666"),
+        (("<|endoftext|>",), 9, BIG, "no special token at 151666"),  # ends long before Qwen's
+        (("<|endoftext|>",), 151_665, BIG, "no special token at 151666"),  # one id after Qwen's
     ],
 )
 def test_a_tokenizer_that_does_not_fit_is_refused(special, words, cfg, said):
@@ -774,7 +790,6 @@ def test_a_tokenizer_is_made_of_vocab_and_merges(tmp_path):
 
 
 # ---- the code that goes along ------------------------------------------------------------------
-
 LOAD_WITH_TRANSFORMERS = """
 import sys
 from transformers import AutoConfig, AutoTokenizer
@@ -786,15 +801,11 @@ print(type(tokenizer).__name__, tokenizer.convert_tokens_to_ids("<mask>"))
 
 
 def write_code(folder):
-    """The code of a Dream on the Hub, as short as transformers takes it, and the configs that name
-    it.
-    """
+    """The code of a Dream on the Hub, as short as transformers takes it, and configs that name it."""
     config, tokenizer = "configuration_dream.DreamConfig", "tokenization_dream.DreamTokenizer"
     for name, base in ((config, "PretrainedConfig"), (tokenizer, "PreTrainedTokenizerFast")):
         module, kind = name.split(".")
-        code = (
-            f"from transformers import {base}\n\nclass {kind}({base}):\n    model_type = 'Dream'\n"
-        )
+        code = f"from transformers import {base}\n\nclass {kind}({base}):\n  model_type = 'Dream'\n"
         (folder / f"{module}.py").write_text(code)
     keys = {"tokenizer_class": "DreamTokenizer", "auto_map": {"AutoTokenizer": [tokenizer, None]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(keys))
@@ -845,12 +856,8 @@ def test_a_config_of_ours_names_the_classes_that_the_hub_names(golden_dir, area,
 
 
 # ---- the Hub -----------------------------------------------------------------------------------
-
-
 class Hub(http.server.BaseHTTPRequestHandler):
-    """The few calls of the Hub that an upload and a download make; files above 2,000 bytes are
-    large.
-    """
+    """The Hub's answers to an upload and a download; files above 2,000 bytes are large."""
 
     protocol_version = "HTTP/1.1"
 
@@ -903,30 +910,21 @@ class Hub(http.server.BaseHTTPRequestHandler):
                     hub.files[value["path"]] = base64.b64decode(value["content"])
                 if line["key"] == "lfsFile":
                     hub.files[value["path"]] = hub.objects[value["oid"]]
-            return self.answer(
-                {"commitUrl": f"{hub.url}/me/model/commit/{hub.sha}", "commitOid": hub.sha}
-            )
+            url = f"{hub.url}/me/model/commit/{hub.sha}"
+            return self.answer({"commitUrl": url, "commitOid": hub.sha})
         if path.startswith("/api/models/me/model/tree/"):
             sizes = {name: len(data) for name, data in hub.files.items()}
             return self.answer(
                 [{"type": "file", "path": n, "size": k, "oid": n[:40]} for n, k in sizes.items()]
             )
         if path.startswith("/api/models/me/model"):
-            return self.answer(
-                {
-                    "id": "me/model",
-                    "sha": hub.sha,
-                    "siblings": [{"rfilename": n} for n in hub.files],
-                }
-            )
+            siblings = [{"rfilename": name} for name in hub.files]
+            return self.answer({"id": "me/model", "sha": hub.sha, "siblings": siblings})
         name = path.removeprefix(f"/me/model/resolve/{hub.sha}/")
         if name in hub.files:
             data = hub.files[name]
-            tag = {
-                "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
-                "X-Repo-Commit": hub.sha,
-                "Accept-Ranges": "bytes",
-            }
+            digest = hashlib.sha256(data).hexdigest()
+            tag = {"ETag": f'"{digest}"', "X-Repo-Commit": hub.sha, "Accept-Ranges": "bytes"}
             return self.answer(data, 200, tag.items())
         self.answer({"error": "not found"}, 404, [("X-Error-Code", "RepoNotFound")])
 

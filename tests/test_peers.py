@@ -71,12 +71,14 @@ def peer(name):
     ],
     ids=str,
 )
-def test_logits_of_a_qwen2_that_became_a_dream_are_those_of_transformers(changes, tmp_path):
+@pytest.mark.parametrize("kind", ["Qwen2", "Llama"])
+def test_logits_of_a_model_that_became_a_dream_are_those_of_transformers(kind, changes, tmp_path):
     transformers, torch = peer("transformers"), peer("torch")
     cfg = dataclasses.replace(TINY, **changes)
     keys = {key: value for key, value in md.config_to_hf(cfg).items() if key in md.HF_KEYS.values()}
     torch.manual_seed(0)
-    hub = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**keys))
+    config = getattr(transformers, f"{kind}Config")(**keys)
+    hub = getattr(transformers, f"{kind}ForCausalLM")(config)
     for x in hub.parameters():  # biases and norms too are no constants
         torch.nn.init.normal_(x, 0.2, 0.2)
     hub.save_pretrained(tmp_path / "hub")
