@@ -22,11 +22,11 @@ and the source's *.py files for transformers. Their checksums are compared on re
 safetensors hold none: a flipped bit in them is not noticed, a file cut short is.
 
 --to=dream turns a Qwen2, a Llama (SmolLM2, TinyLlama), Fast-dLLM v2 or dllm's a2d-qwen2 into a
-Dream to train, in Orbax; Llama has no biases, they are zeros. A Qwen3 or dllm's a2d-qwen3 becomes
-an SDAR, which SGLang serves (blocks of 4, MASK 151669). A tokenizer without a mask token gets one
-after its last token, whose row of embedding and head is the mean of the rows before it. The block
-length is --block_length, or that of config.json, or 1, an autoregressive model; a Qwen3's is 4, an
-a2d model has none. Go on with: python train_dream.py --init=out/start
+Dream to train, in Orbax; Llama has no biases, they are zeros. A Qwen3 becomes an SDAR, which SGLang
+serves (blocks of 4, MASK 151669), dllm's a2d-qwen3 an SDAR without blocks. A tokenizer without a
+mask token gets one after its last token, whose row of embedding and head is the mean of the rows
+before it. The block length is --block_length, or that of config.json, or 1, an autoregressive
+model; a Qwen3's is 4, an a2d model has none. Go on with: python train_dream.py --init=out/start
 
 No tensor is copied whole. --dtype needs a temporary file of the size of --out beside it. Adapters
 are not merged here: a run with LoRA leaves the whole model in merged/.
