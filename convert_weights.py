@@ -82,11 +82,11 @@ DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("f2"), "F32": np
 ONE_FILE = "model.safetensors"
 INDEX = f"{ONE_FILE}.index.json"
 SHARDS = "*-of-*.safetensors"  # which it names
-# What is downloaded: the model in the root of a repository, or a run of ours. * stands for / as well.
+# What is downloaded: the model in the root of a repository, or a run of ours. * matches / too.
 FILES = f"config.json meta.json adapter_config.json *.py params/* checkpoints/* {ONE_FILE} {INDEX}"
 COPIES = "consolidated* model.*-of-* */*.safetensors */*.bin */*.py */opt/*"  # not read
 TABLES = {"embed_tokens", "lm_head"}  # have a row per token
-# ends of names of buffers that older versions of transformers saved; config.json says what they hold
+# ends of names of buffers that older transformers saved; config.json says what they hold
 BUFFERS = "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"
 LLADA = {  # our names of parameters: LLaDA's, where they differ
     "embed_tokens": "wte", "norm": "ln_f", "lm_head": "ff_out", "input_layernorm": "attn_norm",
@@ -244,8 +244,8 @@ QWEN2 = {
 
 
 def find_qwen2(folder, block_length=0, repository=""):
-    """The checkpoint in a folder of an autoregressive Qwen or Llama, or of a diffusion model made of
-    a Qwen, as a Dream or SDAR. Llama's biases are zeros.
+    """The checkpoint in a folder of an autoregressive Qwen or Llama, or of a diffusion model made
+    of a Qwen, as a Dream or SDAR. Llama's biases are zeros.
 
     MASK is a token of the tokenizer, or the id after its last one; without a tokenizer, after the
     last row. PAD is the tokenizer's, or EOS.
@@ -666,7 +666,7 @@ def to_safetensors(source, out):
 
 
 def verify(source, out):
-    """Compare names, shapes, dtypes and all bytes of a checkpoint in both forms, else ValueError."""
+    """Compare names, shapes, dtypes and bytes of a checkpoint in both forms, else ValueError."""
     both = f"{source.folder} and {out.folder}"
     hub, orbax = (out, source) if source.params else (source, out)
     if hub.params or not orbax.params:
