@@ -50,18 +50,12 @@ class Config:
 
 
 def compile_rows(flags):
-    """The rows of `python bench/compile_for.py FLAGS`, and the seconds that it took. RuntimeError
-    with what it said.
-    """
+    """The rows of compile_for.py with these flags, and its seconds. RuntimeError: what it said."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
-        command = [
-            sys.executable,
-            str(ROOT / "bench" / "compile_for.py"),
-            f"--json={path}",
-            *flags.split(),
-        ]
+        script = str(ROOT / "bench" / "compile_for.py")
+        command = [sys.executable, script, f"--json={path}", *flags.split()]
         result = subprocess.run(
             command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
         )
@@ -76,10 +70,8 @@ def main(cfg):
             continue
         rows, compile_s = compile_rows(flags)
         if missing := [row for row in rows if "step_s" not in row]:
-            print(
-                f"{name}: {missing[0].get('because', 'no estimate')}; left as it was",
-                file=sys.stderr,
-            )
+            because = missing[0].get("because", "no estimate")
+            print(f"{name}: {because}; left as it was", file=sys.stderr)
             continue
         more = {"compiled_by": f"python bench/compile_for.py {flags}", "compile_s": compile_s}
         more["device"] = f"TPU {rows[0]['device']}, compiled for, not run on"
@@ -93,14 +85,8 @@ def main(cfg):
                 }
                 shares |= {f"{form}_gib": gib[form] for form in ("plain", "reference")}
                 shares["estimated_ms"] = {form: 1e3 * row["step_s"] for form, row in forms.items()}
-                record(
-                    "tpu_aot",
-                    f"{name}, {what}",
-                    gib["ours"],
-                    "GiB of temporaries",
-                    **shares,
-                    **more,
-                )
+                unit = "GiB of temporaries"
+                record("tpu_aot", f"{name}, {what}", gib["ours"], unit, **shares, **more)
         elif flags.startswith("generate"):  # an entry for each of the steps
             for row in rows:
                 record("tpu_aot", row["program"], 1e3 * row["step_s"], "ms, estimate", **row | more)

@@ -54,17 +54,12 @@ def write_weights(folder, cfg):
 
     (folder / "config.json").write_text(json.dumps(dream.config_to_hf(cfg)))
     header, start, rng = {}, 0, np.random.default_rng(0)
-    shapes = {
-        hf_name(name): leaf.shape
-        for name, leaf in checkpoints.flatten(dream.param_shapes(cfg)).items()
-    }
+    leaves = checkpoints.flatten(dream.param_shapes(cfg))
+    shapes = {hf_name(name): leaf.shape for name, leaf in leaves.items()}
     for name, shape in shapes.items():
         size = 2 * int(np.prod(shape))
-        header[name] = {
-            "dtype": "BF16",
-            "shape": list(shape),
-            "data_offsets": [start, start + size],
-        }
+        ends = [start, start + size]
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": ends}
         start += size
     head = json.dumps(header).encode()
     with open(folder / "model.safetensors", "wb") as file:
@@ -161,11 +156,8 @@ def run_torch(cfg, folder, dtype, compiled):
     ours = dream.config_from_hf(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     started = time.perf_counter()
-    theirs = {
-        name: value
-        for name, value in dream.config_to_hf(ours).items()
-        if name in Qwen2Config().to_dict()
-    }
+    known = Qwen2Config().to_dict()
+    theirs = {name: value for name, value in dream.config_to_hf(ours).items() if name in known}
     rope = {"rope_type": "default", "rope_theta": ours.theta}
     config = Qwen2Config(
         **theirs | {"model_type": "qwen2", "rope_parameters": rope}, attn_implementation="sdpa"
@@ -196,9 +188,7 @@ def run_torch(cfg, folder, dtype, compiled):
 
     @torch.inference_mode()
     def generate(token_BP):
-        """Dream's diffusion_generate, alg="entropy", temperature 0: the token at p from the logits
-        at p - 1.
-        """
+        """Dream's diffusion_generate, alg="entropy", argmax: the token at p from logits at p - 1."""
         x = torch.full(
             (len(token_BP), token_BP.shape[1] + cfg.max_new), ours.mask_id, device=device
         )
@@ -250,12 +240,8 @@ def main(cfg):
                     text=True,
                 )
                 rows[name] = json.loads(done.stdout.splitlines()[-1])
-                print(
-                    name,
-                    dtype,
-                    {k: v for k, v in rows[name].items() if k not in ("logits", "ids")},
-                    flush=True,
-                )
+                shown = {k: v for k, v in rows[name].items() if k not in ("logits", "ids")}
+                print(name, dtype, shown, flush=True)
             compare(cfg, dtype, rows)
 
 

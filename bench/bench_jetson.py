@@ -88,17 +88,13 @@ def first_line_of(*command):
 
 
 def rail_mw(line):
-    """{rail: milliwatts now} of a line of tegrastats, as in "VDD_IN 4761mW/4778mW", now and the
-    mean so far.
-    """
+    """{rail: milliwatts now} of a line of tegrastats: "VDD_IN 4761mW/4778mW" is now/mean."""
     return {rail: int(mw) for rail, mw in re.findall(r"\b(VDD_IN|VDD_CPU_GPU_CV) (\d+)mW", line)}
 
 
 @contextlib.contextmanager
 def mean_power():
-    """A dict that is filled at the end: the mean milliwatts of each rail by tegrastats, or nothing
-    without it.
-    """
+    """A dict, filled at the end: each rail's mean milliwatts by tegrastats; empty without it."""
     mean_mw = {}
     if not shutil.which("tegrastats"):
         yield mean_mw
@@ -119,10 +115,8 @@ def mean_power():
 
 def device_state(device):
     """Name, power mode and clocks, as far as this machine tells them."""
-    cpu = (
-        first_line_of("grep", "-m1", "model name", "/proc/cpuinfo").split(": ")[-1]
-        or platform.machine()
-    )
+    named = first_line_of("grep", "-m1", "model name", "/proc/cpuinfo")
+    cpu = named.split(": ")[-1] or platform.machine()
     state = {"name": cpu, "cores": os.cpu_count(), "torch": torch.__version__}
     state["board"] = first_line_of("cat", "/proc/device-tree/model").strip("\0")
     if device.type == "cuda":
@@ -148,18 +142,13 @@ def peak_gb_s(device, state):
             fast = name == "Orin Nano" and re.search("MAXN|25W", state.get("power_mode", ""))
             return 102.4 if fast else gb_s
     properties = torch.cuda.get_device_properties(device)
-    return (
-        2e-6
-        * getattr(properties, "memory_clock_rate", 0)
-        * getattr(properties, "memory_bus_width", 0)
-        / 8
-    )
+    clock_khz = getattr(properties, "memory_clock_rate", 0)
+    bus_bits = getattr(properties, "memory_bus_width", 0)
+    return 2e-6 * clock_khz * bus_bits / 8
 
 
 def bytes_per_step(model, B, L, size):
-    """Least bytes of a step: weights of blocks, norms and head once, logits written and read;
-    `size` bytes a number.
-    """
+    """Least bytes of a step of `size` bytes a number: weights once, logits written and read."""
     weights = sum(
         p.numel() for name, p in model.named_parameters() if name.startswith(("blocks", "norm"))
     )
@@ -167,9 +156,7 @@ def bytes_per_step(model, B, L, size):
 
 
 def time_bundle(cfg):
-    """Time canvases of masks of all sizes. Prints a table and writes it as JSON; tokens are those
-    filled.
-    """
+    """Time all sizes of canvases. Prints a table and writes it as JSON; tokens are those filled."""
     if min((*cfg.steps_list, *cfg.batches, cfg.repeats)) < 1 or min(cfg.lengths) < 2:
         raise ValueError("--lengths at least 2; --steps_list, --batches and --repeats at least 1")
     names = "bundle", "backend", "device", "sampler", "graph"
@@ -212,15 +199,11 @@ def time_bundle(cfg):
         print(f"{L:6} {steps:6} {B:6} {row['tok_per_s']:11,.0f} {row['ms_per_step']:9.3f} {moved:6.1f} {share} "
               f"{row['memory_mb']:10,.0f}", flush=True)  # fmt: skip
         if row["mj_per_token"]:  # all that the board draws, idle power included
-            print(
-                "  millijoules a token:",
-                ", ".join(f"{r} {mj:.3g}" for r, mj in row["mj_per_token"].items()),
-            )
+            spent = ", ".join(f"{r} {mj:.3g}" for r, mj in row["mj_per_token"].items())
+            print("  millijoules a token:", spent)
     sampler = "sort" if writer.sample_ is jetson.sample_sorted_ else "fused"
-    about = {
-        "backend": writer.backend,
-        "sampler": sampler if writer.captures else "loop of model_mdlm.py",
-    }
+    sampler = sampler if writer.captures else "loop of model_mdlm.py"
+    about = {"backend": writer.backend, "sampler": sampler}
     # clocks fall when a board gets hot
     about |= {"device": state, "device_after": device_state(device), "rows": rows}
     out = Path(cfg.out or writer.folder / "benchmark.json")
@@ -254,10 +237,8 @@ def contest(contestants, token_BL, rounds):
     On a CPU with one thread, and of the processor, so that other programs disturb little.
     """
     cuda = torch.cuda.is_available()
-    clock, seconds = (
-        time.perf_counter if cuda else time.process_time,
-        {name: [] for name in contestants},
-    )
+    clock = time.perf_counter if cuda else time.process_time
+    seconds = {name: [] for name in contestants}
     for i in range(rounds + 2):
         for name, fill in list(contestants.items())[:: 1 - 2 * (i % 2)]:
             if cuda:
@@ -292,9 +273,7 @@ def own_loop(model, cfg, device):
 
 
 class Count(TorchDispatchMode):
-    """Operators that would launch a GPU kernel (all but views and empty tensors), and the bytes
-    that they touch.
-    """
+    """Operators that launch a GPU kernel (no views or empty tensors), and the bytes they touch."""
 
     def __init__(self):
         super().__init__()
@@ -302,12 +281,9 @@ class Count(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        leaves = [
-            t
-            for t in torch.utils._pytree.tree_leaves((args, kwargs))
-            if isinstance(t, torch.Tensor)
-        ]
-        made = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        in_tree = torch.utils._pytree.tree_leaves
+        leaves = [t for t in in_tree((args, kwargs)) if isinstance(t, torch.Tensor)]
+        made = [t for t in in_tree(out) if isinstance(t, torch.Tensor)]
         # a view shares the storage of an argument and launches nothing
         shared = {t.untyped_storage().data_ptr() for t in leaves}
         fresh = [t for t in made if t.untyped_storage().data_ptr() not in shared]
@@ -363,13 +339,8 @@ def predict(cfg, model, preset):
                 step_ms = (
                     max(busy_ms, launches * cfg.dispatch_us / 1e3) if way == "usual" else busy_ms
                 )
-                row = {
-                    "length": L,
-                    "way": way,
-                    "device": device,
-                    "launches": launches,
-                    "mb": moved / 1e6,
-                }
+                row = {"length": L, "way": way, "device": device}
+                row |= {"launches": launches, "mb": moved / 1e6}
                 row |= {"gflop": flops / 1e9, "predicted_step_ms": step_ms}
                 rows.append(row | {"predicted_tok_per_s": (L - 1) / (cfg.steps * step_ms / 1e3)})
                 rate = rows[-1]["predicted_tok_per_s"]
@@ -401,11 +372,8 @@ def main(cfg):
                 token_BL, dataclasses.replace(made.rule(made.cfg), steps=cfg.steps)
             )
 
-        model = mdlm.load(
-            Path(folder) / "run",
-            "cuda" if cuda else "cpu",
-            torch.float16 if cuda else torch.float32,
-        )
+        dtype = torch.float16 if cuda else torch.float32
+        model = mdlm.load(Path(folder) / "run", "cuda" if cuda else "cpu", dtype)
         if cuda:
             script = torch.jit.load(str(bundle / "model_jetson.pt"), map_location="cuda")
             contestants = {
@@ -427,15 +395,8 @@ def main(cfg):
             file, device = "cpu", f"{cpu_name()}, one thread, processor seconds"
         for L in cfg.lengths:
             seconds = contest(contestants, canvas(L), cfg.rounds)
-            report(
-                file,
-                f"jetson_{cfg.model}",
-                seconds,
-                next(iter(contestants)),
-                L,
-                device,
-                steps=cfg.steps,
-            )
+            first = next(iter(contestants))
+            report(file, f"jetson_{cfg.model}", seconds, first, L, device, steps=cfg.steps)
         if not cuda:
             predict(cfg, model, preset)
 

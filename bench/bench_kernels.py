@@ -84,19 +84,14 @@ def costs(L, cfg, steps):
 
 
 def predict_step(L, device, preset, steps):
-    """{part: microseconds of one step at batch 1}, and "nodes", the number of nodes in its
-    graph.
-    """
+    """{part: microseconds of a step at batch 1}, and "nodes", the number of its graph's nodes."""
     bandwidth, flops_s = ORIN[device]
     parts = {}
     for kernel, (calls, moved, blocks, warps, instructions) in costs(L, preset, steps).items():
         # warps that share a scheduler
         turns = max(math.ceil(blocks / PROCESSORS) * warps / SCHEDULERS, 1)
-        parts[kernel] = (
-            calls
-            * 1e6
-            * max(moved / (0.8 * bandwidth), turns * instructions / (0.5 * CLOCK[device]))
-        )
+        computed_s = turns * instructions / (0.5 * CLOCK[device])
+        parts[kernel] = calls * 1e6 * max(moved / (0.8 * bandwidth), computed_s)
     D = preset.width
     weights = preset.layers * (4 * D * D + 2 * D * preset.ffn) + preset.vocab * D
     moved = 2 * (weights + L * preset.vocab)  # and logits are written
@@ -136,9 +131,7 @@ def predict(cfg, preset):
 
 
 def print_sass(name, arch):
-    """The instructions of csrc/<name>.cu between branches: first address, how many, and how the
-    stretch ends.
-    """
+    """csrc/<name>.cu between branches: first address, number of instructions, how it ends."""
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = ROOT / f"csrc/{name}.cu", f"{folder}/kernel.cubin"
         flags = [f"-arch=sm_{arch}", "-std=c++17", "-O3", "-cubin", "-o", cubin]
@@ -191,9 +184,7 @@ def usual_chain(logits_RV, token_BL, ban, keep, temperature, top_k):
 
 
 def pairs(L, cfg, unmask=torch.ops.unmask, device="cuda"):
-    """(kernel, ours, theirs, the same in float64 of the inputs or None) at batch 1, random
-    inputs.
-    """
+    """(kernel, ours, theirs, the same in float64 or None) at batch 1, random inputs."""
     H, D, V = cfg.heads, cfg.width, cfg.vocab
     qkv, x, r = (
         torch.randn(*s, device=device).half() for s in ((1, L, 3, H, 64), (1, L, D), (1, L, D))
@@ -226,9 +217,7 @@ def pairs(L, cfg, unmask=torch.ops.unmask, device="cuda"):
 
 
 def compare(ours, theirs, exact):
-    """([largest error of ours, of theirs], whether ours is at most twice theirs: then it may be
-    timed).
-    """
+    """([largest error of ours, of theirs], whether ours is at most twice theirs)."""
     errors = [
         (run().double().flatten() - exact.flatten()).abs().max().item() for run in (ours, theirs)
     ]

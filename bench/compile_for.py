@@ -91,9 +91,7 @@ class Chip(typing.NamedTuple):
 
 
 def gpu(kind, gib, tflops, gb_per_s, link_gb_per_s, ghz, *cuda):
-    """A GPU with so much memory by its driver. Scripts leave a tenth of it alone, see
-    runs.command.
-    """
+    """A GPU with so much memory by its driver; scripts leave a tenth alone, see runs.command."""
     return Chip(
         kind, 1e12 * tflops, 1e9 * gb_per_s, 0.9 * gib, 1e9 * link_gb_per_s, 1e9 * ghz, cuda
     )
@@ -149,9 +147,7 @@ def description(chip):
 
 
 def place(name):
-    """(its Chip, rows, columns) of a device: v6e, v5e:2x4, v6e:16x16, rtx4090, h100:8. ValueError
-    for another name.
-    """
+    """(its Chip, rows, columns) of a device: v6e, v5e:2x4, rtx4090, h100:8. Else ValueError."""
     chip, _, grid = name.partition(":")
     tpu = chip in CHIPS and not CHIPS[chip].cuda
     if chip not in CHIPS or (
@@ -266,10 +262,8 @@ def compile_and_cost(lowered, device="v6e", compiler_options=None):
     stats = compiled.memory_analysis()
     names = "arguments", "temporaries", "outputs", "aliased", "code"
     kinds = "argument", "temp", "output", "alias", "generated_code"
-    memory = {
-        name: getattr(stats, f"{kind}_size_in_bytes")
-        for name, kind in zip(names, kinds, strict=True)
-    }
+    pairs = zip(names, kinds, strict=True)
+    memory = {name: getattr(stats, f"{kind}_size_in_bytes") for name, kind in pairs}
     memory["total_gib"] = (sum(memory.values()) - 2 * memory["aliased"]) / 2**30
     return compiled, cost, memory | {"usable_gib": chip.usable_gib}
 
@@ -279,9 +273,7 @@ def compile_and_cost(lowered, device="v6e", compiler_options=None):
 
 @dataclasses.dataclass
 class Cost:
-    """What one run of a program costs on one chip. Sizes are those of the arrays, without their
-    padding to tiles.
-    """
+    """What one run of a program costs on one chip. Arrays count without padding to tiles."""
 
     # of matrix products and convolutions, not of those inside Pallas kernels or of cuDNN
     flops: int = 0
@@ -312,9 +304,7 @@ class Cost:
                 setattr(self, name, getattr(self, name) + times * value)
 
     def seconds(self, chip="v6e"):
-        """Estimated seconds = cycles / clock; chip is a key of CHIPS or a name such as v6e:4x4. A
-        GPU's are 0.
-        """
+        """Estimated seconds, cycles / clock; chip is in CHIPS, or as v6e:4x4. A GPU's are 0."""
         return self.cycles / place(chip)[0].clock_hz
 
 
@@ -331,11 +321,8 @@ class Instruction:
 
     @functools.cached_property
     def operands(self):
-        return [
-            self.block[name]
-            for name in re.findall(r"%([\w.\-]+)", self.inside)
-            if name in self.block
-        ]
+        names = re.findall(r"%([\w.\-]+)", self.inside)
+        return [self.block[name] for name in names if name in self.block]
 
     def attribute(self, pattern, default=""):
         found = re.search(pattern, self.tail)
@@ -350,11 +337,9 @@ class Instruction:
         """Value of an integer constant, also behind a copy; None for anything else."""
         if self.op in ("copy", "bitcast", "convert"):
             return self.operands[0].constant()
-        return (
-            int(self.inside)
-            if self.op == "constant" and re.fullmatch(r"-?\d+", self.inside)
-            else None
-        )
+        if self.op == "constant" and re.fullmatch(r"-?\d+", self.inside):
+            return int(self.inside)
+        return None
 
 
 def parse(hlo_text):
@@ -434,11 +419,8 @@ def matmul_flops(ins):
         start_O = np.arange(out[out_label.index(str(axis))]) * at("stride")
         position_OW = start_O[:, None] + tap_W - at("pad", 0)
         last = (left[left_label.index(str(axis))] - 1) * at("lhs_dilate")
-        flops *= int(
-            np.sum(
-                (position_OW >= 0) & (position_OW <= last) & (position_OW % at("lhs_dilate") == 0)
-            )
-        )
+        whole_OW = position_OW % at("lhs_dilate") == 0
+        flops *= int(np.sum((position_OW >= 0) & (position_OW <= last) & whole_OW))
     return flops
 
 
@@ -492,9 +474,7 @@ def read_bytes(ins):
 
 
 def written_bytes(ins):
-    """What a fused computation writes to make its result ins: the part that changes in place, or
-    all.
-    """
+    """What a fused computation writes for its result ins: the part changed in place, or all."""
     if ins.op == "bitcast":
         return written_bytes(ins.operands[0])
     if ins.op == "fusion":
@@ -517,11 +497,8 @@ def hbm_bytes(ins):
         return size(ins, hbm_only=True) + sum(size(i, hbm_only=True) for i in set(ins.operands))
     body = ins.called("calls")[0]
     results = root_of(body).operands if root_of(body).op == "tuple" else [root_of(body)]
-    read = [
-        read_bytes(i)
-        for i in body.values()
-        if i.op == "parameter" and size(ins.operands[int(i.inside)], True)
-    ]
+    inputs = [i for i in body.values() if i.op == "parameter"]
+    read = [read_bytes(i) for i in inputs if size(ins.operands[int(i.inside)], True)]
     return sum(read) + sum(
         written_bytes(i) for i, out in zip(results, shapes(ins.type), strict=False) if out[2]
     )
@@ -549,9 +526,7 @@ def cost_of(hlo_text, chip=CHIPS["v6e"]):
     done = {}  # computations that have been added up, by identity
 
     def total(block, fused=False):
-        """Cost of a computation. Inside a fusion only FLOPs and collectives; it has cycles and
-        bytes as a whole.
-        """
+        """Cost of a computation; inside a fusion, which has cycles and bytes, only the rest."""
         if (id(block), fused) not in done:
             cost = done[id(block), fused] = Cost()
             for ins in block.values():
@@ -657,19 +632,13 @@ def report(name, lowered, device, beside_gib=0.0, **facts):
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         print(f"  does not fit: {runs.first_line(error)}")
-        return row | {
-            "fits": False,
-            "usable_gib": chip.usable_gib,
-            "because": runs.first_line(error),
-        }
+        because = runs.first_line(error)
+        return row | {"fits": False, "usable_gib": chip.usable_gib, "because": because}
     row |= {
         f"{part}_gib": size / 2**30 for part, size in memory.items() if not part.endswith("_gib")
     }
-    row |= {
-        "hbm_gib": memory["total_gib"],
-        "beside_gib": beside_gib,
-        "total_gib": memory["total_gib"] + beside_gib,
-    }
+    total_gib = memory["total_gib"]
+    row |= {"hbm_gib": total_gib, "beside_gib": beside_gib, "total_gib": total_gib + beside_gib}
     row |= {"usable_gib": chip.usable_gib, "fits": bool(row["total_gib"] <= chip.usable_gib)}
     row |= {"step_s": cost.seconds(device)} if cost.cycles else {}
     row |= {
@@ -683,11 +652,8 @@ def report(name, lowered, device, beside_gib=0.0, **facts):
         "loops_counted_once": cost.unknown_loops,
     }
     row["predicted_s"] = row.get("step_s", row["roofline_s"]) + row["collective_s"]
-    notes = {
-        "step_s": "(compiler estimate)",
-        "roofline_s": "(lower bound)",
-        "predicted_s": "(with collectives)",
-    }
+    notes = {"step_s": "(compiler estimate)", "roofline_s": "(lower bound)"}
+    notes["predicted_s"] = "(with collectives)"
     for key, value in row.items():
         shown = f"{value:.4g}" if isinstance(value, float) else value
         print(f"  {key:22} {shown} {notes.get(key, '')}")
@@ -784,12 +750,8 @@ def train_step(trainer, family, settings, device):
     step = trainer.lower_step(cfg, family.graph_of(model, run), optimizer, shapes, mesh, **memory)
     tokens = cfg.batch_size * cfg.seq_len
     flops = trainer.step_flops(cfg, model)
-    facts = {
-        "tokens": tokens,
-        "micro_batch": cfg.micro_batch,
-        "seq_len": cfg.seq_len,
-        "model_flops": flops,
-    }
+    facts = {"tokens": tokens, "micro_batch": cfg.micro_batch}
+    facts |= {"seq_len": cfg.seq_len, "model_flops": flops}
     row = report(f"{cfg.model} train step", step, device, **facts)
     if "predicted_s" in row:
         row["tok_per_s"] = tokens / row["predicted_s"]
@@ -801,12 +763,8 @@ def train_step(trainer, family, settings, device):
 
 
 QWEN3 = {"family": "sdar", "vocab": 151_936, "positions": 32_768, "mask_id": 151_669, **md.SDAR}
-YARN = (
-    ("factor", 16.0),
-    ("original_max_position_embeddings", 16_384),
-    ("beta_fast", 32.0),
-    ("beta_slow", 1.0),
-)
+YARN = ("factor", 16.0), ("original_max_position_embeddings", 16_384)
+YARN = *YARN, ("beta_fast", 32.0), ("beta_slow", 1.0)
 YARN = *YARN, ("mscale", 1.0), ("mscale_all_dim", 1.0), ("llama_4_scaling_beta", 0.1)
 MINISTRAL3 = {
     "family": "nemotron", "vocab": 131_072, "heads": 32, "kv_heads": 8, "positions": 262_144, "eps": 1e-5, "rope": YARN,
@@ -850,9 +808,7 @@ STEPS = {
 
 
 def denoising(sampler, params, mesh, rows, length, begin):
-    """Arguments of sample_dream.fill_block: (positional, by name), of canvases of masks after
-    `begin` tokens.
-    """
+    """(positional, by name) arguments of sample_dream.fill_block: masks after `begin` tokens."""
     model, rule = sampler.cfg, sampler.rule
     token_BL = np.full((rows, length), model.mask_id)
     token_BL[:, :begin] = model.bos_id
@@ -933,9 +889,7 @@ class Generate:
         return denoising(sampler, params, mesh, self.batch_size, self.length, begin=1)
 
     def weights(self, mesh):
-        """(the model without its parameters, their shapes), as checkpoints.load_for_inference gives
-        them.
-        """
+        """(model without parameters, their shapes), as checkpoints.load_for_inference has them."""
         model = md.CONFIGS[self.model]
         graph = md.graph_of(
             model, md.Compute(jnp.dtype("bfloat16"), platform=platform(self.device))
@@ -981,10 +935,8 @@ class Generate:
 
         # the cache is split as it is in a pass, all else is whole on each chip
         at = lambda s: PS(md.BATCH, "tensor") if len(s.shape) == 4 else PS()  # noqa: E731
-        places = (
-            md.shardings(mesh, params),
-            *jax.tree.map(lambda s: jax.NamedSharding(mesh, at(s)), inputs),
-        )
+        of_inputs = jax.tree.map(lambda s: jax.NamedSharding(mesh, at(s)), inputs)
+        places = (md.shardings(mesh, params), *of_inputs)
         put = lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at)  # noqa: E731
         return jax.jit(step, donate_argnums=1).lower(*jax.tree.map(put, (params, *inputs), places))
 
@@ -1002,11 +954,9 @@ class Generate:
         weights = (
             sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept)) / mesh.shape["tensor"]
         )
-        kind, found, size = (
-            f"int{bits}" if bits else "bfloat16",
-            [],
-            model.block_length or self.block_length,
-        )
+        kind = f"int{bits}" if bits else "bfloat16"
+        found = []
+        size = model.block_length or self.block_length
         names = [self.only] if self.only else STEPS if size else ["canvas"]
         if self.only == "canvas" and model.block_length:
             raise ValueError(f"--only=canvas: {self.model} is filled in blocks")
@@ -1031,9 +981,7 @@ class Generate:
 
 @dataclasses.dataclass(frozen=True)
 class Grpo:
-    """Loss and gradients of coupled_grpo.py's micro-step, and what lies in memory beside it:
-    moments, reference.
-    """
+    """Loss and gradients of coupled_grpo.py's micro-step, beside moments and reference."""
 
     device: Device = "v6e"  # what to compile for: v6e:2x4, a100-80, h100:8 ...
     model: str = "7b"  # key of CONFIGS in model_dream.py
@@ -1092,17 +1040,12 @@ class Grpo:
         def row(dtype, *shape):
             return jax.ShapeDtypeStruct((B, *shape), dtype, sharding=rows_at)
 
-        views = {
-            "token_BL": row(jnp.int32, P + C),
-            "see_BL": row(bool, P + C),
-            "ratio_B": row(jnp.float32),
-        }
+        views = {"token_BL": row(jnp.int32, P + C), "see_BL": row(bool, P + C)}
+        views["ratio_B"] = row(jnp.float32)
         views |= {"u_BC": row(jnp.float32, C), "counted_BC": row(bool, C)}
         batch = views | {name: row(jnp.float32, C) for name in ("old_BC", "ref_BC")}
-        batch |= {
-            "advantage_B": row(jnp.float32),
-            "first": jax.ShapeDtypeStruct((), bool, sharding=everywhere),
-        }
+        first = jax.ShapeDtypeStruct((), bool, sharding=everywhere)
+        batch |= {"advantage_B": row(jnp.float32), "first": first}
         graphs = grpo.graphs_of(model, jnp.dtype("bfloat16"), platform=platform(self.device))
         loss = grpo.Loss(cfg.beta)
         scores, gradients, _ = grpo.make_programs(graphs[0], optimizer, model.mask_id, loss)
@@ -1120,10 +1063,8 @@ class Grpo:
         if writing.size > 1:
             dtype = None if cfg.lora_rank else jnp.bfloat16
             copy = functools.partial(grpo.rollout_weights, mesh=writing, dtype=dtype)
-            params, beside_copy = (
-                jax.eval_shape(copy, params),
-                checkpoints.bytes_on_a_device((trained, base)),
-            )
+            params = jax.eval_shape(copy, params)
+            beside_copy = checkpoints.bytes_on_a_device((trained, base))
         rule = coupled_grpo.rule_of(cfg, model.vocab, (model.eos_id,))
         sampler = sample_dream.sampler_of(graphs[1], model, rule)
         share = writing.shape["data"]
@@ -1161,9 +1102,7 @@ class Grpo:
         return rows
 
     def round_of(self, cfg, learn, score, opens, cached):
-        """Seconds of a round's phases, if a step writes 1, 2 or 4 tokens of each text on
-        average.
-        """
+        """Seconds of a round's phases, if a step fills 1, 2 or 4 tokens of a text on average."""
         everyone, size = cfg.tasks * cfg.group, cfg.block_length
         parts, batches = (
             -(-everyone // count) for count in (cfg.micro_batch, cfg.generation_batch)
@@ -1184,11 +1123,8 @@ class Grpo:
             f"a round of {everyone} completions: scores {seconds['score']:.1f} s, updates {seconds['learn']:.1f} s"
         )
         for tokens in (1, 2, 4):
-            write = (
-                batches
-                * blocks
-                * (opens["predicted_s"] + (size / tokens - 1) * cached["predicted_s"])
-            )
+            later_s = (size / tokens - 1) * cached["predicted_s"]
+            write = batches * blocks * (opens["predicted_s"] + later_s)
             share = write / (write + sum(seconds.values()))
             print(
                 f"  {tokens} tokens a step: writing {write:.1f} s, {share:.0%} of {write + sum(seconds.values()):.0f} s"
@@ -1261,12 +1197,8 @@ CELLS = {  # columns of the table -> flags
 }
 # Of each model of KIN the same programs, on these devices with matrices in so many bits.
 KIN_ON = {"v5e": (0,), "v6e": (0,), "rtx3060": (8, 4), "rtx4090": (0,), "h100": (0,)}
-KIN_STEPS = {
-    "canvas": "whole canvas",
-    "opens": "first pass of a block",
-    "cached": "cached step",
-    "lora": "LoRA",
-}
+KIN_STEPS = {"canvas": "whole canvas", "opens": "first pass of a block"}
+KIN_STEPS |= {"cached": "cached step", "lora": "LoRA"}
 
 
 def programs():
@@ -1282,11 +1214,8 @@ def programs():
                     flags = FINE_TUNE.replace("7b", model) + (
                         f" --base_bits={bits}" if bits else ""
                     )
-                yield (
-                    f"{model}, {KIN_STEPS[step]}" + (f", int{bits}" if bits else ""),
-                    device,
-                    flags,
-                )
+                in_bits = f", int{bits}" if bits else ""
+                yield f"{model}, {KIN_STEPS[step]}{in_bits}", device, flags
 
 
 def recorded():
@@ -1312,12 +1241,8 @@ def markdown(entries):
     known = {(entry["cell"], entry["device"]): entry for entry in entries}
     lines = [["device, usable GiB", *CELLS], ["---"] * (1 + len(CELLS))]
     for device, chip in CHIPS.items():
-        lines.append(
-            [
-                f"{device}, {chip.usable_gib:.1f}",
-                *(cell(known.get((name, device))) for name in CELLS),
-            ]
-        )
+        cells = [cell(known.get((name, device))) for name in CELLS]
+        lines.append([f"{device}, {chip.usable_gib:.1f}", *cells])
     found = {}
     for name, device, _ in list(programs())[len(CELLS) * len(CHIPS) :]:
         program, _, bits = name.partition(", int")
@@ -1359,10 +1284,8 @@ class Table:
             except ImportError as error:
                 print(f"{command}: {error}")
                 continue
-            entry = {
-                "cell": name,
-                "compiled_by": f"python bench/compile_for.py {command}",
-            } | self.compiled(command)
+            entry = {"cell": name, "compiled_by": f"python bench/compile_for.py {command}"}
+            entry |= self.compiled(command)
             # also what another process added
             others = [e for e in recorded() if (e["cell"], e["device"]) != at]
             entries = sorted(

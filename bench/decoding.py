@@ -76,23 +76,14 @@ def rules(cfg):
 def prepare(cfg, out):
     """The tasks; under `out` their world, and the Dream of blocks, trained from the other one."""
     world, rows, blocks = out / "world", out / "rows", out / "blocks"
-    runs.script(
-        "extra/tinypython.py",
-        "--splits=composed",
-        f"--tasks={cfg.tasks}",
-        f"--out={world}",
-    )
+    tasks = f"--tasks={cfg.tasks}"
+    runs.script("extra/tinypython.py", "--splits=composed", tasks, f"--out={world}")
     packing = "--seq_len=256", f"--eos_to={cfg.canvas}", f"--tokenizer={cfg.dream}/tokenizer.json"
     if not (blocks / "done").exists():
         runs.script("data_prep.py", "pairs", str(world / "pairs.jsonl"), f"--out={rows}", *packing)
         shape = f"--block_length={cfg.block_length}", f"--steps={cfg.steps}", f"--seed={cfg.seed}"
-        pace = (
-            "--micro_batch=4",
-            "--remat=none",
-            "--optimizer=muon",
-            "--lr=7e-4",
-            f"--eval_every={cfg.steps}",
-        )
+        pace = ["--micro_batch=4", "--remat=none", "--optimizer=muon", "--lr=7e-4"]
+        pace.append(f"--eval_every={cfg.steps}")
         resume = f"--resume={blocks if runs.saved_steps(blocks) else ''}"
         runs.script(
             "train_dream.py",
@@ -131,11 +122,8 @@ def measure(cfg, out, tasks):
     found = json.loads(path.read_text()) if path.exists() else {}
     folders = {"dream": cfg.dream, "blocks": out / "blocks", "coder": cfg.coder}
     families = {"dream": model_dream, "blocks": model_dream, "coder": model_pythoncoder}
-    make = {
-        "dream": sample_dream.Sampling,
-        "blocks": sample_block.Sampling,
-        "coder": model_pythoncoder.Sampling,
-    }
+    make = {"dream": sample_dream.Sampling, "blocks": sample_block.Sampling}
+    make["coder"] = model_pythoncoder.Sampling
     models = {name: checkpoints.load(families[name], folder)[0] for name, folder in folders.items()}
     tokenizers = {name: runs.read_tokenizer(folder) for name, folder in folders.items()}
     longest = max(len(tokenizers["dream"].encode(task["prompt"]).ids) for task in tasks)
@@ -145,11 +133,9 @@ def measure(cfg, out, tasks):
             continue
         tokenizer, results, programs = tokenizers[kind], [], []
         end = tokenizer.token_to_id("<|endoftext|>")
-        special = (
-            {"vocab": tokenizer.get_vocab_size(), "eos": end}
-            if kind == "coder"
-            else {"eos_ids": (end,)}
-        )
+        special = {"eos_ids": (end,)}
+        if kind == "coder":
+            special = {"vocab": tokenizer.get_vocab_size(), "eos": end}
         special |= {} if kind == "coder" else {"vocab": tokenizer.token_to_id("<|mask|>")}
         rule = make[kind](**special | {"temperature": 0.0} | settings)
         for task in tasks:
@@ -163,10 +149,8 @@ def measure(cfg, out, tasks):
         passed = [result.rate == 1 for result in verdicts]
         found[name] = {"pass": passed, "passes": passes, "slots": [n / width for n in slots]}
         path.write_text(json.dumps(found))
-        print(
-            f"{name:40} pass@1 {np.mean(passed):.3f} | {np.mean(passes):.2f} forward passes",
-            flush=True,
-        )
+        counts = f"{np.mean(passes):.2f} forward passes"
+        print(f"{name:40} pass@1 {np.mean(passed):.3f} | {counts}", flush=True)
     return {name: {key: np.array(x) for key, x in found[name].items()} for name in rules(cfg)}
 
 
@@ -210,35 +194,20 @@ def plot(rows, path):
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(9, 5.5))
-    kinds = (
-        "schedule",
-        "threshold",
-        "entropy bound",
-        "dual cache",
-        "exact block cache",
-        "PythonCoder",
-    )
+    kinds = ["schedule", "threshold", "entropy bound", "dual cache"]
+    kinds += ["exact block cache", "PythonCoder"]
     for number, kind in enumerate(kinds):
         mine = sorted(
             (row["passes"], row["pass"], row["pass_2se"])
             for name, row in rows.items()
             if name.startswith(kind)
         )
-        style = {
-            "marker": "o",
-            "ms": 4,
-            "lw": 1,
-            "capsize": 2,
-            "elinewidth": 0.6,
-            "color": f"C{number}",
-        }
+        style = {"marker": "o", "ms": 4, "lw": 1, "capsize": 2}
+        style |= {"elinewidth": 0.6, "color": f"C{number}"}
         if mine:
             axis.errorbar(*zip(*mine, strict=True), label=kind, **style)
-    axis.set(
-        xscale="log",
-        xlabel="passes of the model for a text",
-        ylabel="pass@1, two standard errors over tasks",
-    )
+    axis.set(xscale="log", xlabel="passes of the model for a text")
+    axis.set_ylabel("pass@1, two standard errors over tasks")
     axis.set_xticks(ticks := [1, 2, 5, 10, 20, 50], ticks)
     axis.grid(alpha=0.3, which="both")
     axis.legend(fontsize=8)

@@ -101,10 +101,8 @@ def make_steps(cfg, scratch):
     # on a GPU torch.compile needs Triton
     train = f"train_gpu.py --model={cfg.model} --data={rows} --out={trained} --eval_every=100000"
     train += "" if importlib.util.find_spec("triton") else " --no-compile"
-    tested, checked = (
-        ("GPU", "kernels", "pytest"),
-        ("GPU", "kernels", "pytest", "compute-sanitizer"),
-    )
+    tested = ("GPU", "kernels", "pytest")
+    checked = (*tested, "compute-sanitizer")
     onnx = "onnx", *["onnxscript"] * export_jetson.by_torch_export()
     more_tests = "tests/test_kernels.py tests/test_inference_jetson.py tests/test_model_mdlm.py"
     steps = [
@@ -119,11 +117,8 @@ def make_steps(cfg, scratch):
             "engine", f"export_jetson.py --tensorrt --bundle={bundle}", ("GPU", "tensorrt", *onnx)
         ),
     ]
-    more = {
-        "kernels": ("GPU", "kernels"),
-        "onnx": (*onnx, "onnxruntime"),
-        "tensorrt": ("GPU", "tensorrt", *onnx),
-    }
+    more = {"kernels": ("GPU", "kernels"), "onnx": (*onnx, "onnxruntime")}
+    more["tensorrt"] = ("GPU", "tensorrt", *onnx)
     for backend in jetson.BACKENDS[1:]:
         result = scratch / f"{backend}.json"
         command = f"{write} --backend={backend} --out={result}"
@@ -148,9 +143,7 @@ def make_steps(cfg, scratch):
 
 
 def numbers(step, output):
-    """What a step measured: the entries that it printed, and its file; of a log the first row and
-    the last.
-    """
+    """What a step measured: the entries that it printed, and its file; of a log both ends."""
     found = [json.loads(line) for line in output.splitlines() if line.startswith('{"name": ')]
     if step.result and step.result.exists():
         text = step.result.read_text()
@@ -165,12 +158,8 @@ def run(step):
     """{"status", "seconds", "numbers", "tail"} of a step, in a process group of its own."""
     # without torch's cache of memory compute-sanitizer sees where each tensor ends
     env = os.environ | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if step.under else {})
-    pipes = {
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-        "text": True,
-        "start_new_session": True,
-    }
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    pipes["start_new_session"] = True
     started, late = time.perf_counter(), False
     command = [*step.under, sys.executable, *step.command.split()]
     with subprocess.Popen(command, cwd=ROOT, env=env, **pipes) as process:
@@ -190,18 +179,11 @@ def run(step):
     if step.endless:
         status = "passed" if late and "saved step" in output else "failed"
     else:
-        status = (
-            f"failed: more than {step.seconds} s"
-            if late
-            else "failed"
-            if process.returncode
-            else "passed"
-        )
-    row = {
-        "status": status,
-        "seconds": time.perf_counter() - started,
-        "numbers": numbers(step, output),
-    }
+        status = "failed" if process.returncode else "passed"
+        if late:
+            status = f"failed: more than {step.seconds} s"
+    row = {"status": status, "seconds": time.perf_counter() - started}
+    row["numbers"] = numbers(step, output)
     return row | {"tail": output.splitlines()[-1 if status == "passed" else -12 :]}
 
 
@@ -217,10 +199,8 @@ def main(cfg):
     cuda = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if cuda else "CPU"
     out = Path(cfg.out or RESULTS / f"first_hour_{name.replace(' ', '_')}.json")
-    device = device_state(torch.device("cuda" if cuda else "cpu")) | {
-        "cpu": cpu_name(),
-        "python": sys.version,
-    }
+    device = device_state(torch.device("cuda" if cuda else "cpu"))
+    device |= {"cpu": cpu_name(), "python": sys.version}
     done = runs.read_json(out)["steps"] if cfg.only and out.exists() else []
     with tempfile.TemporaryDirectory() as folder:
         random_run(Path(folder) / "run", mdlm.CONFIGS[cfg.model])
@@ -243,10 +223,8 @@ def main(cfg):
             done.append({"name": step.name, "command": f"python {step.command}"} | row)
             # what follows may take the machine with it
             runs.write(out, {"device": device, "steps": done})
-            print(
-                row["status"] + (f", {row['seconds']:.0f} s" if "seconds" in row else ""),
-                flush=True,
-            )
+            took = f", {row['seconds']:.0f} s" if "seconds" in row else ""
+            print(row["status"] + took, flush=True)
             if "failed" in row["status"]:
                 print("\n".join(f"    {line}" for line in row["tail"]), flush=True)
     print(f"wrote {out}")

@@ -68,9 +68,7 @@ def exact_nats(params, token_BL, fixed_BL, *, graph):
 
 @functools.partial(jax.jit, static_argnames=("graph", "draws", "size"))
 def bound_nats(params, key, token_L, fixed_L, *, graph, draws, size):
-    """A bound on -log p of the tokens that are not fixed: the mean of Dream.nelbo over draws,
-    `size` at a time.
-    """
+    """A bound on -log p of the tokens not fixed: Dream.nelbo's mean over draws, `size` a time."""
     model = nnx.merge(graph, params)
     token_BL, fixed_BL = (jnp.broadcast_to(x_L, (size, len(x_L))) for x_L in (token_L, fixed_L))
     segment_BL, position_BL = row_of(token_BL)
@@ -105,9 +103,7 @@ def llada_nats(params, noised_BL, token_L, prompt, answer, *, graph, cfg_scale=0
 
 
 def llada_counts(first, answer, rows):
-    """LLaDA's numbers of masked tokens [B] in the rows of a batch, evenly spread over 1 .. answer
-    from `first` on.
-    """
+    """LLaDA's numbers of masked tokens [B]: evenly spread over 1 .. answer from `first` on."""
     return (np.round(first + np.arange(rows) * answer / rows).astype(int) - 1) % answer + 1
 
 
@@ -132,12 +128,10 @@ class Unmask(TemplateLM):
         cfg_scale=0.0, max_length=0, max_new=256, greedy=False, seed=0, **sampling,
     ):  # fmt: skip
         super().__init__()
-        self.batch_size, self.draws, self.cfg_scale, self.greedy = (
-            int(batch_size),
-            draws,
-            cfg_scale,
-            greedy,
-        )
+        self.batch_size = int(batch_size)
+        self.draws = draws
+        self.cfg_scale = cfg_scale
+        self.greedy = greedy
         settings = {"dtype": dtype, "bits": bits, "rows": self.batch_size}
         self.model, _, self.mesh = checkpoints.load_for_inference(md, ckpt, **settings)
         self.ckpt, cfg = ckpt, self.model.cfg
@@ -146,11 +140,8 @@ class Unmask(TemplateLM):
             prompts.chat_template(runs.as_path(ckpt)),
         )
         self.max_length, self.max_new = max_length or min(cfg.positions, 4096), max_new
-        ends = {
-            cfg.eos_id,
-            prompts.turn_end(self.tokenizer),
-            self.tokenizer.token_to_id("<|endoftext|>"),
-        }
+        ends = {cfg.eos_id, prompts.turn_end(self.tokenizer)}
+        ends.add(self.tokenizer.token_to_id("<|endoftext|>"))
         ends -= {None, cfg.expand_id}
         settings = {"vocab": self.tokenizer.get_vocab_size(), "eos_ids": tuple(sorted(ends))}
         self.rule, self.sampler = sample_dream.Sampling(**sampling, **settings), sample_dream
@@ -175,10 +166,8 @@ class Unmask(TemplateLM):
             self.graph = md.graph_of(dataclasses.replace(cfg, block_length=1), self.model.compute)
         self.key, self.rng = jax.random.key(seed), np.random.default_rng(seed)
         drawn = self.likelihood in ("bound", "llada")
-        print(
-            f"log-likelihoods: {self.likelihood}" + (f", {draws} draws each" if drawn else ""),
-            file=sys.stderr,
-        )
+        each = f", {draws} draws each" if drawn else ""
+        print(f"log-likelihoods: {self.likelihood}{each}", file=sys.stderr)
 
     def get_model_info(self):
         """What the results say of the model."""
@@ -213,9 +202,7 @@ class Unmask(TemplateLM):
     # ---- likelihoods
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
-        """[(log p of the answer, whether it is the greedy one)] of (texts, context ids, answer
-        ids).
-        """
+        """[(log p of the answer, whether it is greedy)] of (texts, context ids, answer ids)."""
         pairs = [(context, answer[-(self.max_length - 1) :]) for _, context, answer in requests]
         pairs = [
             (context[max(0, len(context) + len(answer) - self.max_length) :], answer)
@@ -239,16 +226,12 @@ class Unmask(TemplateLM):
         return found
 
     def exact(self, batch):
-        """-log p of each answer; the batch is filled up to its size, so that few shapes are
-        compiled.
-        """
+        """-log p of each answer; the batch is filled up, so that few shapes are compiled."""
         width = sample_dream.canvas_width(
             max(len(context + answer) for context, answer in batch), self.max_length
         )
-        token_BL, fixed_BL = (
-            np.full((self.batch_size, width), -1),
-            np.ones((self.batch_size, width), int),
-        )
+        token_BL = np.full((self.batch_size, width), -1)
+        fixed_BL = np.ones((self.batch_size, width), int)
         for token_L, fixed_L, (context, answer) in zip(token_BL, fixed_BL, batch, strict=False):
             token_L[: len(context + answer)] = context + answer
             fixed_L[len(context) : len(context + answer)] = 0
@@ -257,9 +240,7 @@ class Unmask(TemplateLM):
         ]
 
     def nats_by_draws(self, number, context, answer):
-        """An estimate of a bound on -log p of an answer; its noise is a function of the seed and of
-        its number.
-        """
+        """A bound on -log p of an answer, estimated; noise by the seed and the answer's number."""
         prompt, A = len(context), len(answer)
         width = sample_dream.canvas_width(prompt + A, self.max_length)
         token_L, fixed_L = np.full(width, -1), np.ones(width, int)
@@ -287,9 +268,7 @@ class Unmask(TemplateLM):
         return [ids[: len(answer)] == answer for ids, (_, answer) in zip(texts, batch, strict=True)]
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        """log p of whole texts after BOS, in windows of max_length tokens that see one token of the
-        window before.
-        """
+        """log p of texts after BOS, in windows of max_length that see a token of the one before."""
         totals = []
         for request in requests:
             ids = self.tok_encode(request.args[0])
@@ -312,10 +291,8 @@ class Unmask(TemplateLM):
             )
         prompts = [ids[-longest:] or [self.prefix_token_id] for ids in prompts]
         lengths = sorted(len(ids) + new for ids in prompts)
-        shape = {
-            "widths": sample_dream.widths(lengths, self.batch_size, self.max_length),
-            "rows": self.batch_size,
-        }
+        widths = sample_dream.widths(lengths, self.batch_size, self.max_length)
+        shape = {"widths": widths, "rows": self.batch_size}
         rows = []
         for i in range(0, len(prompts), self.batch_size):
             batch, key = prompts[i : i + self.batch_size], jax.random.fold_in(self.key, i)

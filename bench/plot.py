@@ -60,9 +60,7 @@ def text_plot(rows, names, unit="step", width=80, height=10):
 
 
 def series(rows, names, unit):
-    """{name: (units, values)} of the names that two or more rows of a log have a finite number
-    for.
-    """
+    """{name: (units, values)} of names with a finite number in two or more rows of a log."""
     found = {}
     for name in names:
         points = [(row[unit], row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]

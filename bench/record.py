@@ -19,9 +19,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def cpu_name():
-    """The name that the CPU gives itself, and its units for bfloat16, by which training times
-    differ most.
-    """
+    """The CPU's own name and its units for bfloat16, by which training times differ most."""
     try:
         lines = [line.split(": ") for line in Path("/proc/cpuinfo").read_text().splitlines()]
         found = {line[0].strip(): line[1] for line in lines if len(line) == 2}
@@ -47,16 +45,8 @@ def record(file, name, value, unit, spread=None, device="", **more):
     """Write one entry into bench/results/<file>.json and print it."""
     # the versions that a number depends on, of what is installed
     packages = {}
-    for package in (
-        "jax",
-        "jaxlib",
-        "flax",
-        "optax",
-        "orbax-checkpoint",
-        "libtpu",
-        "torch",
-        "tokenizers",
-    ):
+    names = "jax jaxlib flax optax orbax-checkpoint libtpu torch tokenizers"
+    for package in names.split():
         try:
             packages[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -82,9 +72,7 @@ def record(file, name, value, unit, spread=None, device="", **more):
 
 
 def judged(programs, tests, **how):
-    """The results of sandbox.run_tests. RuntimeError if one could not be run: what is measured is
-    kept for good.
-    """
+    """The results of sandbox.run_tests. RuntimeError if one could not be run: results are kept."""
     import sandbox
 
     results = sandbox.run_tests(programs, tests, **how)

@@ -96,17 +96,10 @@ def scored(cfg, folder, data):
         import benchmarks
 
         masks = 64 if cfg.family == "dream" else 128  # a Dream knows canvases of 64 masks
-        tasks = {
-            "task": "humaneval",
-            "tasks_file": str(ROOT / cfg.out / "world/composed.jsonl"),
-            "max_new": masks,
-        }
-        settings = {
-            "model": cfg.family,
-            "ckpt": folder,
-            "out": f"{folder}/composed",
-            "batch_size": 100,
-        }
+        tasks = {"task": "humaneval", "max_new": masks}
+        tasks["tasks_file"] = str(ROOT / cfg.out / "world/composed.jsonl")
+        settings = {"model": cfg.family, "ckpt": folder}
+        settings |= {"out": f"{folder}/composed", "batch_size": 100}
         return {"pass@1": benchmarks.main(benchmarks.Config(**tasks, **settings))["pass@1"]}
     settings = {"eval_only": folder, "data": data, "eval_rows": 10**9}
     if cfg.track == "stories":
@@ -198,11 +191,8 @@ def main(cfg):
         commit = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
         )
-        row = {
-            "track": recipe,
-            "date": datetime.date.today().isoformat(),
-            "commit": commit.stdout.strip(),
-        }
+        row = {"track": recipe, "date": datetime.date.today().isoformat()}
+        row["commit"] = commit.stdout.strip()
         row |= {"change": cfg.change, **score, "tokens_seen": seen}
         flags = [
             cfg.track,
