@@ -1,6 +1,6 @@
 """Our scripts beside their peers on a CPU, in turns, each peer in an environment of its own.
 
-    python bench/beside.py                           # all rows, two hours of an idle machine
+    python bench/beside.py                           # all rows, an hour of an idle machine
     python bench/beside.py --rows decode sandbox     # some of them; the page keeps the others
 
 The commands of both sides stand in beside.toml. A round runs ours, then each peer; the first round
