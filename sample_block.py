@@ -268,7 +268,7 @@ def prepare(cfg, rule, prompts, rows=0, width=0, key=None, dtype=jnp.float32):
                 "hole, or use a Dream without blocks"
             )
     B = max(rows, len(prompts))
-    without_text = (0, B - len(prompts))
+    without_text = 0, B - len(prompts)
     end_B = np.pad([len(ids) for ids in prompts], without_text)
     begin_B = np.pad(begins, without_text)
     if not cfg.causal:  # after a causal prompt blocks begin anywhere
@@ -356,7 +356,8 @@ def steps(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, by_bl
         width = prefix
         if i > 0:
             start_B = np.maximum(first_B - N, 0)
-            width = N if cfg.causal else 2 * N
+            # one slot where the token before predicts a block of one: N is 1, and there is the shift
+            width = N if cfg.causal or N == cfg.shift else 2 * N
         given = given._replace(first_B=first_B.astype(np.int32), start_B=start_B.astype(np.int32))
         state = sample_dream.beside(params, state)
         if by_block:
@@ -396,8 +397,7 @@ def steps_of_block(params, state, given, sampler, width, cfg):
     start_B = given.start_B
     masks_B = masks_of(state)
     i = 0
-    opening = True
-    while opening or masks_of(state).any():
+    while True:
         how = {"sampler": sampler, "width": width, "seeds": seeds}
         state = one_step(params, state, given, start_B, masks_B, np.int32(i), **how)
         yield state
@@ -406,7 +406,8 @@ def steps_of_block(params, state, given, sampler, width, cfg):
             seeds = False
         else:
             i += 1
-        opening = False
+        if not masks_of(state).any():
+            break
         start_B = np.maximum(given.first_B - cfg.shift, 0)
         width = sampler.rule.block_length + cfg.shift
 

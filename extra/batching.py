@@ -342,7 +342,7 @@ class Blocks(Batch):
         start_B = np.maximum(self.given.first_B - N, 0)
         given = self.given._replace(start_B=start_B, bound=bound_B1, filters=filters_of(self.rows))
         on_device = sample_dream.beside(self.params, old)
-        width = N if cfg.causal else 2 * N
+        width = N if cfg.causal or N == cfg.shift else 2 * N  # as in sample_block.steps
         new = sample_block.fill_block(
             self.params, on_device, given, sampler=self.sampler, width=width
         )

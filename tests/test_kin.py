@@ -91,7 +91,7 @@ def test_every_family_converts_generates_learns_and_goes_back(golden_dir, tmp_pa
     flags = (
         f"--tokenizer={orbax / 'tokenizer.json'}",
         "--seq_len=32",
-        "--heldout=0.2",
+        "--heldout=0",  # its tokenizer drops spaces: bits per byte cannot be told
         "--workers=1",
     )
     works("data_prep.py", "pairs", tmp_path / "pairs.jsonl", *flags, f"--out={data}")
