@@ -492,17 +492,14 @@ def micro_rows(cfg, mesh):
     return cfg.micro_batch * mesh.size // cfg.tensor
 
 
-def read_rows(data, ids, mesh):
-    """{column: array} of the rows `ids`, [micro-batches, rows], on the mesh."""
-    columns = checkpoints.on_mesh(data, ids, NamedSharding(mesh, P(None, md.BATCH)))
-    return dict(zip(COLUMNS, columns, strict=False))
-
-
 def load_batch(data, cfg, mesh, step):
     """The rows of a step, by its place in the epoch's order, in micro-batches on the mesh."""
     epoch, i = divmod(step, data.total // cfg.batch_size)
     ids = data.order(cfg.seed, epoch)[i * cfg.batch_size :][: cfg.batch_size]
-    return read_rows(data, ids.reshape(-1, micro_rows(cfg, mesh)), mesh)
+    ids = ids.reshape(-1, micro_rows(cfg, mesh))
+    on_rows = NamedSharding(mesh, P(None, md.BATCH))
+    columns = checkpoints.on_mesh(data, ids, on_rows)
+    return dict(zip(COLUMNS, columns, strict=False))
 
 
 class Meter:
@@ -578,19 +575,19 @@ def make_optimizer(mu_dtype, muon=False):
     mu_dtype is that of the first moments. muon: Muon for the layers' matrices, with updates of
     AdamW's size (arXiv:2502.16982); Adam without decay for all else.
     """
-    axes = optax.contrib.MuonDimensionNumbers(-2, -1)
 
     def axes_of(path, _):
-        return axes if path[-1].key in md.MATRICES else None
+        return optax.contrib.MuonDimensionNumbers(-2, -1) if path[-1].key in md.MATRICES else None
 
-    dimensions = functools.partial(jax.tree_util.tree_map_with_path, axes_of)
     if muon:
         update = optax.contrib.muon(
             1.0,
             weight_decay=WEIGHT_DECAY,
             mu_dtype=mu_dtype,
             adam_b2=0.95,
-            muon_weight_dimension_numbers=dimensions,
+            muon_weight_dimension_numbers=functools.partial(
+                jax.tree_util.tree_map_with_path, axes_of
+            ),
             consistent_rms=0.2,
         )
     else:
@@ -700,11 +697,10 @@ def lower_step(cfg, graph, optimizer, shapes, mesh, columns=3):
     on_rows = NamedSharding(mesh, P(None, md.BATCH))
     row = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=on_rows)
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
-    layout = jax.tree.map(lambda s: s.sharding, shapes)
     train_step = jax.jit(
         make_step(cfg, graph, optimizer),
         donate_argnums=0,
-        out_shardings=(layout, None),
+        out_shardings=(jax.tree.map(lambda s: s.sharding, shapes), None),
     )
     with jax.set_mesh(mesh):
         return train_step.lower(shapes, dict.fromkeys(COLUMNS[:columns], row), step)
@@ -743,20 +739,20 @@ def score(model, heldout, count, size, mesh, tokenizer, draws=4):
     count = min(count, heldout.total)
     if not count:
         return {}
+    on_rows = NamedSharding(mesh, P(None, md.BATCH))
     graph, params = nnx.split(model)
     bytes_V = jnp.asarray(token_bytes(tokenizer, model.cfg.vocab))
     sums = []
     with jax.set_mesh(mesh):
         for i, ids in enumerate(heldout.padded(count, size)):
-            batch = read_rows(heldout, ids, mesh)
+            columns = checkpoints.on_mesh(heldout, ids, on_rows)
+            batch = dict(zip(COLUMNS, columns, strict=False))
             row_B = size * i + np.arange(size)
             sums.append(sums_of(graph, count, draws, params, batch, row_B, bytes_V))
-    totals = np.sum(np.asarray(sums, np.float64), 0)
-    nats_N = totals[:draws]
-    tokens, text_bytes = totals[draws:]
-    bits_N = nats_N / math.log(2) / text_bytes
+    *nats_N, tokens, text_bytes = np.sum(np.asarray(sums, np.float64), 0)
+    bits_N = np.array(nats_N) / math.log(2) / text_bytes
     return {
-        "heldout_nats": nats_N.mean() / tokens,
+        "heldout_nats": np.mean(nats_N) / tokens,
         "bits_per_byte": bits_N.mean(),
         "standard_error": bits_N.std(ddof=1) / math.sqrt(draws),
     }
@@ -790,8 +786,9 @@ def evaluate(cfg, draws=8):
     count = min(cfg.eval_rows, heldout.total)
     devices = mesh.shape["data"]
     size = math.ceil(min(16, count) / devices) * devices  # rows at a time
-    found = score(model, heldout, count, size, mesh, tokenizer, draws)
-    scores = {"step": step, "rows": count, **found}
+    scores = {"step": step, "rows": count} | score(
+        model, heldout, count, size, mesh, tokenizer, draws
+    )
     print(" | ".join(f"{name} {value:,.4g}" for name, value in scores.items()))
     return scores
 
