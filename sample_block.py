@@ -356,7 +356,8 @@ def steps(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, by_bl
         width = prefix
         if i > 0:
             start_B = np.maximum(first_B - N, 0)
-            # one slot where the token before predicts a block of one: N is 1, and there is the shift
+            # with the shift (N == 1 == True) the token before fills a block of one, whose mask
+            # nothing reads
             width = N if cfg.causal or N == cfg.shift else 2 * N
         given = given._replace(first_B=first_B.astype(np.int32), start_B=start_B.astype(np.int32))
         state = sample_dream.beside(params, state)

@@ -1,14 +1,13 @@
 """Our scripts beside their peers on a CPU, in turns, each peer in an environment of its own.
 
     python bench/beside.py                           # all rows, an hour of an idle machine
-    python bench/beside.py --rows decode sandbox     # some of them; the page keeps the others
+    python bench/beside.py --rows decode sandbox     # some; the page keeps the others in --out
 
 The commands of both sides stand in beside.toml. A round runs ours, then each peer; the first round
 warms up and does not count. All figures are times; a ratio is that of medians, peer / ours: above 1
 ours is faster. A side that cannot be installed or fails is left out, and the page says why.
 
-Environments, models and files stay under --out and are used again. Writes bench/results/beside.md,
-and an entry of cpu.json for each ratio.
+What --out holds is used again. Writes bench/results/beside.md, and each ratio into cpu.json.
 """
 
 import concurrent.futures
@@ -96,9 +95,9 @@ def printed(command, **variables):
 def figure(cfg, command, unit):
     """Seconds of a command, or the number that it prints. Makes the environments that it needs."""
     out = Path(cfg.out).absolute()
-    variables = {"PYTHON": sys.executable, "OUT": str(out), "JAX_PLATFORMS": "cpu"}
-    variables["SMOL"] = str(Path(cfg.smol or out / "smol").absolute())
-    variables["CUDA_VISIBLE_DEVICES"] = ""
+    smol = str(Path(cfg.smol or out / "smol").absolute())
+    variables = {"PYTHON": sys.executable, "OUT": str(out), "SMOL": smol}
+    variables |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     for name, calls in TOML["environments"].items():
         if f"${name}" not in command:
             continue

@@ -763,8 +763,12 @@ def train_step(trainer, family, settings, device):
 
 
 QWEN3 = {"family": "sdar", "vocab": 151_936, "positions": 32_768, "mask_id": 151_669, **md.SDAR}
-YARN = ("factor", 16.0), ("original_max_position_embeddings", 16_384)
-YARN = *YARN, ("beta_fast", 32.0), ("beta_slow", 1.0)
+YARN = (
+    ("factor", 16.0),
+    ("original_max_position_embeddings", 16_384),
+    ("beta_fast", 32.0),
+    ("beta_slow", 1.0),
+)
 YARN = *YARN, ("mscale", 1.0), ("mscale_all_dim", 1.0), ("llama_4_scaling_beta", 0.1)
 MINISTRAL3 = {
     "family": "nemotron", "vocab": 131_072, "heads": 32, "kv_heads": 8, "positions": 262_144, "eps": 1e-5, "rope": YARN,
