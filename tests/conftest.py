@@ -67,11 +67,11 @@ def pytest_configure(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """In CI a case of the default run fails that takes over 5 processor seconds: mark it slow."""
+    """In CI a case of the default run fails that takes over 10 processor seconds: mark it slow."""
     before = sum(os.times()[:4])  # with finished child processes
     result = yield
     seconds = sum(os.times()[:4]) - before
-    if os.environ.get("CI") and seconds > 5 and not item.get_closest_marker("slow"):
+    if os.environ.get("CI") and seconds > 10 and not item.get_closest_marker("slow"):
         pytest.fail(f"took {seconds:.1f} processor seconds: shorten it, or mark it slow")
     return result
 

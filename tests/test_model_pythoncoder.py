@@ -319,7 +319,7 @@ def test_generation_ends_at_each_eos_and_at_its_limit():
     (long,), _ = pc.generate(model, [[3, 4]], 12, pc.Sampling(speculate=False), jax.random.key(0))
     assert len(long) == 12
     later = max(long, key=long.index)  # the token that comes up last, and one that comes before it
-    for ends in ((later,), (later, long[5]), (long[5], later)):
+    for ends in ((later,), (long[5], later)):
         for drafts in (True, False):
             rule = pc.Sampling(eos_ids=ends, speculate=drafts)
             (short,), _ = pc.generate(model, [[3, 4]], 12, rule, jax.random.key(0))

@@ -412,7 +412,7 @@ def test_positions_are_drawn_from_the_confidences_at_alg_temp(shallow):
     np.testing.assert_allclose(first_B4.mean(0), want_C, atol=5 * np.sqrt(0.25 / B))
 
 
-@pytest.mark.parametrize("tiny", [1e-37, 1e-39, 1e-60])
+@pytest.mark.parametrize("tiny", [1e-39, 1e-60])
 @pytest.mark.parametrize("alg", ["maskgit_plus", "entropy"])
 def test_tiny_temperatures_fill_as_zero_does(shallow, alg, tiny):
     canvas_BL = masked(8, 6, 12)

@@ -591,7 +591,7 @@ def test_lora_trains_adapters_beside_frozen_weights_and_merges_them(
         assert said in refusal(train_dream, resumed(train_dream, copy, **changes))
 
 
-@pytest.mark.parametrize("bits", [0, 4])
+@pytest.mark.parametrize("bits", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_merged_model_is_scored_beside_the_run(
     pairs, one_device, tmp_path, capsys, bits, monkeypatch
 ):
