@@ -51,8 +51,7 @@ def rope_frequencies(
     high = min(high, head_size - 1)
     ramp = np.clip((np.arange(head_size // 2) - low) / max(high - low, 1e-3), 0, 1)
     inv_freq = inv_freq * (1 - ramp) + inv_freq / factor * ramp
-    attention_factor = 0.1 * math.log(factor) + 1
-    return inv_freq, attention_factor
+    return inv_freq, 0.1 * math.log(factor) + 1
 
 
 def rope_table(position_BL, inv_freq, attention_factor=1.0):
@@ -592,8 +591,7 @@ def plain_tpu(q_BIPLK, k_BIJLK, v_BJLE, lam, start_BL, *, floor=True, interpret=
         block_sizes=sizes,
         residual_checkpoint_name="lse",  # remat keeps the result and the sums
     )
-    q_BPLK = q_BIPLK[:, 0] * K**-0.5
-    q_BJGLK = q_BPLK.reshape(B, J, P // J, L, K)
+    q_BJGLK = (q_BIPLK[:, 0] * K**-0.5).reshape(B, J, P // J, L, K)
     of_a_row = jax.vmap(kernel, (0, 0, 0, None))  # the query heads of each group share its keys
     segments = splash.SegmentIds(start_BL, start_BL)
     o_BJGLE = jax.vmap(of_a_row)(q_BJGLK, k_BIJLK[:, 0], v_BJLE, segments)

@@ -146,11 +146,10 @@ def antithetic_times(u_B, eps=1e-3):
 
 def q_sample(x0_BL, t_B, u_BL, schedule, mask_id, pad_id, frozen_BL=None):
     """(xt_BL, mask_BL): x0 with MASK where u < rate(t), except at PAD and at frozen positions."""
-    xp = _namespace(x0_BL)
     mask_BL = (u_BL < _column(mask_rate(t_B, schedule), u_BL)) & (x0_BL != pad_id)
     if frozen_BL is not None:
         mask_BL = mask_BL & ~frozen_BL
-    return xp.where(mask_BL, mask_id, x0_BL), mask_BL
+    return _namespace(x0_BL).where(mask_BL, mask_id, x0_BL), mask_BL
 
 
 def mask_exactly(counted_BL, u_B, u_BL):
@@ -192,7 +191,7 @@ def nelbo_per_token(nll_BL, t_B, counted_BL, schedule):
 
 def masked_accuracy(logits_BLV, x0_BL, mask_BL, mask_id):
     """Share of masked tokens whose likeliest id, MASK excluded, is right."""
-    best_BL = _namespace(logits_BLV).argmax(ban(logits_BLV, [mask_id]), -1)
+    best_BL = sample_tokens(ban(logits_BLV, [mask_id]), None, 0)
     return (mask_BL & (best_BL == x0_BL)).sum() / mask_BL.sum().clip(1)
 
 
@@ -257,9 +256,8 @@ def block_noise(u, least=0.0, eps=1e-3):
     weight of the loss. Only least = 0 gives a bound; 1 / block has less variance. Ref: BD3-LM,
     section 5.2.
     """
-    xp = _namespace(u)
     t = eps + (1 - eps) * u
-    t = xp.where(t < least, least, t)
+    t = _namespace(u).where(t < least, least, t)
     return t, 1 / t
 
 
@@ -522,7 +520,7 @@ def confidence(prob_BLV, kind):
     if kind == "max_prob":
         return xp.amax(prob_BLV, -1)
     if kind == "margin":
-        first_BLV = _ids(prob_BLV) == xp.argmax(prob_BLV, -1)[..., None]
+        first_BLV = _ids(prob_BLV) == sample_tokens(prob_BLV, None, 0)[..., None]
         return xp.amax(prob_BLV, -1) - xp.amax(xp.where(first_BLV, -1.0, prob_BLV), -1)
     # the outer where keeps XLA from a CPU kernel that takes 15 times as long
     possible_BLV = prob_BLV > 0

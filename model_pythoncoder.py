@@ -1,8 +1,7 @@
 """PythonCoder: a code model with differential attention and a second head. Pure.
 
-The architecture in Flax NNX, its losses, and sampling with its own drafts. It neither reads
-checkpoints (checkpoints.py) nor trains (train_tpu.py). The parameters of all layers are stacked,
-and the forward pass scans over them: one layer is compiled, not 24.
+The architecture in Flax NNX, its losses, and sampling with its own drafts. The parameters of
+all layers are stacked, and the forward pass scans over them: one layer is compiled, not 24.
 
 Letters: B batch, L length, M cache slots, D width, I softmax maps of a head (2 differential, 1
 plain), P heads after pairing, J key/value groups, G = P / J, K head size, E value size (2K
@@ -144,6 +143,11 @@ def normal(rngs, std, *shape):
     return nnx.Param(std * jax.random.normal(rngs.params(), shape))
 
 
+def ones(*shape):
+    """A new parameter of ones."""
+    return nnx.Param(jnp.ones(shape))
+
+
 class Block(nnx.Module):
     """All layers, each parameter [layers, ...]; it is called with the parameters of one.
 
@@ -163,8 +167,8 @@ class Block(nnx.Module):
         def stacked(*shape, std=None):
             return normal(rngs, std or cfg.std(shape[0]), N, *shape)
 
-        self.attn_norm = nnx.Param(jnp.ones((N, D)))
-        self.ffn_norm = nnx.Param(jnp.ones((N, D)))
+        self.attn_norm = ones(N, D)
+        self.ffn_norm = ones(N, D)
         self.wq = stacked(D, Q)
         self.wk = stacked(D, C)
         self.wv = stacked(D, C)
@@ -179,7 +183,7 @@ class Block(nnx.Module):
             self.lambda_k1 = stacked(cfg.head_size, std=std)
             self.lambda_q2 = stacked(cfg.head_size, std=std)
             self.lambda_k2 = stacked(cfg.head_size, std=std)
-            self.subln = nnx.Param(jnp.ones((N, 2 * cfg.head_size)))
+            self.subln = ones(N, 2 * cfg.head_size)
         if cfg.diff == "v2":
             self.w_lambda = stacked(D, cfg.heads // 2)
 
@@ -200,10 +204,10 @@ class Block(nnx.Module):
         # Feed-forward
         tpu = self.compute.tpu
         n_BLD = self.barrier(rms_norm(x_BLD, self.ffn_norm[...], self.cfg.eps))
-        gate_BLF = linear(n_BLD, self.weight("w_gate", None, "tensor"), tpu)
-        up_BLF = linear(n_BLD, self.weight("w_up", None, "tensor"), tpu)
+        gate_BLF = linear(n_BLD, self.weight("w_gate"), tpu)
+        up_BLF = linear(n_BLD, self.weight("w_up"), tpu)
         hidden_BLF = self.barrier(dropout(jax.nn.silu(gate_BLF) * up_BLF, row_B, seeds[1], rate))
-        down_BLD = linear(hidden_BLF, self.weight("w_down", "tensor", None), tpu)
+        down_BLD = linear(hidden_BLF, self.weight("w_down"), tpu)
         return shard(x_BLD + dropout(down_BLD, row_B, seeds[2], rate), batch_axes()), cache
 
     def attend(self, n_BLD, layer, rope, index_BL, start_BL, cache):
@@ -222,9 +226,9 @@ class Block(nnx.Module):
 
         # From heads 2p, 2p + 1 side by side to map 1 of all pairs, then map 2. The two values of a
         # pair stay one of size 2K.
-        q_BIPLK = heads(self.weight("wq", None, "tensor").reshape(D, -1, I, K))
-        k_BIJLK = heads(self.weight("wk", None, "tensor").reshape(D, -1, I, K))
-        v_B1JLE = heads(self.weight("wv", None, "tensor").reshape(D, -1, 1, I * K))
+        q_BIPLK = heads(self.weight("wq").reshape(D, -1, I, K))
+        k_BIJLK = heads(self.weight("wk").reshape(D, -1, I, K))
+        v_B1JLE = heads(self.weight("wv").reshape(D, -1, 1, I * K))
         q_BIPLK = checkpoint_name(q_BIPLK, "q")
         k_BIJLK = checkpoint_name(k_BIJLK, "k")
         v_BJLE = checkpoint_name(v_B1JLE[:, 0], "v")
@@ -264,14 +268,15 @@ class Block(nnx.Module):
             gate_BPL1 = gate_BLP.swapaxes(1, 2)[..., None].astype(o_BPLE.dtype)
             o_BPLE = o_BPLE[:, 0::2] - gate_BPL1 * o_BPLE[:, 1::2]
 
-        wo_QD = self.weight("wo", "tensor", None)
+        wo_QD = self.weight("wo")
         if tpu:  # from head-major, without a transpose
             wo_PED = wo_QD.reshape(o_BPLE.shape[1], -1, D)
             return jnp.einsum("BPLE,PED->BLD", self.barrier(o_BPLE), wo_PED), cache
         return linear(o_BPLE.swapaxes(1, 2).reshape(B, L, -1), wo_QD), cache
 
-    def weight(self, name, *spec):
-        """A matrix in the activations' dtype, gathered over fsdp to the layout spec."""
+    def weight(self, name):
+        """A matrix in the activations' dtype, gathered over fsdp."""
+        spec = [axis if axis == "tensor" else None for axis in SHARDING.get(name, ())[1:]]
         return shard(getattr(self, name)[...].astype(self.compute.dtype), *spec)
 
     def barrier(self, x):
@@ -284,9 +289,9 @@ class MTP(nnx.Module):
 
     def __init__(self, cfg, rngs):
         D = cfg.width
-        self.norm_hidden = nnx.Param(jnp.ones(D))
-        self.norm_embed = nnx.Param(jnp.ones(D))
-        self.norm_out = nnx.Param(jnp.ones(D))
+        self.norm_hidden = ones(D)
+        self.norm_embed = ones(D)
+        self.norm_out = ones(D)
         self.proj = normal(rngs, cfg.std(2 * D), 2 * D, D)
         self.head = normal(rngs, 0.02, cfg.vocab, D)
 
@@ -326,7 +331,7 @@ class PythonCoder(nnx.Module):
         self.compute = compute or Compute()
         self.embed = normal(rngs, 0.02, cfg.vocab, cfg.width)
         self.layers = Block(cfg, rngs, self.compute)
-        self.norm = nnx.Param(jnp.ones(cfg.width))
+        self.norm = ones(cfg.width)
         if cfg.mtp:
             self.mtp = MTP(cfg, rngs)
 
@@ -457,12 +462,10 @@ class PythonCoder(nnx.Module):
 
 def target_masks(segment_BL):
     """Float32 masks [B, L] of the positions whose target, 1 or 2 on, is of their document."""
-    L = segment_BL.shape[-1]
 
     def mask(ahead):
-        later_BL = jnp.roll(segment_BL, -ahead, -1)  # the last `ahead` wrap around
-        inside_L = jnp.arange(L) < L - ahead
-        return ((segment_BL == later_BL) & (segment_BL > 0) & inside_L).astype(jnp.float32)
+        later_BL = jnp.zeros_like(segment_BL).at[..., :-ahead].set(segment_BL[..., ahead:])
+        return ((segment_BL == later_BL) & (segment_BL > 0)).astype(jnp.float32)
 
     return mask(1), mask(2)
 
@@ -653,10 +656,10 @@ def probabilities(logits_V, rule):
     if rule.vocab:
         logits_V = jnp.where(jnp.arange(V) < rule.vocab, logits_V, -jnp.inf)
     if rule.temperature == 0:
-        return jax.nn.one_hot(jnp.argmax(logits_V, -1), V)
+        return jax.nn.one_hot(diffusion.sample_tokens(logits_V, None, 0), V)
     width = 1 if jax.default_backend() == "cpu" else 3  # for speed alone
-    how = (rule.temperature, rule.top_k, rule.top_p)
-    return diffusion.softmax(diffusion.filter_logits(logits_V, *how, width=width))
+    kept = diffusion.filter_logits(logits_V, rule.temperature, rule.top_k, rule.top_p, width=width)
+    return diffusion.softmax(kept)
 
 
 def without_repeats(logits_BV, token_BM, length_B, n):
@@ -677,15 +680,24 @@ def without_repeats(logits_BV, token_BM, length_B, n):
 def draw(p_BV, key, position_B, rule):
     """The token of each row at its position from unnormalised probabilities.
 
-    Its noise depends on key, row and position alone. A draft is accepted where it is the token that
-    the model draws with the same noise, so drafts do not change a text. At most 0.2 % fewer are
-    accepted than by min(1, p/q). Ref: arXiv:2408.07978.
+    Its noise depends on key, row and position alone. A draft is accepted where it is what is drawn,
+    at most 0.2 % rarer than by min(1, p/q), and changes no text. Ref: arXiv:2408.07978.
     """
-    if rule.temperature == 0:
-        return jnp.argmax(p_BV, -1)
     key_B = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(p_BV)))
+    u_BV = uniform(key_B, position_B, p_BV.shape[-1])
+    return diffusion.sample_tokens(jnp.log(p_BV), u_BV, rule.temperature > 0)
+
+
+def uniform(key_B, position_B, V):
+    """Numbers in (0, 1) for each token at a position of each row, [B, V]."""
     key_B = jax.vmap(jax.random.fold_in)(key_B, position_B)
-    return jax.vmap(jax.random.categorical)(key_B, jnp.log(p_BV))
+    return jax.vmap(lambda key: jax.random.uniform(key, (V,), minval=2**-126))(key_B)
+
+
+def next_token(logits_BV, token_BM, length_B, key, rule):
+    """The token of each row after token_BM[:, :length_B]."""
+    logits_BV = without_repeats(logits_BV, token_BM, length_B, rule.no_repeat_ngram)
+    return draw(probabilities(logits_BV, rule), key, length_B, rule)
 
 
 def ends(token_B, rule):
@@ -694,7 +706,7 @@ def ends(token_B, rule):
 
 
 @functools.partial(jax.jit, static_argnames=("slots", "rule"))
-def start(model, prompt_BL, length_B, limit_B, key, slots, rule):
+def start(model, prompt_BL, length_B, limit_B, key, slots, rule, layers=()):
     """The state that `advance` takes: one pass over prompts of length_B tokens, and one token each.
 
     A row ends at limit_B < slots tokens, or after one of rule.eos_ids.
@@ -702,32 +714,25 @@ def start(model, prompt_BL, length_B, limit_B, key, slots, rule):
     B, L = prompt_BL.shape
     row_B = jnp.arange(B)
     slot_BL = jnp.broadcast_to(jnp.arange(L), (B, L))
-    hidden_BLD, cache = model.step(model.new_cache(B, slots), prompt_BL, slot_BL)
+    hidden_BLD, cache = model.step(model.new_cache(B, slots), prompt_BL, slot_BL, *layers)
     hidden_B1D = hidden_BLD[row_B, length_B - 1][:, None]  # of each prompt's last token
-    logits_BV = model.logits(hidden_B1D)[:, 0]
-    logits_BV = without_repeats(logits_BV, prompt_BL, length_B, rule.no_repeat_ngram)
-    first_B = draw(probabilities(logits_BV, rule), key, length_B, rule)
-    token_BM = jnp.pad(prompt_BL, ((0, 0), (0, slots - L)))
+    first_B = next_token(model.logits(hidden_B1D)[:, 0], prompt_BL, length_B, key, rule)
+    token_BM = jnp.pad(prompt_BL, ((0, 0), (0, slots - L))).at[row_B, length_B].set(first_B)
     state = {
-        "token_BM": token_BM.at[row_B, length_B].set(first_B),
+        "token_BM": token_BM,
         "length_B": length_B + 1,
         "limit_B": limit_B,
         "done_B": ends(first_B, rule) | (length_B + 1 >= limit_B),
         "cache": cache,
         "key": key,
         "passes": 0,  # left to `advance`
-        "forwards_B": jnp.ones(B, jnp.int32),
+        "forwards_B": (limit_B > length_B).astype(jnp.int32),
         "accepted_B": jnp.zeros(B, jnp.int32),  # drafts
     }
     if rule.speculate:
-        state["draft_B"] = propose(model, hidden_B1D, first_B, key, length_B + 1, rule)
+        logits_BV = model.draft(hidden_B1D, first_B[:, None])[:, 0]
+        state["draft_B"] = next_token(logits_BV, token_BM, length_B + 1, key, rule)
     return state
-
-
-def propose(model, hidden_B1D, token_B, key, position_B, rule):
-    """A draft of the token at this position, after token_B, by the MTP head."""
-    logits_BV = model.draft(hidden_B1D, token_B[:, None])[:, 0]
-    return draw(probabilities(logits_BV, rule), key, position_B, rule)
 
 
 @jax.jit
@@ -748,27 +753,21 @@ def advance(model, state, passes, rule, layers=()):
     row_B = jnp.arange(len(state["length_B"]))
 
     def body(state):
-        token_BM = state["token_BM"]
-        length_B = state["length_B"]
-        done_B = state["done_B"]
+        token_BM, length_B, done_B = state["token_BM"], state["length_B"], state["done_B"]
         key = state["key"]
 
         # The input is the last token, and the draft of the next one (L = 2), taken for now.
-        L = 1
+        L = 1 + rule.speculate
         if rule.speculate:
-            L = 2
             token_BM = token_BM.at[row_B, length_B].set(state["draft_B"])
         index_BL = length_B[:, None] + jnp.arange(L)
         input_BL = token_BM[row_B[:, None], index_BL - 1]
         hidden_BLD, cache = model.step(state["cache"], input_BL, index_BL - 1, *layers)
         logits_BLV = model.logits(hidden_BLD)
-        n = rule.no_repeat_ngram
-        allowed = [without_repeats(logits_BLV[:, i], token_BM, length_B + i, n) for i in range(L)]
-        p_BLV = probabilities(jnp.stack(allowed, 1), rule)
-        state = state | {"cache": cache, "passes": state["passes"] - 1}
-        drawn = [draw(p_BLV[:, i], key, length_B + i, rule) for i in range(L)]
-        new_BL = jnp.stack(drawn, 1)
-        newest_B = drawn[0]
+        texts = [(logits_BLV[:, i], token_BM, length_B + i) for i in range(L)]
+        new_BL = jnp.stack([next_token(*text, key, rule) for text in texts], 1)
+        token_BM = token_BM.at[row_B[:, None], index_BL].set(new_BL)
+        newest_B = new_BL[:, 0]
         extra_B = 0
         if rule.speculate:
             # The token after the draft counts where the draft is what was drawn.
@@ -778,12 +777,15 @@ def advance(model, state, passes, rule, layers=()):
             # Draft the token after the newest, from the hidden state that predicted the newest.
             newest_B = new_BL[row_B, extra_B]
             hidden_B1D = hidden_BLD[row_B, extra_B][:, None]
+            logits_BV = model.draft(hidden_B1D, newest_B[:, None])[:, 0]
             position_B = length_B + 1 + extra_B
-            state["draft_B"] = propose(model, hidden_B1D, newest_B, key, position_B, rule)
+            state["draft_B"] = next_token(logits_BV, token_BM, position_B, key, rule)
             state["accepted_B"] += accepted_B & ~done_B
         length_B = jnp.where(done_B, length_B, length_B + 1 + extra_B)
         return state | {
-            "token_BM": token_BM.at[row_B[:, None], index_BL].set(new_BL),
+            "cache": cache,
+            "passes": state["passes"] - 1,
+            "token_BM": token_BM,
             "length_B": length_B,
             "done_B": done_B | ends(newest_B, rule) | (length_B >= state["limit_B"]),
             "forwards_B": state["forwards_B"] + ~done_B,
@@ -807,28 +809,26 @@ def generate(model, prompts, max_new, rule, key, on_tokens=None, chunk=16):
     longest = int(length_B.max()) + max_new
     reach = int(cfg.positions * cfg.yarn_factor)
     if longest > reach:
-        raise ValueError(
-            f"{longest} tokens do not fit: the model reaches {reach} positions; lower max_new"
-        )
+        raise ValueError(f"{longest} tokens do not fit: the model reaches {reach}; lower max_new")
     if length_B.min() == 0:
         raise ValueError("an empty prompt: give at least one token")
 
-    def padded(n):  # the next power of two, 32 at least
-        return 1 << max(5, (int(n) - 1).bit_length())
-
-    prompt_BL = np.zeros((len(prompts), padded(length_B.max())), np.int32)
-    for row_L, prompt in zip(prompt_BL, prompts, strict=True):
-        row_L[: len(prompt)] = prompt
+    # powers of two, 32 at least
+    slots, L = (1 << max(5, (n - 1).bit_length()) for n in (longest + 2, int(length_B.max())))
+    limit_B = length_B + max_new
+    if jax.default_backend() == "tpu" and len(prompts) == 1:  # two rows are faster there
+        length_B, limit_B = np.append(length_B, 1), np.append(limit_B, 1)
+    prompt_BL = np.zeros((len(length_B), L), np.int32)
+    for i, prompt in enumerate(prompts):
+        prompt_BL[i, : len(prompt)] = prompt
     # The rotary table is chosen once, for the longest text: a cache holds rotated keys.
     compute = dataclasses.replace(model.compute, yarn=longest > cfg.positions)
     model = nnx.merge(graph_of(cfg, compute), nnx.state(model))
     layers = apart(model)
-    slots = padded(longest + 2)
-    state = start(model, prompt_BL, length_B, length_B + max_new, key, slots=slots, rule=rule)
+    state = start(model, prompt_BL, length_B, limit_B, key, slots, rule, layers)
     while True:  # waits for the device once per chunk
-        token_BM = np.asarray(state["token_BM"])
-        ends = zip(token_BM, length_B, np.asarray(state["length_B"]), strict=True)
-        texts = [row_M[begin:end].tolist() for row_M, begin, end in ends]
+        token_BM, end_B = np.asarray(state["token_BM"]), np.asarray(state["length_B"])
+        texts = [token_BM[i, len(x) : end_B[i]].tolist() for i, x in enumerate(prompts)]
         if (on_tokens and on_tokens(texts)) or np.all(state["done_B"]):
             break
         state = advance(model, state, chunk, rule=rule, layers=layers)

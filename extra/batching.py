@@ -161,6 +161,7 @@ class Family:
     def batch(self, width, order):
         key = width, order
         if key not in self.batches:
+            self.batches = {key: batch for key, batch in self.batches.items() if any(batch.rows)}
             self.batches[key] = self.Batch(self, width, order)
             self.batches[key].compiles = key not in self.compiled
             self.compiled.add(key)
@@ -413,6 +414,7 @@ class Caches(Batch):
         self.cache = None
         self.token_BM = np.zeros((family.rows, width), np.int32)
         self.length_B = np.ones(family.rows, np.int32)
+        self.draft_B = np.zeros(family.rows, np.int32)
         self.key_B = np.zeros((family.rows, 2), np.uint32)
 
     def join(self, i, row):
@@ -431,19 +433,34 @@ class Caches(Batch):
         self.cache = prefill(self.family.weights, cache, i, self.token_BM[i, :read])
 
     def step(self):
-        """The next token of each row."""
+        """The next tokens of each row."""
         rows = taken(self.rows)
         B = len(rows)
-        batch = self.token_BM[:B], self.length_B[:B], self.key_B[:B], filters_of(rows)
-        self.cache, new = advance(self.family.weights, self.cache, *batch, vocab=self.family.vocab)
-        new = [np.asarray(x) for x in new]  # [PASSES, B, ..]
+        asked = any(row and row.ask.get("logprobs", 0) is not None for row in rows)
+        state = self.token_BM[:B], self.length_B[:B], self.draft_B[:B], self.key_B[:B]
+        how = filters_of(rows), asked
+        self.cache, self.draft_B[:B], new = advance(
+            self.family.weights, self.cache, *state, *how, vocab=self.family.vocab
+        )
+        new = [np.asarray(x).tolist() for x in new]  # [B, PASSES, L, ..]
         for i, row in enumerate(rows):
-            for token in zip(*(x[:, i].tolist() for x in new if row), strict=True):
-                self.token_BM[i, self.length_B[i]] = token[0]
-                self.length_B[i] += 1
-                row.write({row.ids.index(None) + len(row.written): token})
-                if token[0] in self.family.ends or len(row.written) == row.ids.count(None):
+            for tokens in zip(*(x[i] for x in new), strict=True) if row else ():
+                if self.ended(i, row, zip(*tokens, strict=True)):
                     break
+
+    def ended(self, i, row, tokens):
+        """Give row i the tokens of a pass; whether it ends with one of them."""
+        passes = 1
+        for kept, *token in tokens:
+            if not kept:
+                break
+            self.token_BM[i, self.length_B[i]] = token[0]
+            self.length_B[i] += 1
+            row.write({row.ids.index(None) + len(row.written): token}, passes)
+            passes = 0
+            if token[0] in self.family.ends or len(row.written) == row.ids.count(None):
+                return True
+        return False
 
 
 class PythonCoder(Family):
@@ -481,42 +498,75 @@ def prefill(weights, cache, i, token_M):
 
 
 @functools.partial(jax.jit, static_argnames="vocab", donate_argnames="cache")
-def advance(weights, cache, token_BM, length_B, key_B, filters, *, vocab):
-    """(cache, (id, log p, likeliest ids, their log p) of the next PASSES tokens of each row), a
-    forward pass for each. The rows are the first of the cache.
+def advance(weights, cache, token_BM, length_B, draft_B, key_B, filters, asked, *, vocab):
+    """(cache, new drafts, (kept, id, log p, likeliest ids, their log p) of PASSES passes).
+
+    As in pc.advance a pass reads the last token of each row and the draft of the next, and the
+    second of its two tokens is kept where the first is the draft. `asked`: whether somebody wants
+    to know log p. The rows are the first of the cache.
     """
     (model, layers), B = weights, len(length_B)
-    row_B = jnp.arange(B)
+    row_B1 = jnp.arange(B)[:, None]
+    L = 1 + model.cfg.mtp
+    key_B = jax.random.wrap_key_data(key_B)
     temperature_B1, top_p_B1, draws_B1 = (x_B11[:, 0] for x_B11 in filters)
     width = 1 if jax.default_backend() == "cpu" else 3
 
+    def draw(logits_BV, position_B):
+        """As pc.draw, with the temperature and top_p of each row."""
+
+        def drawn():
+            kept_BV = diffusion.filter_logits(logits_BV, temperature_B1, 0, top_p_B1, "mdlm", width)
+            u_BV = pc.uniform(key_B, position_B, kept_BV.shape[-1])
+            # the same for all tokens: the argmax
+            return diffusion.sample_tokens(kept_BV, jnp.where(draws_B1, u_BV, jnp.exp(-1.0)))
+
+        def greedy():
+            return diffusion.sample_tokens(logits_BV, None, 0)
+
+        return jax.lax.cond(draws_B1.any(), drawn, greedy)
+
+    def of_tokens(logits_BLV):
+        return jnp.where(jnp.arange(logits_BLV.shape[-1]) < vocab, logits_BLV, -jnp.inf)
+
     def forward(carry, _):
-        cache, token_BM, length_B = carry
-        last_B1 = length_B[:, None] - 1
-        last_token_B1 = jnp.take_along_axis(token_BM, last_B1, 1)
-        hidden_B1D, cache = model.step(cache, last_token_B1, last_B1, *layers)
-        logits_BV = model.logits(hidden_B1D)[:, 0]
-        logits_BV = jnp.where(jnp.arange(logits_BV.shape[1]) < vocab, logits_BV, -jnp.inf)
-        logp_BV = diffusion.log_softmax(logits_BV)
-        # as generate.py --no_repeat_ngram
-        logits_BV = pc.without_repeats(logits_BV, token_BM, length_B, 6)
-        kept_BV = diffusion.filter_logits(logits_BV, temperature_B1, 0, top_p_B1, "mdlm", width)
-        keys_B = jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.wrap_key_data)(key_B), length_B)
-        drawn_B = jax.vmap(jax.random.categorical)(keys_B, kept_BV)
-        token_B = jnp.where(draws_B1[:, 0], drawn_B, jnp.argmax(logits_BV, -1))
-        # JSON has no infinity
-        likely_BN, ids_BN = jax.lax.top_k(jnp.maximum(logp_BV, -9999), LIKELIEST)
-        token_BM = token_BM.at[row_B, length_B].set(token_B)
-        return (cache, token_BM, length_B + 1), (
-            token_B,
-            logp_BV[row_B, token_B],
-            ids_BN,
-            likely_BN,
-        )
+        cache, token_BM, length_B, draft_B = carry
+        index_BL = length_B[:, None] + jnp.arange(L)
+        token_BM = token_BM.at[row_B1[:, 0], length_B].set(draft_B)
+        inputs = token_BM[row_B1, index_BL - 1], index_BL - 1
+        hidden_BLD, cache = model.step(cache, *inputs, *layers)
+        logits_BLV = of_tokens(model.logits(hidden_BLD))
+        drawn = []
+        for i in range(L):
+            # as generate.py --no_repeat_ngram
+            allowed_BV = pc.without_repeats(logits_BLV[:, i], token_BM, length_B + i, 6)
+            drawn.append(draw(allowed_BV, length_B + i))
+        new_BL = jnp.stack(drawn, 1)
+        kept_BL = jnp.stack([jnp.ones(B, bool), drawn[0] == draft_B], 1)[:, :L]
+        token_BM = token_BM.at[row_B1, index_BL].set(new_BL)
+        last_B1 = kept_BL.sum(-1, keepdims=True) - 1
+        length_B += 1 + last_B1[:, 0]
+        if model.cfg.mtp:
+            hidden_B1D = hidden_BLD[row_B1, last_B1]
+            logits_BV = model.draft(hidden_B1D, new_BL[row_B1, last_B1])[:, 0]
+            draft_B = draw(of_tokens(logits_BV), length_B)
+
+        def likeliest():
+            logp_BLV = diffusion.log_softmax(logits_BLV)
+            # JSON has no infinity
+            likely_BLN, ids_BLN = jax.lax.top_k(jnp.maximum(logp_BLV, -9999), LIKELIEST)
+            logp_BL1 = jnp.take_along_axis(logp_BLV, new_BL[..., None], -1)
+            return logp_BL1[..., 0], ids_BLN, likely_BLN
+
+        nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(likeliest))
+        found = jax.lax.cond(asked, likeliest, lambda: nothing)
+        return (cache, token_BM, length_B, draft_B), (kept_BL, new_BL, *found)
 
     of_rows = jax.tree.map(lambda all_rows: all_rows[:B], cache)
-    (new, _, _), tokens = jax.lax.scan(forward, (of_rows, token_BM, length_B), length=PASSES)
-    return jax.tree.map(lambda all_rows, rows: all_rows.at[:B].set(rows), cache, new), tokens
+    carry, tokens = jax.lax.scan(forward, (of_rows, token_BM, length_B, draft_B), length=PASSES)
+    new, *_, draft_B = carry
+    cache = jax.tree.map(lambda all_rows, rows: all_rows.at[:B].set(rows), cache, new)
+    return cache, draft_B, [x.swapaxes(0, 1) for x in tokens]
 
 
 # ---- the loop that owns the device ---------------------------------------------------------------
@@ -603,14 +653,11 @@ class Loop(threading.Thread):
 
     def running(self):
         """The batches that have rows, when those that have ended or whose reader has gone have
-        left; the others go.
+        left; the others go when memory for another is needed.
         """
         for batch in self.model.batches.values():
             batch.rows = [None if row and (row.gone or row.ended) else row for row in batch.rows]
-        self.model.batches = {
-            key: batch for key, batch in self.model.batches.items() if any(batch.rows)
-        }
-        return [*self.model.batches.values()]
+        return [batch for batch in self.model.batches.values() if any(batch.rows)]
 
     def admitted(self, row):
         """Whether a waiting row found a place in its batch."""
