@@ -910,10 +910,7 @@ def test_a_model_of_blocks_has_a_block_length_of_its_own():
         ({"max_prompt": 510}, "the model reaches 512 positions"),
         ({"base_bits": 8}, "--base_bits goes with --lora_rank"),
         ({"steps": 4}, "--steps and --threshold are two ways to fill a canvas: leave one out"),
-        (
-            {"block_length": 0},
-            "the demo gets worse (bench/LOG.md): --block_length=8, or --steps",
-        ),
+        ({"block_length": 0}, "the demo gets worse (bench/LOG.md): --block_length=8, or --steps"),
         ({"block_length": 3, "steps": 4, "threshold": None}, "4 steps do not divide over 3 blocks"),
         ({"hosts": "auto", "lora_rank": 2}, "--hosts goes without --lora_rank"),
         ({"resume": "other"}, "--resume=other goes on in its own folder; leave --out="),

@@ -219,15 +219,7 @@ def test_from_the_hub_to_a_fine_tuned_model_that_transformers_loads(tmp_path):
         "--out=out/chat",
         "--compile_cache=cache",
     )
-    tuned = do(
-        [
-            "train_dream.py",
-            *train,
-            "--epochs=3",
-            "--batch_size=4",
-            "--lr=0.02",
-        ]
-    )
+    tuned = do(["train_dream.py", *train, "--epochs=3", "--batch_size=4", "--lr=0.02"])
     assert "LoRA rank 16" in tuned.stdout
     assert "--ckpt=out/chat/merged" in tuned.stdout.splitlines()[-1]
 

@@ -330,6 +330,13 @@ def test_generation_ends_at_each_eos_and_at_its_limit():
         pc.generate(model, [[]], 4, pc.Sampling(), jax.random.key(0))
 
 
+def test_a_tpu_runs_one_prompt_beside_a_row_that_ends_at_once(monkeypatch):
+    ask = build(SHORT), [[3, 4]], 12, pc.Sampling(temperature=0.9), jax.random.key(0)
+    want = pc.generate(*ask)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert pc.generate(*ask) == want
+
+
 def test_long_texts_switch_to_the_yarn_table():
     rule = pc.Sampling(speculate=False)
     (text,), _ = pc.generate(build(SHORT), [[1, 2, 3]], 27, rule, jax.random.key(0))

@@ -228,9 +228,7 @@ def test_peft_loads_our_adapters_and_merges_them_into_what_we_merge(tmp_path):
     )
     adapted.save_pretrained(tmp_path / "theirs")
     jax.tree.map(
-        np.testing.assert_array_equal,
-        saved_adapters(tmp_path / "theirs", trained),
-        trained,
+        np.testing.assert_array_equal, saved_adapters(tmp_path / "theirs", trained), trained
     )
     want = state_dict(md.merge_adapters(base, trained))
     for name, x in adapted.merge_and_unload().state_dict().items():

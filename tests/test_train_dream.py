@@ -148,10 +148,8 @@ def test_a_dream_learns_the_answers_to_eight_prompts_by_heart():
     cfg = dataclasses.replace(
         TINY, width=64, layers=2, heads=4, kv_heads=2, head_size=16, ffn=128, theta=100.0
     )
-    optimizer, params = (
-        train_dream.make_optimizer(None),
-        jax.jit(lambda: md.new_params(cfg, 0))(),
-    )
+    optimizer = train_dream.make_optimizer(None)
+    params = jax.jit(lambda: md.new_params(cfg, 0))()
     state = {"params": params, "opt": jax.jit(optimizer.init)(params)}
     settings = train_dream.Config(lr=1e-2, steps=1000, warmup=3)
     step = jax.jit(train_dream.make_step(settings, md.graph_of(cfg, md.Compute()), optimizer))

@@ -282,7 +282,8 @@ def test_rows_of_pythoncoder_come_and_go_and_are_what_generate_writes_with_draft
         (alone,) = fill(coder, [rows()[i]], (0,))  # in a program of one row: log p are rounded
         assert [token for token, *_ in alone.values()] == [token for token, *_ in written.values()]
     key = jax.random.split(jax.random.key(ASK["seed"]))[1]  # that of generate.py
-    greedy = fill(coder, rows(temperature=0.0), (0, 1, 2))
+    greedy = fill(coder, sure := rows(temperature=0.0), (0, 1, 2))
+    assert sum(row.passes for row in sure) < 50  # of 60 tokens, by drafts
     for temperature, written in ((ASK["temperature"], together), (0.0, greedy)):
         rule = pc.Sampling(temperature, 0, ASK["top_p"], coder.vocab, no_repeat_ngram=6)
         (text,), _ = pc.generate(coder.model, [encode(coder, PROMPT)], 20, rule, key)
