@@ -407,7 +407,7 @@ class Dream(Family):
 
 
 class Caches(Batch):
-    """Rows that are continued together, without drafts: the same texts as with them."""
+    """Rows that are continued together."""
 
     def __init__(self, family, width, order):
         super().__init__(family, width, order)
