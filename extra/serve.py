@@ -50,7 +50,8 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f"{error}: pip install -r requirements-serve.txt") from None
 
-BODY, READING_S = 1 << 18, 20  # bytes of a request at most, seconds that a client has to send it
+BODY = 1 << 18  # bytes of a request at most
+READING_S = 20  # seconds that a client has to send it
 LOG = logging.getLogger("unmask")
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
@@ -237,15 +238,13 @@ def rows_of(ask, path, model, wake):
     most = model.positions - model.extra
     rows = []
     for ids in canvases:
-        room = most - len(ids)
         if sizes and ids.count(None) == 1:
             masks = getattr(model.model.cfg, "hole_masks", 0) or 128
             size = ask.get("max_tokens", ask.get("max_completion_tokens"))
-            size = size or max(1, min(masks, room + 1))
+            size = size or max(1, min(masks, most + 1 - len(ids)))
             i = ids.index(None)
-            ids = [*ids[:i], *[None] * size, *ids[i + 1 :]]
-            room += 1 - size
-        if room < 0:
+            ids[i : i + 1] = [None] * size
+        if len(ids) > most:
             raise Refusal(
                 400,
                 f"{len(ids)} tokens do not fit in {most}; lower max_tokens or cut the text",
@@ -260,13 +259,10 @@ def rows_of(ask, path, model, wake):
 def check_ids(ids, model):
     """Refusal for what is no canvas of ids and nulls."""
     mask = getattr(model.model.cfg, "mask_id", -1)
-    for x in ids:
-        if x is not None and (type(x) is not int or not 0 <= x < model.vocab or x == mask):
-            break
-    else:
-        if None in ids:
-            return
-    raise Refusal(400, "ids has to hold token ids, and null where the model generates", "ids")
+    given = [x for x in ids if x is not None]
+    right = all(type(x) is int and 0 <= x < model.vocab and x != mask for x in given)
+    if not right or None not in ids:
+        raise Refusal(400, "ids has to hold token ids, and null where the model generates", "ids")
 
 
 def canvases_of(ask, page, model):
@@ -355,7 +351,8 @@ class Answer:
                 yield
         except asyncio.CancelledError:  # what SIGTERM finds running has --grace seconds
             for row in self.rows:
-                row.error, row.ended = InterruptedError("the server is shutting down"), "error"
+                row.error = InterruptedError("the server is shutting down")
+                row.ended = "error"
             yield
         finally:
             for row in self.rows:
@@ -380,11 +377,7 @@ class Answer:
 
     def choice(self, i, begin, text, ended, name="message"):
         """A choice in OpenAI's form, with the characters of a row's text from `begin` on."""
-        logprobs = (
-            self.logprobs(self.rows[i], begin, begin + len(text))
-            if self.ask["logprobs"] is not None
-            else None
-        )
+        logprobs = self.logprobs(self.rows[i], begin, begin + len(text))
         # a stream opens with it
         role = {} if name == "delta" and (text or ended) else {"role": "assistant"}
         content = {"text": text} if self.plain else {name: role | {"content": text}}
@@ -392,9 +385,13 @@ class Answer:
 
     def logprobs(self, row, begin, end):
         """Log probabilities, in OpenAI's form, of the tokens that end within the characters begin
-        .. end - 1.
+        .. end - 1; None if nobody asked.
         """
-        tokens, at, found = self.tokens(row), 0, []
+        if self.ask["logprobs"] is None:
+            return None
+        tokens = self.tokens(row)
+        at = 0
+        found = []
         texts = prompts.pieces(self.model.tokenizer, [token for token, *_ in tokens])
         for text, (_, logp, *likely) in zip(texts, tokens, strict=True):
             at += len(text)
@@ -431,8 +428,10 @@ class Answer:
         async for _ in self.follow():
             pass
         for row in self.rows:
-            if not row.ended or row.error:
-                raise failed(row) if row.error else ClientDisconnect
+            if row.error:
+                raise failed(row)
+            if not row.ended:
+                raise ClientDisconnect
         choices = [
             self.choice(i, 0, self.text(row, row.ended), row.ended)
             for i, row in enumerate(self.rows)
@@ -441,9 +440,12 @@ class Answer:
 
     async def stream(self):
         """Yields chunks: of each row what has been added since the last one."""
-        head = self.head | ({} if self.plain else {"object": "chat.completion.chunk"})
+        head = self.head
         sent = dict.fromkeys(range(len(self.rows)), 0)
-        opening = [] if self.plain else [*sent]
+        opening = []
+        if not self.plain:
+            head = head | {"object": "chat.completion.chunk"}
+            opening = [*sent]
         async for _ in self.follow():
             while opening:
                 yield head | {"choices": [self.choice(opening.pop(0), 0, "", "", "delta")]}
@@ -464,7 +466,9 @@ class Answer:
         """Yields the canvas of the page's request, what each step writes, and at the end the slots
         left, with texts.
         """
-        (row,), tokenizer, shown = self.rows, self.model.tokenizer, 0
+        (row,) = self.rows
+        tokenizer = self.model.tokenizer
+        shown = 0
         texts = iter(prompts.pieces(tokenizer, [token for token in row.ids if token is not None]))
         yield {"canvas": [token if token is None else [token, next(texts)] for token in row.ids]}
         async for _ in self.follow():
@@ -472,7 +476,8 @@ class Answer:
                 row.compiling = False
                 yield {"compiling": True}
             for slots in row.steps[shown:]:
-                shown, written = shown + 1, []
+                shown += 1
+                written = []
                 for slot in slots:
                     token, logp, *likely = row.written[slot]
                     others = [
@@ -482,18 +487,14 @@ class Answer:
                 yield {"step": shown, "write": written, "passes": row.passes}
         if row.error:
             yield failed(row).body
-        ids = [
-            row.written.get(slot, (-1,))[0] if token is None else token
-            for slot, token in enumerate(row.ids)
-        ]
-        kept = prompts.Texts(None, None, {*self.model.ends, -1}, 0).kept(
-            prompts.Canvas("", "", row.ids, 0, None), ids
-        )
-        yield {
-            "keep": [
-                *zip(kept, prompts.pieces(tokenizer, [ids[slot] for slot in kept]), strict=True)
-            ]
-        }
+        ids = [*row.ids]
+        for slot, (token, *_) in row.written.items():
+            ids[slot] = token
+        # what an error left without a token ends the text, too
+        texts = prompts.Texts(tokenizer, None, {*self.model.ends, None}, 0)
+        kept = texts.kept(prompts.Canvas("", "", row.ids, 0, None), ids)
+        pieces = prompts.pieces(tokenizer, [ids[slot] for slot in kept])
+        yield {"keep": [*zip(kept, pieces, strict=True)]}
 
 
 def failed(row):
@@ -510,16 +511,14 @@ async def events(chunks):
     yield "data: [DONE]\n\n"
 
 
-def syntax_error(prompt, text):
+def syntax_error(prompt, text, program):
     """What is no Python in a function with which a text goes on from its prompt, or in a text that
-    was filled; None if all is.
+    was filled; None if all is. The program is what is tested of the text.
     """
-    if "[MASK" not in prompt:
-        program = prompts.definitions(prompt, text)
-        behind = text[len(program) :].lstrip("\n")
-        added = len(program) > len(prompt.rstrip())
-        if not text.startswith(prompt) or (added and not behind[:1].isspace()):
-            text = program
+    behind = text[len(program) :].lstrip("\n")
+    added = len(program) > len(prompt.rstrip())
+    if not text.startswith(prompt) or (added and not behind[:1].isspace()):
+        text = program
     try:
         with warnings.catch_warnings(action="ignore"):
             ast.parse(text)
@@ -582,8 +581,9 @@ class Server:
         except ValueError as error:
             raise Refusal(400, str(error)) from None
         except OverflowError as error:
-            later = {"Retry-After": "1"}
-            raise Refusal(429, str(error), None, "rate_limit_exceeded", later) from None
+            raise Refusal(
+                429, str(error), None, "rate_limit_exceeded", {"Retry-After": "1"}
+            ) from None
         answer = Answer(request, rows, changed, self.model, self.name)
         if path == "/v1/canvas":
             chunks = answer.steps()
@@ -609,10 +609,10 @@ class Server:
                         repair.opened, self.model, prompt, text, body["open"]
                     )
                     return JSONResponse({"ids": ids})
-                if wrong := syntax_error(prompt, text):
+                program = text if "[MASK" in prompt else prompts.definitions(prompt, text)
+                if wrong := syntax_error(prompt, text, program):
                     said = f"line {wrong.lineno}: {wrong.msg}"
                     return JSONResponse({"examples": [said], "line": wrong.lineno})
-                program = text if "[MASK" in prompt else prompts.definitions(prompt, text)
                 said = await asyncio.to_thread(prompts.judged, program, prompts.examples(prompt))
                 return JSONResponse({"examples": said})
         # no examples; no sandbox; too deep

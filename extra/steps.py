@@ -21,8 +21,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import runs
 
-STEPS_S, REST_S = 9.0, 3.0  # seconds of all steps, and of the finished text
-LETTER, LINE = 8.43, 21  # width of a letter and height of a line, in pixels
+STEPS_S = 9.0  # seconds of all steps
+REST_S = 3.0  # seconds of the finished text
+LETTER = 8.43  # width of a letter, in pixels
+LINE = 21  # height of a line, in pixels
 STYLE = "<style>text{font:14px monospace;white-space:pre}</style>"
 LEGEND = """<linearGradient id="g"><stop stop-color="hsl(220 80% 85%)"/>
 <stop offset=".25" stop-color="hsl(165 80% 85%)"/><stop offset=".5" stop-color="hsl(110 80% 85%)"/>

@@ -33,6 +33,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import runs
+from runs import Count, Natural
 
 Split = typing.Literal["constants", "composed", "phrased", "level4"]
 SPLITS = typing.get_args(Split)
@@ -41,10 +42,10 @@ SPLITS = typing.get_args(Split)
 @dataclasses.dataclass(frozen=True)
 class Config:
     out: str = "data/tinypython"  # folder to write
-    n: typing.Annotated[int, (1, 2**31 - 1)] = 100_000  # functions to train on
-    tasks: typing.Annotated[int, (1, 2**31 - 1)] = 1000  # tasks of each split
+    n: Count = 100_000  # functions to train on
+    tasks: Count = 1000  # tasks of each split
     splits: tuple[Split, ...] = SPLITS  # splits to write
-    seed: typing.Annotated[int, (0, 2**31 - 1)] = 0  # random seed of all that is drawn
+    seed: Natural = 0  # random seed of all that is drawn
 
 
 UNSEEN = "\u00a4"  # ends a phrasing that train never has, until the sentence is complete
@@ -54,9 +55,7 @@ CALL = re.compile(r"\b([A-Z]+\d?)\{([^{}]*)\}")  # of a slot: M{x}
 DRAWS = re.compile(r"\b(?:[A-Z]+|[mf]|h[PM])\d?\b")  # what a template draws, beside its arguments
 # sum([x for x in a]) needs no list
 GENERATOR = re.compile(r"\b(sum|join|sorted)\(\[(.*? for .*?)\]\)")
-THEIR = re.compile(
-    r"the (sum|total|mean|average|maximum|minimum|product|number|total length) of them\b"
-)
+THEIR = r"the (sum|total|mean|average|maximum|minimum|product|number|total length) of them\b"
 # an operation, or a template for some
 Entry = collections.namedtuple("Entry", "names code constants phrasings")
 
@@ -73,7 +72,8 @@ def table(name, codes=1):
             [phrasing.split(" // ") for phrasing in field.split(" / ")] for field in fields[codes:]
         ]
         constants = sorted({*CONSTANT.findall(" ".join(code))})
-        found[names.split(", ")[0]] = Entry(names.split(", "), code, constants, phrasings)
+        names = names.split(", ")
+        found[names[0]] = Entry(names, code, constants, phrasings)
     return found
 
 
@@ -92,7 +92,6 @@ KINDS = {
 MAPS = {element: table(f"{element} maps") for element in ("int", "str")}
 PREDICATES = {element: table(f"{element} predicates", 2) for element in ("int", "str", "char")}
 FOLDS = table("folds", 2)
-PAIRS = table("pairs")
 LEVELS = {level: table(f"level {level}", 2) for level in (1, 2, 3, 4)}
 # of the levels in train; in a level, templates with more slots are drawn more often
 SHARES = {1: 2, 2: 4, 3: 3, 4: 1}
@@ -107,7 +106,7 @@ FITTING = {
     "M": MAPS,
     "KEY": MAPS,
     "F": dict.fromkeys(PREDICATES, FOLDS),
-    "BOTH": {"int": PAIRS},
+    "BOTH": {"int": table("pairs")},
 }
 SWAPS = {
     sign: [other] for sign, other in zip(LISTS["swaps"][::2], LISTS["swaps"][1::2], strict=True)
@@ -154,7 +153,7 @@ class Function:
         if ambiguous or not self.bodies:
             raise KeyError("no body, or a sentence that may mean a list of characters or a string")
         self.is_new = self.is_new or UNSEEN in said
-        said = THEIR.sub(r"their \1", said.replace(UNSEEN, ""))
+        said = re.sub(THEIR, r"their \1", said.replace(UNSEEN, ""))
         # the sentence, with A and B in it
         self.template = re.sub("(number|count) of the ", r"\1 of ", said)
         self.what = (*self.operations, *self.constants, *self.arguments.values())
@@ -254,11 +253,11 @@ class Function:
             code, other = codes
             say, *short = says
             verb = say()
-            one, many = (re.sub(r"\((.*?)\|(.*?)\)", form, verb) for form in (r"\1", r"\2"))
+            many = re.sub(r"\(.*?\|(.*?)\)", r"\1", verb)
             values |= {
                 f"P{i}": partial(applied, code),
                 f"U{i}": partial(applied, other),
-                f"Q{i}": one,
+                f"Q{i}": re.sub(r"\((.*?)\|.*?\)", r"\1", verb),
                 f"R{i}": many,
             }
             values["MANY"] = f"{values['N']} that {many}"
@@ -328,8 +327,9 @@ def value(kind, f, rng, edge):
         text = rng.choice(LISTS["words"])
         letter = rng.choice(letters)
         text = rng.choice((text, text, text, letter + text, text + letter, text + text[::-1]))
-        cased = {*LISTS["cased"]} & {*f.operations} and rng.random() < 0.5
-        return rng.choice((text, text.upper(), text.capitalize())) if cased else text
+        if {*LISTS["cased"]} & {*f.operations} and rng.random() < 0.5:
+            return rng.choice((text, text.upper(), text.capitalize()))
+        return text
 
     size = edge if edge < 2 else rng.randint(2, 6)
     if kind == "int":
@@ -557,11 +557,14 @@ def main(cfg):
         files = {"train": [], "pairs": [], "holes": []}
         for prompt, body in world.train(cfg.n):
             start, end = hole(body, rng)
-            before = prompt + body[:start]
             files["train"].append({"content": prompt + body})
             files["pairs"].append({"prompt": prompt, "response": body})
             files["holes"].append(
-                {"prompt": before, "response": body[start:end], "suffix": body[end:]}
+                {
+                    "prompt": prompt + body[:start],
+                    "response": body[start:end],
+                    "suffix": body[end:],
+                }
             )
         for split in cfg.splits:
             files[split] = list(world.tasks(split, cfg.tasks))
