@@ -126,7 +126,7 @@ def prompt(protocol, q, trim_prefix=True):
 # ---- rules: from a text to a candidate -----------------------------------------------------------
 
 # tokens that Qwen2.5's and Dream's tokenizer remove with skip_special_tokens=True
-SPECIAL = re.compile(
+SPECIAL = (
     r"<\|(endoftext|im_start|im_end|mask|beginoftext|object_ref_start|object_ref_end|box_start|"
     r"box_end|quad_start|quad_end|vision_start|vision_end|vision_pad|image_pad|video_pad)\|>"
 )
@@ -141,7 +141,7 @@ def cut_at_fence(text, q):
 
 
 def without_special(text):
-    return SPECIAL.sub("", text)
+    return re.sub(SPECIAL, "", text)
 
 
 def tabs_to_spaces(text, q):
@@ -206,17 +206,32 @@ def longest_program(lines, least):
     return "\n".join(best)
 
 
-def needed(entry, definitions, names_in):
-    """The definitions that the entry point needs, directly or not. definitions: {name: node}."""
+def needed(code, entry, name_of, names_in, first=False):
+    """The statements of a program that import, or define what the entry point needs, directly or
+    not.
+
+    name_of(node): the name that a statement defines, if any; names_in(node): those that it needs.
+    The last definition of a name counts, or the first one.
+    """
+    imports = []
+    definitions = {}
+    for node in getattr(parsed(code), "body", []):
+        name = name_of(node)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imports.append(node)
+        elif name and not (first and name in definitions):
+            definitions[name] = node
     names = [entry]
     for name in names:  # which grows
         if name in definitions:
             names += names_in(definitions[name]) - {*names}
-    return [node for name, node in definitions.items() if name in names]
+    return imports + [node for name, node in definitions.items() if name in names]
 
 
-def has_return(node):
-    return any(isinstance(child, ast.Return) for child in ast.walk(node))
+def counts(node):
+    """Whether a definition is a class, or a function with a return."""
+    returns = any(isinstance(child, ast.Return) for child in ast.walk(node))
+    return returns or isinstance(node, ast.ClassDef)
 
 
 def dream_sanitize(text, q):
@@ -226,19 +241,17 @@ def dream_sanitize(text, q):
     The last definition of a name counts, `a.b` uses only b, and only the first 100 lines are read.
     """
     text = text.replace("\t", "    ").replace("\r\n", "\n").replace("\r", "\n").strip() + "\n"
-    tree = parsed(longest_program(text.splitlines()[:100], 1))
-    imports = []
-    definitions = {}
-    for node in tree.body if tree else []:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            imports.append(node)
-        elif isinstance(node, ast.ClassDef) or (
-            isinstance(node, ast.FunctionDef) and has_return(node)
-        ):
-            definitions[node.name] = node
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            definitions[node.targets[0].id] = node
-    return "\n".join(map(ast.unparse, [*imports, *needed(q.entry, definitions, dream_names)]))
+    code = longest_program(text.splitlines()[:100], 1)
+    return "\n".join(map(ast.unparse, needed(code, q.entry, dream_name, dream_names)))
+
+
+def dream_name(node):
+    """The name that a statement defines according to Dream, or None."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef) and counts(node):
+        return node.name
+    if isinstance(node, ast.Assign):
+        return getattr(node.targets[0], "id", None)  # a plain name has an id
+    return None
 
 
 def dream_names(node):
@@ -265,20 +278,12 @@ def evalplus_sanitize(text, q):
     """
     lines = text.split("\n")
     code = longest_program(lines, 2) or lines[0]
-    tree = parsed(code.lstrip())
-    imports = []
-    definitions = {}
-    for node in tree.body if tree else []:
-        name = evalplus_name(node)
-        if isinstance(node, ast.Import) or (
-            isinstance(node, ast.ImportFrom) and node.module != "__future__"
-        ):
-            imports.append(node)
-        elif name and name not in definitions:
-            definitions[name] = node
-    nodes = [*imports, *needed(q.entry, definitions, evalplus_names)]
-    kept = b"\n".join(evalplus_source(code.lstrip().encode(), node) for node in nodes).decode()
-    return kept.strip() or code
+    data = code.lstrip().encode()
+    kept = []
+    for node in needed(code.lstrip(), q.entry, evalplus_name, evalplus_names, first=True):
+        if getattr(node, "module", "") != "__future__":
+            kept.append(evalplus_source(data, node))
+    return b"\n".join(kept).decode().strip() or code
 
 
 def evalplus_source(data, node):
@@ -303,8 +308,7 @@ def evalplus_name(node):
     definitions.
     """
     if isinstance(node, tasks.DEFINITION):
-        kept = isinstance(node, ast.ClassDef) or has_return(node)
-        return node.name if kept and not node.decorator_list else None
+        return node.name if counts(node) and not node.decorator_list else None
     # the first plain name of both sides: `a.b = c` defines c
     if isinstance(node, ast.Assign | ast.AnnAssign):
         left, *more = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -374,7 +378,7 @@ BEGIN\s*(.*)\s*DONE
 \[BEGIN\]\s*'(.*)
 \[BEGIN\](.*)
 '(.*)'\s*\[DONE\]
-""".split("\n")[1:-1]
+""".split()
 
 
 def opencompass_answer(text, q):
@@ -518,10 +522,11 @@ class HarnessScorer(benchmarks.Scorer):
 class OursInChat(tasks.Ours):
     """Our own way, through the model's chat template."""
 
+    wrap = None  # the chat template
+
     def __init__(self, cfg):
         super().__init__(cfg)
         self.name = f"ours_chat/{self.task}"
-        self.wrap = None
         if not cfg.samples:
             run, _, _ = benchmarks.find_model(cfg)
             self.wrap = prompts.chat_template(run)
@@ -555,7 +560,8 @@ def main(cfg):
         protocol = tasks.Ours(cfg) if cfg.protocol == "ours" else OursInChat(cfg)
         return benchmarks.evaluate(cfg, tasks.read_problems(cfg), protocol)
     name, record = named(cfg.protocol, cfg.task)
-    record = record._replace(shots=record.shots if cfg.shots is None else cfg.shots)
+    if cfg.shots is not None:
+        record = record._replace(shots=cfg.shots)
     cfg = filled_in(cfg, record)
     cfg = benchmarks.settle(with_full_mbpp(cfg, record))
     problems = tasks.read_problems(cfg)
