@@ -272,6 +272,7 @@ def fill(row, slots, token_C, score_C, count):
 
 
 # ---- the demos ---------------------------------------------------------------------------------
+# Each fills its row in place and returns it; dreamon returns another, as its row grows.
 
 
 def llada(read, row, cfg, rng):
@@ -279,7 +280,6 @@ def llada(read, row, cfg, rng):
 
     The confidence is the probability of the drawn token, without the temperature.
     """
-    row = row.copy()
     given = row != read.cfg.mask_id
     first = len(row) - cfg.max_new
     size = cfg.block_length or cfg.max_new
@@ -320,7 +320,6 @@ def fast_dllm(read, row, cfg, rng):
     from the block on (prefix). Of a Dream that first pass fills the block's first token, which the
     window cannot predict: the state that does stands before it.
     """
-    row = row.copy()
     first = len(row) - cfg.max_new
     size = cfg.block_length
     if not size or cfg.max_new % size:
@@ -330,10 +329,9 @@ def fast_dllm(read, row, cfg, rng):
     share_S = diffusion.dream_shares(steps)
     if shift and steps == 1:  # one step more, as the first one fills a single token
         share_S = [0.0, 1.0]
-    passes = size if cfg.threshold else len(share_S)
     for begin in range(first, len(row), size):
         end = begin + size
-        for i in range(passes):
+        for i in range(size if cfg.threshold else len(share_S)):
             slots = read.masks(row, begin, end)
             if len(slots) == 0:
                 break
@@ -366,7 +364,6 @@ def fast_dllm_v2(read, row, cfg, rng):
     the threshold on. Its authors' cache changes nothing but the time: a finished block attends to
     itself and what is before it.
     """
-    row = row.copy()
     size = cfg.block_length or read.cfg.block_length
     sub = cfg.sub_block or size
     begin = np.argmax(row == read.cfg.mask_id) // size * size
@@ -390,7 +387,6 @@ def open_dcoder(read, row, cfg, rng, shown=None):
 
     One of low confidence becomes MASK again, whatever it held.
     """
-    row = row.copy()
     slots = read.masks(row)
     steps = cfg.steps or len(slots)
     for i in range(steps):
@@ -398,8 +394,8 @@ def open_dcoder(read, row, cfg, rng, shown=None):
             break
         logits_CV, token_C = draw_filtered(read, read(row, slots), cfg, rng)
         score_C = probability(logits_CV, token_C)
-        share = np.float32(1 - (i + 1) / steps)
-        masked = int(np.float32(len(slots)) * share)  # how many are MASK after this step
+        # how many are MASK after this step
+        masked = int(np.float32(len(slots)) * np.float32(1 - (i + 1) / steps))
         # A slot that is chosen again keeps its token.
         token_C = np.where(row[slots] == read.cfg.mask_id, token_C, row[slots])
         row[slots] = read.cfg.mask_id
@@ -411,7 +407,6 @@ def open_dcoder(read, row, cfg, rng, shown=None):
 
 def dream_coder(read, row, cfg, rng):
     """Dream-Coder: Dream's sampler with a penalty of EOS while little of the text is filled."""
-    row = row.copy()
     masks = len(read.masks(row))
     for share in diffusion.dream_shares(cfg.steps or masks):
         slots = read.masks(row)
@@ -440,8 +435,7 @@ def dreamon(read, row, cfg, rng, shown=None):
     slots = read.masks(row)
     longest = min(len(row) - len(slots) + cfg.max_new, read.cfg.positions)
     budget = cfg.budget
-    limit = 2 * (longest - slots[0]) + 2 * budget
-    for _ in range(cfg.steps or limit):
+    for _ in range(cfg.steps or 2 * (longest - slots[0] + budget)):
         slots = read.masks(row)
         if len(slots) == 0:
             break
@@ -456,7 +450,8 @@ def dreamon(read, row, cfg, rng, shown=None):
         for p, token in enumerate(row.tolist()):
             generated = p in slots
             if generated and (token == eos or (cfg.delete_to_right and p > end)):
-                new += [eos] if cfg.keep_eos else []
+                if cfg.keep_eos:
+                    new.append(eos)
             elif generated and token == expand:
                 new += [mask, mask]
                 budget -= 1

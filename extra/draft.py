@@ -136,26 +136,24 @@ class Sampler:
         """A token [B, W] for each slot, from one hidden state."""
         rule = self.rule
         logits_BWV = jnp.where(given.banned_V, -jnp.inf, model.logits(hidden_BWD))
-        if rule.temperature:
+        if not rule.temperature:
+            return diffusion.sample_tokens(logits_BWV, None, 0)
 
-            def uniform(key, slot):  # of row and slot alone, not of step, batch or draft
-                key = jax.random.fold_in(jax.random.wrap_key_data(key), slot)
-                tiny = jnp.finfo(jnp.float32).tiny
-                return jax.random.uniform(key, given.banned_V.shape, minval=tiny)
+        def uniform(key, slot):  # of row and slot alone, not of step, batch or draft
+            key = jax.random.fold_in(jax.random.wrap_key_data(key), slot)
+            tiny = jnp.finfo(jnp.float32).tiny
+            return jax.random.uniform(key, given.banned_V.shape, minval=tiny)
 
-            u_BWV = jax.vmap(jax.vmap(uniform, (None, 0)))(given.key_B, slot_BW)
-            filtered_BWV = diffusion.filter_logits(
-                logits_BWV,
-                rule.temperature,
-                rule.top_k,
-                rule.top_p,
-                rule="dream",
-                width=sample_dream.filter_width(model),
-            )
-            token_BW = diffusion.sample_tokens(filtered_BWV, u_BWV, 1.0)
-        else:
-            token_BW = diffusion.sample_tokens(logits_BWV, None, 0)
-        return token_BW.astype(jnp.int32)
+        u_BWV = jax.vmap(jax.vmap(uniform, (None, 0)))(given.key_B, slot_BW)
+        filtered_BWV = diffusion.filter_logits(
+            logits_BWV,
+            rule.temperature,
+            rule.top_k,
+            rule.top_p,
+            rule="dream",
+            width=sample_dream.filter_width(model),
+        )
+        return diffusion.sample_tokens(filtered_BWV, u_BWV)
 
     def drafted(self, model, token_B1, slot_BW, given, cache):
         """(drafts [B, N] after the last tokens, cache), by one pass over MASKs that see each other.
@@ -214,8 +212,7 @@ class Sampler:
             index_BN = N + 1 + ((count_B - 1) * size + (not shift))[:, None] + jnp.arange(N)
             hidden_BND = jnp.take_along_axis(hidden_BWD, index_BN[..., None], 1)
             draft_BN = self.draw(model, hidden_BND, slot_BN[:, 1:] + count_B[:, None], given)
-        state = state._replace(cache=cache, draft_BN=draft_BN)
-        return self.write(state, given, token_BN, count_B)
+        return self.write(state._replace(cache=cache, draft_BN=draft_BN), given, token_BN, count_B)
 
     def write(self, state, given, token_BW, count_B):
         """The state with the first count_B of the tokens after the last one, up to an end token or
@@ -257,7 +254,7 @@ def begin(params, state, given, *, sampler, width):
     hidden_B1D = jnp.take_along_axis(hidden_BPD, state.last_B[:, None, None], 1)
     token_B1 = sampler.draw(model, hidden_B1D, state.last_B[:, None] + 1, given)
     state = state._replace(cache=sample_dream.split(cache))
-    return sampler.write(state, given, token_B1, jnp.ones(B, jnp.int32))
+    return sampler.write(state, given, token_B1, jnp.ones(B))
 
 
 @functools.partial(jax.jit, static_argnames=("sampler",), donate_argnames=("state",))
@@ -301,7 +298,6 @@ def prepare(cfg, rule, prompts, key, dtype):
         row[: len(ids)] = ids
     id_V = np.arange(cfg.vocab)
     banned_V = np.isin(id_V, (cfg.mask_id, cfg.expand_id)) | (id_V >= (rule.vocab or cfg.vocab))
-    key_B = sample_dream.keys_of_rows(key, B)
     shape = B, cfg.kv_heads, L, cfg.head_size
     state = State(
         token_BL=token_BL,
@@ -312,7 +308,7 @@ def prepare(cfg, rule, prompts, key, dtype):
         cache=[(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(cfg.layers)],
     )
     prefix = min(sample_dream.canvas_width(int(max(begin_B)), 1 << 30), L)
-    return state, Given(begin_B, end_B, banned_V, key_B), prefix
+    return state, Given(begin_B, end_B, banned_V, sample_dream.keys_of_rows(key, B)), prefix
 
 
 def generate(model, prompts, max_new, rule=None, key=None):
@@ -329,15 +325,13 @@ def generate(model, prompts, max_new, rule=None, key=None):
     sampler = Sampler(graph, dataclasses.replace(rule, vocab=0))
     state = sample_dream.beside(params, jax.tree.map(jnp.asarray, state))
     state = begin(params, state, given, sampler=sampler, width=width)
-    done = False
-    while not done:
+    done_B = [False]
+    while not np.all(done_B):
         state, done_B = advance(params, state, given, sampler=sampler)
-        done = np.asarray(done_B).all()
 
     texts = []
-    token_BL = np.asarray(state.token_BL)
-    last_B = np.asarray(state.last_B)
-    for row, ids, last in zip(token_BL, prompts, last_B, strict=True):
+    rows = zip(np.asarray(state.token_BL), np.asarray(state.last_B), prompts, strict=True)
+    for row, last, ids in rows:
         fill = list(rule.eos_ids[:1]) * int(len(ids) - last - 1)
         texts.append(row[: last + 1].tolist() + fill)
     steps = int(state.step)
