@@ -54,7 +54,7 @@ SLOT = re.compile(r"\b[A-Zx]+\d?\b")
 CALL = re.compile(r"\b([A-Z]+\d?)\{([^{}]*)\}")  # of a slot: M{x}
 DRAWS = re.compile(r"\b(?:[A-Z]+|[mf]|h[PM])\d?\b")  # what a template draws, beside its arguments
 # sum([x for x in a]) needs no list
-GENERATOR = re.compile(r"\b(sum|join|sorted)\(\[(.*? for .*?)\]\)")
+GENERATOR = r"\b(sum|join|sorted)\(\[(.*? for .*?)\]\)"
 THEIR = r"the (sum|total|mean|average|maximum|minimum|product|number|total length) of them\b"
 # an operation, or a template for some
 Entry = collections.namedtuple("Entry", "names code constants phrasings")
@@ -92,9 +92,9 @@ KINDS = {
 MAPS = {element: table(f"{element} maps") for element in ("int", "str")}
 PREDICATES = {element: table(f"{element} predicates", 2) for element in ("int", "str", "char")}
 FOLDS = table("folds", 2)
-LEVELS = {level: table(f"level {level}", 2) for level in (1, 2, 3, 4)}
-# of the levels in train; in a level, templates with more slots are drawn more often
-SHARES = {1: 2, 2: 4, 3: 3, 4: 1}
+SHARES = {1: 2, 2: 4, 3: 3, 4: 1}  # of the levels in train
+LEVELS = {level: table(f"level {level}", 2) for level in SHARES}
+# In a level, templates with more slots are drawn more often.
 DRAWN = {
     n: [key for key, e in LEVELS[n].items() for _ in range(1 + 2 * len(DRAWS.findall(e.code[0])))]
     for n in LEVELS
@@ -124,6 +124,9 @@ class Function:
     nothing fits.
     """
 
+    helper = ""  # source of the helper
+    is_new = False  # whether there is a phrasing that train never has
+
     # a helper has the template `key` for an element
     def __init__(self, rng, level, new=False, key="", element=""):
         self.rng = rng
@@ -136,8 +139,6 @@ class Function:
         # {slot: for each operation in it the names that it may have}
         self.names = collections.defaultdict(list)
         self.values = {}  # {slot: its text, or a function from the text in its braces}
-        self.helper = ""  # source of the helper
-        self.is_new = False  # whether there is a phrasing that train never has
         names, (slots, bodies), (say,) = self.draw(LEVELS[level], [key or rng.choice(DRAWN[level])])
         slots, _, self.methods = slots.partition(":")  # a class has methods: add int, reset
         for slot in slots.split():
@@ -166,7 +167,7 @@ class Function:
             name if self.methods or element or rng.random() < 0.9 else rng.choice(LISTS["silent"])
         )
         self.values["SELF"] = self.name
-        self.values.update(zip("AB", self.arguments, strict=False))
+        self.values |= zip("AB", self.arguments, strict=False)
         said = re.sub(r"\b[AB]\b", lambda slot: self.values[slot[0]], self.template)
         self.sentence = said[0].upper() + said[1:]
 
@@ -177,7 +178,7 @@ class Function:
         self.values["x"] = self.rng.choice(
             [name for name in LISTS["variables"] if name not in self.arguments]
         )
-        return textwrap.indent(GENERATOR.sub(r"\1(\2)", self.fill(body)), "    ") + "\n"
+        return textwrap.indent(re.sub(GENERATOR, r"\1(\2)", self.fill(body)), "    ") + "\n"
 
     def prompt(self, example=""):
         """The source up to the end of the docstring."""
@@ -405,10 +406,11 @@ def example(f, rng):
 
 def mutants(text, rng):
     """Programs that differ from a body in one sign, name or constant, in random order."""
-    marks = [(mark.start(), mark[0]) for mark in re.finditer(r"[=!<>+*/%-]+|\b\w+\b", text)]
-    for start, word in rng.sample(marks, len(marks)):
+    marks = [*re.finditer(r"[=!<>+*/%-]+|\b\w+\b", text)]
+    for mark in rng.sample(marks, len(marks)):
+        word = mark[0]
         for other in (int(word) + 1, int(word) - 1) if word.isdigit() else SWAPS.get(word, ()):
-            yield f"{text[:start]}{other}{text[start + len(word) :]}"
+            yield f"{text[: mark.start()]}{other}{text[mark.end() :]}"
 
 
 def tests_of(f, rng):
@@ -472,7 +474,7 @@ class World:
     def train(self, n):
         """n functions as (prompt, solution)."""
         while n:
-            f, split = self.draw(self.rng, (1, 2, 3, 4))
+            f, split = self.draw(self.rng, [*LEVELS])
             if not split:
                 self.sentences[f.template] = f.what
                 self.combinations.add(f.combination)
@@ -526,9 +528,9 @@ def hole(text, rng):
     """Offsets of a hole in a solution: one line or two, or the rest of a line from some word on."""
     lines = [found.span() for found in re.finditer(r".+\n", text)]
     i = rng.randrange(len(lines))
-    if rng.random() < 0.5 and i + 1 < len(lines):
-        return lines[i][0], lines[min(i + rng.randrange(2), len(lines) - 2)][1]
     start, end = lines[i]
+    if rng.random() < 0.5 and i + 1 < len(lines):
+        return start, lines[min(i + rng.randrange(2), len(lines) - 2)][1]
     return rng.choice(
         [start + found.end() for found in re.finditer(r"\w [^\w]?|[(\[]|^ +", text[start:end])]
     ), end - 1
@@ -542,19 +544,18 @@ def main(cfg):
             f"{out} holds other files than a TinyPython, or a part of one; "
             "choose another --out or delete it"
         )
+    files = {"train": [], "pairs": [], "holes": []}
     settings = {"n": cfg.n, "tasks": cfg.tasks, "splits": [*cfg.splits], "seed": cfg.seed}
     out.mkdir(parents=True, exist_ok=True)
     with runs.lock(out / ".lock"):
         if meta.exists():
             if runs.read_json(meta, "settings")["settings"] != settings:
                 raise ValueError(f"{out} holds another world; choose another --out or delete it")
-            written = "train", "pairs", "holes", *cfg.splits
-            if all((out / f"{name}.jsonl").exists() for name in written):
+            if all((out / f"{name}.jsonl").exists() for name in [*files, *cfg.splits]):
                 print(f"{out} is complete, nothing to do")
                 return
         world = World(cfg.seed)
         rng = random.Random(f"{cfg.seed} holes")
-        files = {"train": [], "pairs": [], "holes": []}
         for prompt, body in world.train(cfg.n):
             start, end = hole(body, rng)
             files["train"].append({"content": prompt + body})
