@@ -125,7 +125,6 @@ class Protocol(protocols.OursInChat):
     """Asks as LiveCodeBench does; --chat: through the model's chat template."""
 
     ends = protocols.IM_END
-    wrap = None  # the chat template
 
     def __init__(self, cfg):
         if cfg.chat:
@@ -185,8 +184,8 @@ def last_program(text, entry):
 
 
 class Scorer(benchmarks.Scorer):
-    def __init__(self, cfg, problems, protocol, samples):
-        super().__init__(cfg, problems, protocol, samples)
+    def __init__(self, *args):
+        super().__init__(*args)
         self.flags |= {"memory_mb": 4096, "threads": True}
 
     def expect(self, keys):
@@ -316,14 +315,12 @@ def text_of_pickle(data):
 
 def same_lines(printed, wanted):
     """Whether a program printed what is wanted: equal lines, stripped, or equal numbers."""
-    ours, theirs = (
-        [line.strip() for line in text.strip().split("\n")] for text in (printed, wanted)
-    )
     # strict: ValueError where one has more lines
+    lines = zip(printed.strip().split("\n"), wanted.strip().split("\n"), strict=True)
     with contextlib.suppress(InvalidOperation, ValueError):
         return all(
-            a == b or [*map(Decimal, a.split())] == [*map(Decimal, b.split())]
-            for a, b in zip(ours, theirs, strict=True)
+            a.strip() == b.strip() or [*map(Decimal, a.split())] == [*map(Decimal, b.split())]
+            for a, b in lines
         )
     return False
 

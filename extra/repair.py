@@ -75,11 +75,11 @@ def main(cfg):
         requests = prompts.read_requests(cfg.file)
     if not cfg.raw:
         requests = [(prompts.on_new_line(prompt), suffix) for prompt, suffix in requests]
+        if any("[MASK" in prompt for prompt, _ in requests):
+            raise ValueError(
+                "what follows a prompt is repaired, not its [MASK]; --raw takes it as text"
+            )
     tests = [prompts.examples(prompt) for prompt, _ in requests]
-    if not cfg.raw and any("[MASK" in prompt for prompt, _ in requests):
-        raise ValueError(
-            "what follows a prompt is repaired, not its [MASK]; --raw takes it as text"
-        )
     dream = generate_dream.Dream(cfg)
     if dream.model.cfg.block_length:
         raise ValueError(f"{cfg.ckpt} is a Dream of blocks; repair needs one without")
@@ -124,10 +124,10 @@ def draft_of(row, text, tests):
     that passes.
     """
     draft = Draft(row["prompt"], row["completion"], row["suffix"], tests)
-    if row["suffix"]:
+    if draft.suffix:
         return draft
-    whole = prompts.definitions(row["prompt"], text)
-    cut = dataclasses.replace(draft, body=whole[len(row["prompt"]) :] + "\n")
+    whole = prompts.definitions(draft.prompt, text)
+    cut = dataclasses.replace(draft, body=whole[len(draft.prompt) :] + "\n")
     if infill.parses(text):
         return cut
     cut.judge()
@@ -149,15 +149,15 @@ def repair(drafts, rounds, read, fill):
             return
         for (draft, span), new in zip(holes, fill(holes), strict=True):
             start, end, first = span
-            before = draft.body[:start]
             after = draft.body[end:]
             if after.startswith("\n"):
                 new = new.rstrip("\n")
-            trial = dataclasses.replace(draft, body=before + first + new + after)
+            trial = dataclasses.replace(draft, body=draft.body[:start] + first + new + after)
             trial.judge()
             draft.tried.add(span)
-            old = draft.body[start:end]
-            draft.rounds.append({"old": old, "new": first + new, "passed": trial.passed})
+            draft.rounds.append(
+                {"old": draft.body[start:end], "new": first + new, "passed": trial.passed}
+            )
             if trial.passed > draft.passed:
                 draft.body = trial.body
                 draft.passed = trial.passed
@@ -172,8 +172,7 @@ def spans(drafts, read):
     """
     parts = []
     for draft in drafts:
-        texts = (draft.prompt, draft.body, draft.suffix)
-        parts.append([prompts.ids_of(read.tokenizer, text) for text in texts])
+        parts.append(ids_of(read, draft.prompt, draft.body, draft.suffix))
     longest = max(len(body) for _, body, _ in parts)
     C = -(-longest // SLOTS) * SLOTS
     slots = [np.resize(np.arange(len(body)) + len(prompt), C) for prompt, body, _ in parts]
@@ -202,7 +201,10 @@ def parts_of(read, draft, span):
     """Ids before a span of a draft, of its old text, and after it."""
     start, end, first = span
     before = draft.prompt + draft.body[:start] + first
-    texts = (before, draft.body[start:end], draft.body[end:] + draft.suffix)
+    return ids_of(read, before, draft.body[start:end], draft.body[end:] + draft.suffix)
+
+
+def ids_of(read, *texts):
     return [prompts.ids_of(read.tokenizer, text) for text in texts]
 
 

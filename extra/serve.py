@@ -185,6 +185,7 @@ def checked(given, path, model, name):
     its limits.
     """
     fields = {}
+    chat = "top_logprobs" in FORMS[path]
     for field, value in given.items():
         if no_effect(field, value):
             continue
@@ -193,7 +194,7 @@ def checked(given, path, model, name):
         fields[field] = value
         kind = getattr(builtins, FIELDS["types"].get(field, "object"))
         limits = FIELDS["limits"].get(field)
-        if field == "logprobs" and "top_logprobs" in FORMS[path]:
+        if field == "logprobs" and chat:
             kind = bool
             limits = None
         if limits:
@@ -217,7 +218,7 @@ def checked(given, path, model, name):
             400, "stop has to be a text of 1 to 99 characters, or a list of at most 32", "stop"
         )
     check_name(fields.get("model"), name)
-    if "top_logprobs" in FORMS[path]:
+    if chat:
         fields["logprobs"] = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
     defaults = {"n": 1, "logprobs": None, "seed": fields.get("random_seed", random.getrandbits(31))}
     return model.defaults | defaults | fields | {"stop": stop}
@@ -450,10 +451,11 @@ class Answer:
             while opening:
                 yield head | {"choices": [self.choice(opening.pop(0), 0, "", "", "delta")]}
             for i, begin in [*sent.items()]:
-                ended = self.rows[i].ended
-                new = self.text(self.rows[i], ended)[begin:]
+                row = self.rows[i]
+                ended = row.ended
+                new = self.text(row, ended)[begin:]
                 if ended == "error":
-                    yield failed(self.rows[i]).body
+                    yield failed(row).body
                 elif new or ended:
                     yield head | {"choices": [self.choice(i, begin, new, ended, "delta")]}
                 sent[i] += len(new)
@@ -499,9 +501,7 @@ class Answer:
 
 def failed(row):
     """What a client is told of a row that ended with an error."""
-    status = 500
-    if isinstance(row.error, MemoryError | InterruptedError):
-        status = 503
+    status = 503 if isinstance(row.error, MemoryError | InterruptedError) else 500
     return Refusal(status, str(row.error))
 
 
@@ -543,8 +543,7 @@ class Server:
     def let_in(self, request):
         """Refusal for who has no key, and for a page of another site."""
         given = request.headers.get("authorization", "")
-        wanted = f"Bearer {self.key}"
-        if self.key and not secrets.compare_digest(given.encode(), wanted.encode()):
+        if self.key and not secrets.compare_digest(given.encode(), f"Bearer {self.key}".encode()):
             raise Refusal(401, "the API key is missing or wrong", code="invalid_api_key")
         if request.headers.get("sec-fetch-site") == "cross-site":  # a browser says so
             raise Refusal(403, "another site's page may not use this server")
@@ -633,7 +632,7 @@ async def refuse(request, error):
     return JSONResponse(error.body, error.status, error.headers)
 
 
-def app(loop, name, cfg, chats=None):
+def app(loop, name, cfg, chats):
     """The server of a loop as an ASGI application."""
     server = Server(loop, name, chats, os.environ.get(cfg.api_key, ""))
 
@@ -655,8 +654,9 @@ def app(loop, name, cfg, chats=None):
     if cfg.host in ("127.0.0.1", "localhost", "::1"):
         hosts = ["127.0.0.1", "localhost", "[::1]"]
     handlers = dict.fromkeys((Refusal, HTTPException, ClientDisconnect), refuse)
-    starlette = Starlette(routes=routes, exception_handlers=handlers)
-    return TrustedHostMiddleware(starlette, allowed_hosts=hosts)
+    return TrustedHostMiddleware(
+        Starlette(routes=routes, exception_handlers=handlers), allowed_hosts=hosts
+    )
 
 
 if __name__ == "__main__":

@@ -41,7 +41,8 @@ class Config:
 
 def main(cfg):
     out = Path(cfg.out)
-    if out.suffix not in (".html", ".svg"):
+    forms = {".html": page, ".svg": animation}
+    if out.suffix not in forms:
         raise ValueError(f"--out={out} is neither .html nor .svg")
     texts = []
     for _, row in runs.json_rows(io.BytesIO(runs.as_path(cfg.file).read_bytes())):
@@ -51,7 +52,7 @@ def main(cfg):
         raise ValueError(
             f"{cfg.file} holds no steps; generate_dream.py --json --show_steps writes them"
         )
-    runs.write(out, (animation(texts) if out.suffix == ".svg" else page(texts)).encode())
+    runs.write(out, forms[out.suffix](texts).encode())
     print(f"{out}: {len(texts)} texts")
 
 
