@@ -206,8 +206,7 @@ class Reader:
         With a window (start, end) only these slots are fed, and attend to the keys and values that
         the last pass over the whole row left.
         """
-        token_L = np.full(len(row) + -len(row) % 32, self.cfg.pad_id)
-        token_L[: len(row)] = row
+        token_L = np.pad(row, (0, -len(row) % 32), constant_values=self.cfg.pad_id)
         see_1L = np.arange(len(token_L))[None] < len(row)
         if window is None:
             window = (0, len(token_L))
@@ -281,10 +280,9 @@ def llada(read, row, cfg, rng):
     The confidence is the probability of the drawn token, without the temperature.
     """
     given = row != read.cfg.mask_id
-    first = len(row) - cfg.max_new
     size = cfg.block_length or cfg.max_new
     steps = (cfg.steps or cfg.max_new) * size // cfg.max_new
-    for begin in range(first, len(row), size):
+    for begin in range(len(row) - cfg.max_new, len(row), size):
         for i in range(size if cfg.threshold else steps):
             slots = read.masks(row, begin, begin + size)
             if len(slots) == 0:
@@ -320,7 +318,6 @@ def fast_dllm(read, row, cfg, rng):
     from the block on (prefix). Of a Dream that first pass fills the block's first token, which the
     window cannot predict: the state that does stands before it.
     """
-    first = len(row) - cfg.max_new
     size = cfg.block_length
     if not size or cfg.max_new % size:
         raise ValueError(f"--block_length={size} does not divide --max_new={cfg.max_new}")
@@ -329,7 +326,7 @@ def fast_dllm(read, row, cfg, rng):
     share_S = diffusion.dream_shares(steps)
     if shift and steps == 1:  # one step more, as the first one fills a single token
         share_S = [0.0, 1.0]
-    for begin in range(first, len(row), size):
+    for begin in range(len(row) - cfg.max_new, len(row), size):
         end = begin + size
         for i in range(size if cfg.threshold else len(share_S)):
             slots = read.masks(row, begin, end)

@@ -125,10 +125,8 @@ class Sampler:
         """(hidden states, cache with the tokens' keys); a token attends to slots up to its reach,
         where seen_BWL is.
         """
-        shape_BL = len(token_BW), cache[0][0].shape[2]
-        keys = diffusion.Place(
-            jnp.ones(shape_BL, jnp.int32), jnp.broadcast_to(jnp.arange(shape_BL[1]), shape_BL)
-        )
+        slot_1L = jnp.arange(cache[0][0].shape[2])[None]
+        keys = diffusion.Place(jnp.ones_like(slot_1L), slot_1L)
         queries = diffusion.Place(jnp.ones_like(token_BW), reach_BW, seen=seen_BWL)
         return model.hidden(token_BW, place_BW, None, cache, place_BW[:, 0], queries, keys)
 

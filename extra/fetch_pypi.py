@@ -63,14 +63,15 @@ def main(cfg):
             "fetch_pypi.py needs the library pypi-simple; install it: pip install pypi-simple"
         )
     wanted = requirements(cfg.packages)
-    manifest = Path(cfg.out) / "manifest.json"
-    manifest.parent.mkdir(parents=True, exist_ok=True)
-    with runs.lock(manifest.with_name(".lock")), pypi_simple.PyPISimple(cfg.index) as client:
+    out = Path(cfg.out)
+    manifest = out / "manifest.json"
+    out.mkdir(parents=True, exist_ok=True)
+    with runs.lock(out / ".lock"), pypi_simple.PyPISimple(cfg.index) as client:
         client.s.mount("https://", HTTPAdapter(max_retries=Retry(3, backoff_factor=1)))
         entries = runs.read_json(manifest) if manifest.exists() else {}
         for requirement in tqdm(wanted, "fetching", unit=" packages", disable=None):
             if "files" not in entries.get(str(requirement), {}):  # what was left out is tried again
-                entries[str(requirement)] = fetch(client, requirement, Path(cfg.out))
+                entries[str(requirement)] = fetch(client, requirement, out)
                 runs.write(manifest, entries)
     files = [entry["files"] for entry in entries.values() if "files" in entry]
     print(

@@ -294,7 +294,7 @@ def evalplus_source(data, node):
     first = starts[node.lineno - 1] + node.col_offset
     end = starts[node.end_lineno - 1] + node.end_col_offset
     if hasattr(node, "body"):
-        end += len(re.compile(rb"([ \t]*;)?([ \t]*#[^\n]*)?").match(data, end)[0])
+        end = re.compile(rb"([ \t]*;)?([ \t]*#[^\n]*)?").match(data, end).end()
         comment = re.compile(rb"(?:[ \t\r\f]*\n)+([ \t]*)#[^\n]*")
         while (match := comment.match(data, end)) and len(match[1].expandtabs(8)) >= node.body[
             0
@@ -457,18 +457,15 @@ def target(protocol, q):
     return before + "\n".join(q.tests[:3]) + after
 
 
-class Harness:
-    """A record in the form of problems.Ours."""
-
-    skips = False
-    opened = ""
+class Harness(tasks.Ours):
+    """A record of PROTOCOLS, used as our own way is."""
 
     def __init__(self, cfg, name, record):
+        super().__init__(cfg)
         self.cfg = cfg
         self.name = name
         self.record = record
         self.settings = {"shots": record.shots, "trim_prefix": cfg.trim_prefix}
-        self.files = [tasks.tasks_path(cfg)]
         self.ends = record.ends
         self.top_k = record.top_k
         self.factor = record.factor

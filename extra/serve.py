@@ -260,8 +260,7 @@ def rows_of(ask, path, model, wake):
 def check_ids(ids, model):
     """Refusal for what is no canvas of ids and nulls."""
     mask = getattr(model.model.cfg, "mask_id", -1)
-    given = [x for x in ids if x is not None]
-    right = all(type(x) is int and 0 <= x < model.vocab and x != mask for x in given)
+    right = all(x is None or (type(x) is int and 0 <= x < model.vocab and x != mask) for x in ids)
     if not right or None not in ids:
         raise Refusal(400, "ids has to hold token ids, and null where the model generates", "ids")
 
@@ -382,7 +381,7 @@ class Answer:
         # a stream opens with it
         role = {} if name == "delta" and (text or ended) else {"role": "assistant"}
         content = {"text": text} if self.plain else {name: role | {"content": text}}
-        return {"index": i} | content | {"logprobs": logprobs, "finish_reason": ended or None}
+        return {"index": i, **content, "logprobs": logprobs, "finish_reason": ended or None}
 
     def logprobs(self, row, begin, end):
         """Log probabilities, in OpenAI's form, of the tokens that end within the characters begin
