@@ -102,18 +102,18 @@ def settle(cfg):
 def main(cfg):
     cfg = settle(cfg)
     model, tokenizer, ends = load(cfg)
-    family = "dreamon" if model.cfg.expand_id >= 0 else model.cfg.family
+    dream = model.cfg
+    family = "dreamon" if dream.expand_id >= 0 else dream.family
     likes = {"dream": ["dream_coder", "fast_dllm"], "llada": ["fast_dllm", "llada"]}
     likes = likes.get(family, [family])
     if cfg.like not in likes:
         names = [f"--like={name}" for name in likes if name in LIKE] or ["generate_dream.py"]
         raise ValueError(f"{cfg.ckpt} is a {family}; take {' or '.join(names)}")
 
-    row = row_of(cfg, model.cfg, tokenizer)
-    positions = model.cfg.positions
-    if len(row) > positions:
+    row = row_of(cfg, dream, tokenizer)
+    if len(row) > dream.positions:
         raise ValueError(
-            f"{len(row)} tokens do not fit the model's {positions} positions; lower --max_new"
+            f"{len(row)} tokens do not fit the model's {dream.positions} positions; lower --max_new"
         )
     read = Reader(model, tokenizer.get_vocab_size(), ends)
     filled = DEMOS[cfg.like](read, row, cfg, np.random.default_rng(cfg.seed))
@@ -122,7 +122,7 @@ def main(cfg):
     if cfg.like != "dreamon":
         new = np.isin(filled[first:], ends)
         filled = filled[: first + np.argmax([*new, True])]
-    kept = [i for i in filled.tolist() if i not in (model.cfg.mask_id, *ends)]
+    kept = [i for i in filled.tolist() if i not in (dream.mask_id, *ends)]
     print(tokenizer.decode(kept))
     print(f"{read.passes} forward passes", file=sys.stderr)
 
@@ -241,7 +241,7 @@ class Reader:
 
 
 def draw_filtered(read, logits_CV, cfg, rng):
-    """(the logits that temperature, top-k and top-p leave, as in Dream's code; a token for each)."""
+    """(the logits that temperature, top-k and top-p keep, as in Dream's code; a token for each)."""
     logits_CV = diffusion.filter_logits(
         logits_CV, cfg.temperature, cfg.top_k, cfg.top_p, rule="dream"
     )
@@ -384,18 +384,19 @@ def open_dcoder(read, row, cfg, rng, shown=None):
 
     One of low confidence becomes MASK again, whatever it held.
     """
+    mask = read.cfg.mask_id
     slots = read.masks(row)
     steps = cfg.steps or len(slots)
     for i in range(steps):
-        if read.cfg.mask_id not in row:
+        if mask not in row:
             break
         logits_CV, token_C = draw_filtered(read, read(row, slots), cfg, rng)
         score_C = probability(logits_CV, token_C)
         # how many are MASK after this step
         masked = int(np.float32(len(slots)) * np.float32(1 - (i + 1) / steps))
         # A slot that is chosen again keeps its token.
-        token_C = np.where(row[slots] == read.cfg.mask_id, token_C, row[slots])
-        row[slots] = read.cfg.mask_id
+        token_C = np.where(row[slots] == mask, token_C, row[slots])
+        row[slots] = mask
         fill(row, slots, token_C, score_C, len(slots) - masked)
         if shown is not None:
             shown.append(row.tolist())

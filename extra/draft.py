@@ -276,9 +276,10 @@ def prepare(cfg, rule, prompts, key, dtype):
     """(State, Given, slots that the first pass feeds) of prompts that end in MASKs."""
     if not cfg.causal and not (cfg.shift and cfg.block_length == 1):
         raise ValueError("drafts need a model whose finished tokens attend causally")
-    begin_B = np.array([[*ids, cfg.mask_id].index(cfg.mask_id) for ids in prompts])
+    mask = cfg.mask_id
+    begin_B = np.array([[*ids, mask].index(mask) for ids in prompts])
     end_B = np.array([len(ids) for ids in prompts])
-    after = [set(ids[n:]) - {cfg.mask_id} for ids, n in zip(prompts, begin_B, strict=True)]
+    after = [set(ids[n:]) - {mask} for ids, n in zip(prompts, begin_B, strict=True)]
     if any(after) or not all(begin_B):
         raise ValueError("text is drafted from the left: it needs a prompt, and no text behind it")
     if max(end_B) > cfg.positions:
@@ -295,13 +296,13 @@ def prepare(cfg, rule, prompts, key, dtype):
     for row, ids in zip(token_BL, prompts, strict=True):
         row[: len(ids)] = ids
     id_V = np.arange(cfg.vocab)
-    banned_V = np.isin(id_V, (cfg.mask_id, cfg.expand_id)) | (id_V >= (rule.vocab or cfg.vocab))
+    banned_V = np.isin(id_V, (mask, cfg.expand_id)) | (id_V >= (rule.vocab or cfg.vocab))
     shape = B, cfg.kv_heads, L, cfg.head_size
     state = State(
         token_BL=token_BL,
         last_B=begin_B - 1,
         when_BL=np.zeros((B, L), np.int32),
-        draft_BN=np.full((B, rule.draft), cfg.mask_id, np.int32),
+        draft_BN=np.full((B, rule.draft), mask, np.int32),
         step=np.int32(0),
         cache=[(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(cfg.layers)],
     )
@@ -324,7 +325,7 @@ def generate(model, prompts, max_new, rule=None, key=None):
     state = sample_dream.beside(params, jax.tree.map(jnp.asarray, state))
     state = begin(params, state, given, sampler=sampler, width=width)
     done_B = [False]
-    while not np.all(done_B):
+    while not np.asarray(done_B).all():
         state, done_B = advance(params, state, given, sampler=sampler)
 
     texts = []

@@ -222,8 +222,11 @@ class Scorer(benchmarks.Scorer):
             return super().verdict(problem, result)
         for i, (outcome, value) in enumerate(zip(result.verdicts, result.values, strict=True)):
             if outcome != "pass":
-                wrong = ["test", value if problem.entry else i]
-                return {"passed": False, "result": outcome, "wrong": wrong}
+                return {
+                    "passed": False,
+                    "result": outcome,
+                    "wrong": ["test", value if problem.entry else i],
+                }
         return {"passed": True, "result": "passed"}
 
 

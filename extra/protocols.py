@@ -509,9 +509,8 @@ class HarnessScorer(benchmarks.Scorer):
     """Runs what a harness appends: three asserts of MBPP, HumanEval's test without helpers."""
 
     def tests(self, problem, expected, code, timeout_s):
-        # EvalPlus calls the function itself.
-        evalplus = self.protocol.factor and not problem.text
-        if problem.cases or evalplus:
+        # EvalPlus, which has a factor, calls the function itself.
+        if problem.cases or (self.protocol.factor and not problem.text):
             return super().tests(problem, expected, code, timeout_s)
         return [target(self.protocol.record, problem)]
 

@@ -377,11 +377,15 @@ class Answer:
 
     def choice(self, i, begin, text, ended, name="message"):
         """A choice in OpenAI's form, with the characters of a row's text from `begin` on."""
-        logprobs = self.logprobs(self.rows[i], begin, begin + len(text))
         # a stream opens with it
         role = {} if name == "delta" and (text or ended) else {"role": "assistant"}
         content = {"text": text} if self.plain else {name: role | {"content": text}}
-        return {"index": i, **content, "logprobs": logprobs, "finish_reason": ended or None}
+        return {
+            "index": i,
+            **content,
+            "logprobs": self.logprobs(self.rows[i], begin, begin + len(text)),
+            "finish_reason": ended or None,
+        }
 
     def logprobs(self, row, begin, end):
         """Log probabilities, in OpenAI's form, of the tokens that end within the characters begin
@@ -428,10 +432,10 @@ class Answer:
         async for _ in self.follow():
             pass
         for row in self.rows:
-            if row.error:
-                raise failed(row)
             if not row.ended:
                 raise ClientDisconnect
+            if row.error:
+                raise failed(row)
         choices = [
             self.choice(i, 0, self.text(row, row.ended), row.ended)
             for i, row in enumerate(self.rows)
@@ -488,9 +492,7 @@ class Answer:
                 yield {"step": shown, "write": written, "passes": row.passes}
         if row.error:
             yield failed(row).body
-        ids = [*row.ids]
-        for slot, (token, *_) in row.written.items():
-            ids[slot] = token
+        ids = [row.written.get(slot, (token,))[0] for slot, token in enumerate(row.ids)]
         # what an error left without a token ends the text, too
         texts = prompts.Texts(tokenizer, None, {*self.model.ends, None}, 0)
         kept = texts.kept(prompts.Canvas("", "", row.ids, 0, None), ids)
