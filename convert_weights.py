@@ -266,6 +266,8 @@ def find_qwen2(folder, block_length=0, repository=""):
     if mask_id is None:
         mask_id = max(ids.values(), default=rows - 1) + 1
         table_rows = rows
+        if not 0 <= rows - mask_id < 1024:  # a table is padded by less
+            raise ValueError(f"{folder} has another model's tokenizer: {mask_id} ids, not {rows}")
     eos_id, *_ = runs.end_ids(keys, runs.read_about(folder, "generation_config.json")) or [None]
     roles, *_ = runs.named_tokens(folder)
     pad = roles["pad_token"].content if "pad_token" in roles else None
@@ -335,8 +337,7 @@ def with_mask_row(table_VD, mask_id):
     """The table with the mean of rows 0 .. mask_id - 1, in float64, as row mask_id: a spare row, or
     a new last one.
     """
-    lacking = max(0, mask_id + 1 - len(table_VD))
-    new_VD = np.pad(table_VD, ((0, lacking), (0, 0)))
+    new_VD = np.pad(table_VD, ((0, max(0, mask_id + 1 - len(table_VD))), (0, 0)))
     mean_D = table_VD[:mask_id].mean(0, dtype=np.float64)
     new_VD[mask_id] = mean_D.astype(np.float32).astype(table_VD.dtype)
     return new_VD
@@ -412,8 +413,8 @@ def refuse_existing(out):
 
 
 @contextlib.contextmanager
-def output_folder(out):
-    """A folder that is renamed to `out` when it is complete; what a killed run left is removed."""
+def output_folder(out, files):
+    """A folder, with `files`, that is renamed to `out` when complete; a killed run's is removed."""
     out.parent.mkdir(parents=True, exist_ok=True)
     lock = out.with_name(f"{out.name}.lock")
     with runs.lock(lock):
@@ -421,6 +422,8 @@ def output_folder(out):
             refuse_existing(out)  # another run may have finished meanwhile
             with runs.new_folder(out) as partial:
                 yield partial
+                for name, data in files.items():
+                    runs.write(partial / name, data)
         finally:
             lock.unlink()
     print(f"wrote {out}")
@@ -599,7 +602,7 @@ def to_orbax(source, out, wanted=""):
     meta = {"dtype": str(dtype), "parameters": count, "source": source.origin, "step": source.step}
     if source.family is pc:
         meta["model"] = dataclasses.asdict(source.cfg)
-    with output_folder(out) as partial, concurrent.futures.ThreadPoolExecutor(1) as thread:
+    with output_folder(out, files) as partial, concurrent.futures.ThreadPoolExecutor(1) as thread:
         if source.params or any(array.dtype != dtype for array in arrays.values()):
             arrays = cast(source, arrays, dtype, out.parent)
         # checksums of the arrays that we read, while Orbax writes what is compared with them later
@@ -608,8 +611,6 @@ def to_orbax(source, out, wanted=""):
         meta["sums"] = summing.result()
         files["meta.json"] = meta
         files["config.json"] = config_to_write(source, dtype)
-        for name, data in files.items():
-            runs.write(partial / name, data)
 
 
 def write_safetensors(path, arrays, source):
@@ -649,7 +650,7 @@ def to_safetensors(source, out):
     )
     count = split.metadata["total_size"] // dtype.itemsize
     print(f"writing {len(arrays)} tensors, {count:,} parameters in {dtype}", flush=True)
-    with output_folder(out) as partial:
+    with output_folder(out, files) as partial:
         weight_map = {}
         for file_name, names in split.filename_to_tensors.items():
             write_safetensors(partial / file_name, {name: arrays[name] for name in names}, source)
@@ -661,8 +662,6 @@ def to_safetensors(source, out):
         if "tokenizer_config.json" in files:
             settings = runs.read_about(source.folder, "tokenizer_config.json")
             files["tokenizer_config.json"] = with_code(settings, files, source.origin)
-        for name, data in files.items():
-            runs.write(partial / name, data)
 
 
 def verify(source, out):

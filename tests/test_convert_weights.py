@@ -682,10 +682,13 @@ def test_what_is_no_qwen_or_llama_or_scales_its_angles_becomes_no_dream(tmp_path
         ("dream", llama | {"rope_scaling": llama3}, "rope_scaling is .*llama3.*, not None"),
         ("dream", llama | {"rope_parameters": llama3}, "rope_scaling is .*llama3.*, not None"),
         ("dream", diffcoder, f"{takes} 'stable_diffcoder'"),
+        ("dream", llama | {"vocab_size": 1500}, "has another model's tokenizer: 5 ids, not 1500"),
+        ("dream", llama | {"vocab_size": 4}, "has another model's tokenizer: 5 ids, not 4"),
         ("", llama, "is a llama; --to=dream makes a Dream of it"),
         ("", {}, "--to=dream makes a Dream of it"),
     ):
         write_config(tmp_path, keys | changes)
+        (tmp_path / "tokenizer.json").write_bytes(tokenizer_of({"<pad>": 0, "<s>": 1, "</s>": 2}))
         refuses(said, tmp_path, out, to=to)
 
 
