@@ -28,7 +28,7 @@ import tokenizers
 from conftest import AS_A_USER, ROOT, command, copy_in_bucket, run, says
 from flax import nnx
 from test_problems import FILES, needs_tasks, official, plus_row, read
-from test_sandbox import cloud, descendants, layers, wait_for  # noqa: F401  two are fixtures
+from test_sandbox import alive, cloud, descendants, layers, wait_for  # noqa: F401  two are fixtures
 
 import benchmarks
 import checkpoints
@@ -457,14 +457,6 @@ def test_the_command_prints_the_report(tmp_path):
 
 
 HANG = "    import time\n    time.sleep(1000)\n"
-
-
-def alive(pid):
-    """Whether a process runs; a zombie, which nobody has waited for yet, does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.slow

@@ -129,6 +129,14 @@ def descendants(pid):
     return found.union(*map(descendants, found))
 
 
+def alive(pid):
+    """Whether a process runs; a zombie, which nobody has waited for yet, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def wait_for(condition, seconds=60):
     """Return as soon as a condition holds; fails if it does not in that time."""
     end = time.monotonic() + seconds
