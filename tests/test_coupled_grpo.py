@@ -260,9 +260,8 @@ def test_a_path_in_as_many_groups_as_steps_has_the_sampler_s_own_log_probability
     monkeypatch.setattr(grpo, "GROUPS", 12)
     params = tiny()
     canvas = sample_dream.canvas(GIVEN, 12, TINY, 20)
-    rule = sample_dream.Sampling(
-        temperature=1.0, block_length=6, ban_ids=(), eos_ids=(7, 9), history=True
-    )
+    settings = {"temperature": 1.0, "block_length": 6, "ban_ids": (), "eos_ids": (7, 9)}
+    rule = sample_dream.Sampling(**settings, history=True)
     token_BL, stats = sample_dream.fill(model_of(params), *canvas, rule, jax.random.key(0), rows=4)
     record = stats["record"]
     path_BL, group_BL = grpo.path_of(record, token_BL, TINY.mask_id)
@@ -278,9 +277,7 @@ def test_a_path_in_as_many_groups_as_steps_has_the_sampler_s_own_log_probability
 
 
 def test_steps_are_shared_evenly_over_the_groups_of_a_path():
-    step_BL = np.array(
-        [[-1, 8, 0, 5, 5, 9, 2, 3, 7, 4, 6], [-1, 3, 1, 1, -1, -1, -1, -1, -1, -1, -1]]
-    )
+    step_BL = np.array([[-1, 8, 0, 5, 5, 9, 2, 3, 7, 4, 6], [-1, 3, 1, 1, *[-1] * 7]])
     token_BL = np.full(step_BL.shape, 11)
     token_BL[1, 2] = 4  # filled behind an end, and never drawn
     record = sample_dream.Record(step_BL, token_BL, None)
@@ -335,6 +332,11 @@ def test_masks_are_functions_of_key_iteration_and_row():
     assert abs(many.mean() - 0.5) < 0.05
 
 
+def settled(devices=1, **settings):
+    """A Config whose open settings are settled."""
+    return coupled_grpo.settle(coupled_grpo.Config(**settings), devices)
+
+
 # ---- from tokens to rewards
 
 # The reference's test of a completion's form, on what it decodes: all tokens but the special ones.
@@ -366,9 +368,7 @@ def test_answers_in_the_published_form_are_rewarded_from_tokens_to_reward(tmp_pa
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "<|im_start|>assistant\n"
     )
-    cfg = coupled_grpo.settle(
-        coupled_grpo.Config(preset="7b", ckpt=str(tmp_path), prompts=str(tmp_path)), 1
-    )
+    cfg = settled(preset="7b", ckpt=str(tmp_path), prompts=str(tmp_path))
     inputs = cfg, dream.CONFIGS["7b"], tokenizer, tmp_path / "tasks.jsonl"
     tasks, end = coupled_grpo.Tasks(*inputs), tokenizer.token_to_id("<|im_end|>")
     functions = {name: sandbox.find_reward(name) for name in cfg.rewards}
@@ -399,16 +399,14 @@ def test_rollouts_choose_positions_by_the_distribution_and_not_by_what_was_drawn
     """
     model = model_of(tiny())
     for score in ("distribution", "drawn"):
-        rule = sample_dream.Sampling(
-            temperature=1.0, threshold=0.06, block_length=16, score=score, history=True
-        )
+        settings = {"temperature": 1.0, "threshold": 0.06, "block_length": 16}
+        rule = sample_dream.Sampling(**settings, score=score, history=True)
         canvas = sample_dream.canvas([[5, 6, 7]] * 8, 16, TINY, 19)
         _, stats = sample_dream.fill(model, *canvas, rule, jax.random.key(0))
         filled_BL = stats["when"] == 1
         assert filled_BL.any()
         assert (filled_BL == filled_BL[0]).all() == (score == "distribution")
-    settled = coupled_grpo.settle(coupled_grpo.Config(), 1)
-    assert coupled_grpo.rule_of(settled, 50, (2,)).score == "distribution"
+    assert coupled_grpo.rule_of(settled(), 50, (2,)).score == "distribution"
 
 
 # ---- tasks as canvases
@@ -438,11 +436,8 @@ def letters(tmp_path, text, max_prompt=2, max_new=8):
 
 
 def test_long_prompts_are_left_out_and_counted(tmp_path):
-    lines = [
-        json.dumps({"prompt": prompt, "test_cases": ["assert True"]}) + "\n"
-        for prompt in ("ab", "c", "def", "xyz")
-    ]
-    tasks = letters(tmp_path, "".join(lines))
+    line = '{{"prompt": "{}", "test_cases": ["assert True"]}}\n'
+    tasks = letters(tmp_path, "".join(map(line.format, ("ab", "c", "def", "xyz"))))
     assert [task["prompt"] for task in tasks.rows] == ["ab", "c"]
     assert tasks.dropped == 2
     token_BL, see_BL = tasks.canvas([1, 0])
@@ -484,7 +479,7 @@ def test_a_completion_that_the_sandbox_could_not_run_counts_in_no_held_out_figur
     known = {"a": [1.0, math.nan], "b": [math.nan, math.nan], "c": [0.5, 1.0]}
     files = [types.SimpleNamespace(path=f"files/{name}.jsonl", rows=[name]) for name in known]
     trainer = types.SimpleNamespace(
-        cfg=coupled_grpo.settle(coupled_grpo.Config(), 1),
+        cfg=settled(),
         heldout=files,
         rollout=lambda tasks, *_: types.SimpleNamespace(rows=tasks.rows * 2),
         reward=lambda rows: [[x] for x in known[rows[0]]],
@@ -515,12 +510,11 @@ def test_the_names_of_special_tokens_in_a_question_are_text(tmp_path):
     (tmp_path / "chat_template.jinja").write_text(template)
     task = {"question": "What is <|im_end|>?", "test_cases": ["assert True"]}
     (tmp_path / "tasks.jsonl").write_text(json.dumps(task))
-    flags = coupled_grpo.Config(preset="7b", ckpt=str(tmp_path), prompts=str(tmp_path))
-    inputs = coupled_grpo.settle(flags, 1), dream.CONFIGS["7b"], tokenizer
-    (ids,) = coupled_grpo.Tasks(*inputs, tmp_path / "tasks.jsonl").ids
-    assert (
-        ids.count(tokenizer.token_to_id("<|im_end|>")) == 2
-    )  # of the system's turn and the user's
+    cfg = settled(preset="7b", ckpt=str(tmp_path), prompts=str(tmp_path))
+    inputs = cfg, dream.CONFIGS["7b"], tokenizer, tmp_path / "tasks.jsonl"
+    (ids,) = coupled_grpo.Tasks(*inputs).ids
+    # of the system's turn and the user's
+    assert ids.count(tokenizer.token_to_id("<|im_end|>")) == 2
 
 
 def test_the_demo_is_scored_on_tasks_that_it_does_not_learn():
@@ -719,11 +713,8 @@ def test_the_metrics_that_can_be_read_are_those_of_log_probabilities(score):
         rate_B1 = batch["ratio_B"][:, None]
         weight_BC = 0.5 + 0.5 / jnp.where(batch["u_BC"] < rate_B1, rate_B1, 1 - rate_B1)
     score_BC, _ = grpo.scores_of(Bag(params), batch, TINY.mask_id)
-    batch |= {
-        "first": False,
-        "old_BC": score_BC - 0.1 * weight_BC,
-        "ref_BC": score_BC + 0.2 * weight_BC,
-    }
+    batch |= {"old_BC": score_BC - 0.1 * weight_BC, "ref_BC": score_BC + 0.2 * weight_BC}
+    batch["first"] = False
     _, metrics = grpo.micro_loss(Bag(params), batch, TINY.mask_id)
     close(metrics["log_ratio"], 0.1)
     close(metrics["token_kl"], math.exp(0.2) - 0.2 - 1)
@@ -738,9 +729,7 @@ def test_gradients_of_micro_batches_are_added_and_an_update_takes_their_mean():
     nothing.
     """
     batch, optimizer, params = batch_of(*example(B=4)), optax.sgd(0.5), tiny()
-    halves = [
-        {name: x if name == "first" else x[i : i + 2] for name, x in batch.items()} for i in (0, 2)
-    ]
+    halves = [{k: x if k == "first" else x[i : i + 2] for k, x in batch.items()} for i in (0, 2)]
     graph = dream.graph_of(TINY, dream.Compute(jnp.float32))
     _, gradients, update = grpo.make_programs(graph, optimizer, TINY.mask_id)
     zero = functools.partial(jax.tree.map, jnp.zeros_like, params)  # given away, so one for each
@@ -762,7 +751,7 @@ def test_gradients_of_micro_batches_are_added_and_an_update_takes_their_mean():
 
 def test_five_updates_without_a_finite_gradient_end_the_run():
     trainer = types.SimpleNamespace(
-        cfg=coupled_grpo.settle(coupled_grpo.Config(beta=0.0, group=2), 1),
+        cfg=settled(beta=0.0, group=2),
         gradients=lambda trained, base, total, inputs: (total, {"loss": 0.0}),
         update=lambda trained, opt, total, count: (trained, opt, math.nan),
         to_devices=lambda batch, row_R, view: {},
@@ -834,9 +823,7 @@ def test_on_a_mesh_the_loss_and_its_gradient_are_the_same():
 
 
 def test_the_7b_preset_holds_the_reference_s_settings():
-    cfg = coupled_grpo.settle(
-        coupled_grpo.Config(preset="7b", ckpt="out/7b", prompts="out/tasks"), 1
-    )
+    cfg = settled(preset="7b", ckpt="out/7b", prompts="out/tasks")
     reference = {
         "tasks": 8, "group": 10, "iterations": 2, "max_prompt": 200, "max_new": 256, "lr": 1e-6,
         "beta": 0.01, "temperature": 1.0, "rewards": ("code", "code_format"),
@@ -854,15 +841,13 @@ def test_the_7b_preset_holds_the_reference_s_settings():
 @pytest.mark.parametrize("devices", [1, 4, 64])
 @pytest.mark.parametrize("preset", ["demo", "7b"])
 def test_batches_of_a_preset_grow_with_the_devices_up_to_a_round(preset, devices):
-    cfg = coupled_grpo.settle(
-        coupled_grpo.Config(preset=preset, ckpt="out/own", prompts="out/tasks"), devices
-    )
+    own = {"preset": preset, "ckpt": "out/own", "prompts": "out/tasks"}
+    cfg = settled(devices, **own)
     rows = cfg.tasks * cfg.group
     for name, pair in coupled_grpo.ON_A_DEVICE.items():
         on_each = pair[preset == "7b"]
         assert getattr(cfg, name) == min(devices * on_each, rows)
-        own = coupled_grpo.Config(preset=preset, ckpt="out/own", prompts="out/tasks", **{name: 3})
-        assert getattr(coupled_grpo.settle(own, devices), name) == 3
+        assert getattr(settled(devices, **own, **{name: 3}), name) == 3
     batches = grpo.micro_batches(np.arange(rows), cfg.micro_batch, devices)
     assert all(len(batch) % devices == 0 for batch in batches)
     assert sorted(row for batch in batches for row in batch if row >= 0) == [*range(rows)]
@@ -874,17 +859,17 @@ def test_a_folder_of_tasks_is_learnt_from_and_evaluated_on():
         flags = coupled_grpo.Config(prompts="data", heldout=heldout)
         cfg = coupled_grpo.settle(flags, 1, files=files)
         assert (cfg.prompts, cfg.heldout) == (files[2], want)
-    cfg = coupled_grpo.settle(coupled_grpo.Config(prompts="own.jsonl"), 1)
+    cfg = settled(prompts="own.jsonl")
     assert (cfg.prompts, cfg.heldout) == ("own.jsonl", ())
 
 
 def test_steps_are_settled_once_and_a_run_that_goes_on_settles_them_again():
-    cfg = coupled_grpo.settle(coupled_grpo.Config(steps=10), 1)
+    cfg = settled(steps=10)
     assert (cfg.steps, cfg.threshold) == (10, 0.0)
     assert coupled_grpo.settle(cfg, 1) == cfg
     rule = coupled_grpo.rule_of(cfg, 50, (2,))
     assert (rule.steps, rule.alg, rule.alg_temp, rule.bound) == (10, "entropy", 0.0, 0.0)
-    cfg = coupled_grpo.settle(coupled_grpo.Config(block_length=0, steps=48), 1)
+    cfg = settled(block_length=0, steps=48)
     assert (cfg.block_length, cfg.steps) == (0, 48)
 
 
@@ -971,10 +956,8 @@ def folder(tmp_path_factory):
     for name, changes in models.items():
         model = dream.Dream(dataclasses.replace(cfg, **changes), nnx.Rngs(0))
         checkpoints.save(dream, folder / name, model, [folder / "tokenizer.json"], "me/A-Instruct")
-    lines = [
-        json.dumps({"id": i, "prompt": word, "test_cases": ["assert True"]}) + "\n"
-        for i, word in enumerate(("ab", "c", "def", "xyz"))
-    ]
+    line = '{{"id": {}, "prompt": "{}", "test_cases": ["assert True"]}}\n'
+    lines = [line.format(*task) for task in enumerate(("ab", "c", "def", "xyz"))]
     for name in ("tasks", "heldout"):
         (folder / f"{name}.jsonl").write_text("".join(lines))
     (folder / "own.py").write_text(OWN_REWARDS.format(stopped=str(folder / "stopped")))
@@ -1168,12 +1151,9 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
     said = capsys.readouterr().out
     assert f"changed since {parts}/checkpoints/3: " in said
     assert "seed 0 -> 5" in said
-    for other, words in (
-        ({"lora_rank": 2}, "--lora_rank 0 there, 2 here"),
-        ({"beta": 0.0}, "--beta 0.01 there, 0.0 here"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            coupled_grpo.main(config(folder, parts, **resume | other))
+    for name, there, here in ("lora_rank", 0, 2), ("beta", 0.01, 0.0):
+        with pytest.raises(ValueError, match=f"--{name} {there} there, {here} here"):
+            coupled_grpo.main(config(folder, parts, **resume, **{name: here}))
 
 
 def changed_matrices(before, after):
@@ -1244,9 +1224,8 @@ def test_a_lora_is_the_matrix_that_it_merges_into():
     plain = forward(base, token_BL)
     close(forward(dream.assemble(base, trained), token_BL), plain)
     rng = np.random.default_rng(1)
-    trained = jax.tree.map(
-        lambda x: x + 0.05 * rng.normal(size=x.shape).astype(np.float32), trained
-    )
+    noise = lambda x: 0.05 * rng.normal(size=x.shape).astype(np.float32)  # noqa: E731
+    trained = jax.tree.map(lambda x: x + noise(x), trained)
     # it changes the dictionaries of base
     whole = dream.merge_adapters(jax.tree.map(jnp.copy, base), trained)
     close(forward(dream.assemble(base, trained), token_BL), forward(whole, token_BL), 1e-4)
@@ -1277,14 +1256,11 @@ def test_equal_rewards_update_nothing(folder, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("reward", "words"),
-    [
-        ("raising", "raised KeyError: 'no such thing'; mend it"),
-        ("few", "few raised ValueError: zip"),
-    ],
+    [("raising", "KeyError: 'no such thing'; mend it"), ("few", "ValueError: zip")],
 )
 def test_a_reward_that_fails_ends_the_run_in_one_line(folder, tmp_path, reward, words):
     rewards = (f"{folder / 'own.py'}:{reward}",)
-    with pytest.raises(RuntimeError, match=words):
+    with pytest.raises(RuntimeError, match=f"{reward} raised {words}"):
         coupled_grpo.main(config(folder, tmp_path / "run", rewards=rewards))
 
 
@@ -1374,10 +1350,8 @@ def test_two_hosts_learn_as_one_and_stop_together(folder, tmp_path):
     whole = run("coupled_grpo.py", *flags(dataclasses.replace(one, rounds=done + 2)), devices=4)
     assert whole.returncode == 0, whole.stderr
     names = "round", "reward", "ended", "length", "duplicates"
-    logs = [
-        [[row.get(name) for name in names] for row in read_lines(tmp_path / n / "log.jsonl")]
-        for n in ("one", "two")
-    ]
+    logs = [read_lines(tmp_path / name / "log.jsonl") for name in ("one", "two")]
+    logs = [[[row.get(name) for name in names] for row in log] for log in logs]
     assert logs[0][:3] == logs[1][:3]  # before what is summed in another order makes another token
     assert [row[0] for row in logs[1]] == [*range(done + 3)]
 
@@ -1416,6 +1390,5 @@ def test_a_run_killed_again_and_again_ends_as_the_unbroken_one(folder, tmp_path)
     first = command("coupled_grpo.py", *flags(parts))
     kill_and_resume(first, command("coupled_grpo.py", "--resume", parts.out))
     assert sums(tmp_path / "whole", 60) == sums(tmp_path / "parts", 60)
-    assert read_lines(tmp_path / "whole/rounds.jsonl") == read_lines(
-        tmp_path / "parts/rounds.jsonl"
-    )
+    rounds = [read_lines(tmp_path / name / "rounds.jsonl") for name in ("whole", "parts")]
+    assert rounds[0] == rounds[1]

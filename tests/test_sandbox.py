@@ -164,9 +164,7 @@ def layers():
     except sandbox.SandboxError as error:
         pytest.fail(f"no sandbox: {error}")
     if not (found["seccomp"] and (found["namespaces"] or found["landlock"])):
-        pytest.skip(
-            "this machine cannot confine a program: no seccomp, or neither namespaces nor Landlock"
-        )
+        pytest.skip("no program can be confined: no seccomp, or neither namespaces nor Landlock")
     program = "import os\ntry:\n    os.fork()\nexcept OSError:\n    refused = True"
     (result,) = sandbox.run_tests([program], [["assert refused"]])
     assert result.rate == 1, "seccomp refuses no fork: no fork bombs here"
@@ -286,17 +284,15 @@ def test_attack(name, closed, layers):
     assert time.perf_counter() - started < 6  # two tests of half a second, a busy machine
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "all layers, one half",
-        "all layers, the other half",
-        "no namespaces",
-        "judge",
-        pytest.param("no namespaces, all attacks", marks=pytest.mark.slow),
-        pytest.param("no Landlock", marks=pytest.mark.slow),
-    ],
-)
+def slow(*values):
+    """Parameters of a test that are left out of the quick run."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+QUICK = "all layers, one half", "all layers, the other half", "no namespaces", "judge"
+
+
+@pytest.mark.parametrize("mode", [*QUICK, *slow("no namespaces, all attacks", "no Landlock")])
 def test_attacks(mode, closed, layers, monkeypatch):
     chosen = [*ATTACKS]
     if mode.startswith("all layers"):
@@ -322,7 +318,7 @@ def test_attacks(mode, closed, layers, monkeypatch):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as an ordinary user already")
-@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("everything", [False, *slow(True)])
 def test_attacks_as_an_ordinary_user_where_the_tests_run_as_root(closed, everything):
     """As user 65534, by an interpreter that it can read; hangs and memory are left to the others.
 
@@ -346,14 +342,10 @@ def test_attacks_as_an_ordinary_user_where_the_tests_run_as_root(closed, everyth
         os.chmod(folder, 0o777)
         shutil.copy(ROOT / "sandbox.py", folder)
         shutil.copytree(ROOT / "jail", f"{folder}/jail")
-        done = subprocess.run(
-            [*user, readable[0], "-B", "-c", prelude("ORDINARY")],
-            input=json.dumps([job, [True, False] if everything else [False]]),
-            capture_output=True,
-            text=True,
-            cwd=folder,
-            env={"PATH": os.environ["PATH"], "TMPDIR": folder},
-        )
+        command = [*user, readable[0], "-B", "-c", prelude("ORDINARY")]
+        given = json.dumps([job, [True, False] if everything else [False]])
+        where = {"cwd": folder, "env": {"PATH": os.environ["PATH"], "TMPDIR": folder}}
+        done = subprocess.run(command, input=given, capture_output=True, text=True, **where)
         left = {path.name for path in Path(folder).iterdir()}
     if done.returncode in (77, 127):
         pytest.skip("no Landlock, or no right to become another user")
@@ -433,11 +425,8 @@ def test_the_filter_of_system_calls_allows_these_and_no_others(machine):
     number = {name: row[column] for name, row in inside.ALLOWED.items()}
     limited = {number[name] for name in (*inside.ARGUMENT, "clone")}
     allowed = {*number.values()} - limited - {None}
-    listed = {
-        "fcntl": (1, (8, 10, 15, 1024, 1026)),
-        "ioctl": (1, (0x40086602, 0x5412)),
-        "prctl": (0, (22, 4, 36)),
-    }
+    listed = {"fcntl": (1, (8, 10, 15, 1024, 1026)), "ioctl": (1, (0x40086602, 0x5412))}
+    listed["prctl"] = (0, (22, 4, 36))
     for threads, namespaces in itertools.product((False, True), (False, True)):
         code = inside.call_filter(machine, threads, namespaces)
         ask = functools.partial(filtered, code, machine)
@@ -504,17 +493,10 @@ def test_no_value_holds_up_the_trainer(name, layers):
 
 
 def test_what_calls_return_comes_back_to_the_first_that_raises_or_is_late(closed):
-    spin = "import time\nstart = time.process_time()\ndef f(x):\n"
-    spin += (
-        "    while x == 2 and time.process_time() < start + {}: pass\n    return {{x}}, iter([])\n"
-    )
-    programs = [
-        spin.format(9),
-        spin.format(0.1),
-        "def f(x):\n    return 1 / (x - 3)\n",
-        "",
-        "class f:\n  def __init__(self, x): pass",
-    ]
+    spin = "import time\nend = time.process_time() + {}\ndef f(x):\n"
+    spin += "    while x == 2 and time.process_time() < end: pass\n    return {{x}}, iter([])\n"
+    programs = [spin.format(9), spin.format(0.1), "def f(x):\n    return 1 / (x - 3)\n", ""]
+    programs.append("class f:\n  def __init__(self, x): pass")
     test = sandbox.Calls("f", [[1], [2], [3]], [1.0] * 3, 4.0)
     late, good, raising, missing, objects = sandbox.run_tests(programs, [[test]] * 5)
     found = [result.verdicts[0] for result in (late, good, raising, missing, objects)]
@@ -596,13 +578,8 @@ def test_a_forged_form_is_refused_whatever_it_holds(tmp_path):
 
 
 def test_what_a_failed_assert_got_comes_back(closed):
-    tests = [
-        "assert f(1) == 2",
-        "assert f(2.5) == 0",
-        "assert f(1) > 3",
-        "assert f('a') == 'b'",
-        "assert g(3) == 9",
-    ]
+    asked = "f(1) == 2", "f(2.5) == 0", "f(1) > 3", "f('a') == 'b'", "g(3) == 9"
+    tests = [f"assert {condition}" for condition in asked]
     (result,) = sandbox.run_tests([GOOD + "def g(x):\n    return [{x}, None]"], [tests])
     assert result.verdicts == ["pass", "fail", "fail", "fail", "fail"]
     error = 'TypeError: can only concatenate str (not "int") to str'
@@ -711,9 +688,8 @@ def test_where_there_are_no_namespaces_the_rest_holds(layers):
     chosen = ["-k", "attack or folder or disk or verdicts or main_block", "-m", "slow or not slow"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0"]
     command += ["tests/test_sandbox.py", *chosen]
-    done = subprocess.run(
-        [*namespace, off + '"$@"', "bash", *command], capture_output=True, text=True, cwd=ROOT
-    )
+    command = [*namespace, off + '"$@"', "bash", *command]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout
 
@@ -944,15 +920,11 @@ def test_much_output_costs_the_trainer_no_memory(layers):
 
 def test_no_program_and_no_test_is_left_in_the_memory_of_the_next(closed):
     secret = "marked-" + "4711"
-    programs = [
-        f"text = {secret!r}\ndef f(x):\n    return x + 1\n",
-        prelude("PAGES") + "kept = 'mine-' + str(40 + 2)\n",
-    ]
-    tests = [
-        ["assert f(1) == 2", f"assert f(1) == 2 and {secret!r}"],
-        ["assert found('24-enim') > 0", "assert found('1174-dekram') == 0"],
-    ]
-    results = sandbox.run_tests(programs, tests, workers=1, timeout_s=20, program_s=60)
+    programs = [f"text = {secret!r}\n{GOOD}", prelude("PAGES") + "kept = 'mine-' + str(40 + 2)\n"]
+    marked = ["assert f(1) == 2", f"assert f(1) == 2 and {secret!r}"]
+    looking = ["assert found('24-enim') > 0", "assert found('1174-dekram') == 0"]
+    limits = {"workers": 1, "timeout_s": 20, "program_s": 60}
+    results = sandbox.run_tests(programs, [marked, looking], **limits)
     assert [result.verdicts for result in results] == [PASS, PASS]
 
 
@@ -1045,10 +1017,9 @@ def cloud(layers, monkeypatch):
 
     def serve(port=0):
         server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Cloud)
-        server.state = types.SimpleNamespace(
-            failures=[], created=[], killed=[], scripts=[], works=True
-        )
-        server.state.url = f"http://127.0.0.1:{server.server_port}"
+        url = f"http://127.0.0.1:{server.server_port}"
+        lists = {name: [] for name in ("failures", "created", "killed", "scripts")}
+        server.state = types.SimpleNamespace(**lists, works=True, url=url)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         servers.append(server)
         return server.state
@@ -1119,9 +1090,8 @@ def test_e2b_without_a_key_is_one_line(closed, e2b, monkeypatch):
 
 
 def test_a_runner_that_is_none_is_refused():
-    with pytest.raises(
-        ValueError, match="--runner=nobody: give local, e2b, or HOST:PORT of an Open"
-    ):
+    said = "--runner=nobody: give local, e2b, or HOST:PORT of an Open"
+    with pytest.raises(ValueError, match=said):
         sandbox.run_tests([GOOD], [VALUE], runner="nobody")
 
 
@@ -1142,9 +1112,7 @@ def fenced(program):
 
 def test_all_rewards_share_one_signature(closed, tmp_path):
     own = tmp_path / "own.py"
-    own.write_text(
-        "def brevity(completions, rows, **options):\n    return [*map(len, completions)]\n"
-    )
+    own.write_text("def brevity(completions, rows, **_): return [*map(len, completions)]\n")
     completions = [fenced(GOOD), "", "no code"]
     rows = [{"test_cases": VALUE, "tokens": 10}] * 3
     names = [*sandbox.REWARDS, f"{own}:brevity"]
@@ -1202,7 +1170,7 @@ def test_rewards_are_none_where_the_sandbox_failed(closed, monkeypatch):
     assert sandbox.syntax(completions, rows) == [None] * 4
 
 
-@pytest.mark.parametrize("longest", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("longest", [False, *slow(True)])
 def test_no_failure_of_the_parser_escapes(closed, longest):
     sources = [case.program for case in read_cases("parser").values()]
     sources = [*(sources if longest else sources[:-1]), "x = 1"]
@@ -1256,16 +1224,14 @@ def test_values_are_shown_and_the_exit_status_says_whether_all_passed(layers, tm
 
 
 def test_with_json_the_command_prints_an_object_for_every_test(layers, tmp_path, capsys):
-    tests = (
-        "assert f(1) == 2\nfor x in (1, 2):\n    assert f(x) == 2\nassert f(1) == 'a\x1b'\nf()\n"
-    )
-    paths = files(tmp_path, GOOD, tests)
+    loop = "for x in (1, 2):\n    assert f(x) == 2"
+    paths = files(tmp_path, GOOD, f"assert f(1) == 2\n{loop}\nassert f(1) == 'a\x1b'\nf()\n")
     done = run("sandbox.py", paths[0], f"--tests={paths[1]}", "--json")
     *rows, last = map(json.loads, done.stdout.splitlines())
     missing = "TypeError: f() missing 1 required positional argument: 'x'"
     assert rows == [
         {"verdict": "pass", "test": "assert f(1) == 2", "got": None},
-        {"verdict": "fail", "test": "for x in (1, 2):\n    assert f(x) == 2", "got": None},
+        {"verdict": "fail", "test": loop, "got": None},
         {"verdict": "fail", "test": "assert f(1) == 'a\x1b'", "got": "2"},
         {"verdict": "fail", "test": "f()", "got": missing},
     ]
