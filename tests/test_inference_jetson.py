@@ -37,13 +37,10 @@ SMALL = mdlm.Config(vocab=300, width=128, layers=2, heads=2, ffn=256, positions=
 
 def tokenizer_json():
     """A byte-level tokenizer with the five special tokens and a few merges."""
-    tokenizer, special = (
-        tokenizers.ByteLevelBPETokenizer(),
-        "<pad> <bos> <eos> <mask> <unk>".split(),
-    )
-    tokenizer.train_from_iterator(
-        ["once upon a time there was a dragon"] * 3, 290, 2, False, special
-    )
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    special = "<pad> <bos> <eos> <mask> <unk>".split()
+    texts = ["once upon a time there was a dragon"] * 3
+    tokenizer.train_from_iterator(texts, 290, 2, False, special)
     return tokenizer.to_str().encode()
 
 
@@ -213,13 +210,11 @@ def test_a_tiny_temperature_takes_the_argmax(temperature):
         sample_(logits, token, torch.tensor([0, 0]), torch.zeros(1), ban, rule)
         assert torch.equal(token[0], allowed.argmax(-1))
     model, token_BL = make_model(), canvases(SMALL)
-    greedy, cold = (
-        mdlm.sample(model, token_BL, rule, torch.Generator().manual_seed(0))
-        for rule in (
-            mdlm.Sampling("entropy", 4, "even", temperature=t, vocab=290) for t in (0, temperature)
-        )
-    )
-    assert torch.equal(cold, greedy)
+    texts = []
+    for t in (0, temperature):
+        rule = mdlm.Sampling("entropy", 4, "even", temperature=t, vocab=290)
+        texts.append(mdlm.sample(model, token_BL, rule, torch.Generator().manual_seed(0)))
+    assert torch.equal(*texts)
 
 
 def test_the_sort_based_sampler_costs_a_tenth_of_the_bisection(monkeypatch):
@@ -377,12 +372,8 @@ def test_a_graph_holds_all_steps_of_a_text(bundle, monkeypatch, capsys, sampler)
 def fake_tensorrt(monkeypatch, runs=True):
     """A module tensorrt whose engines do nothing."""
     yes = lambda *_: True  # noqa: E731
-    methods = {
-        "set_input_shape": yes,
-        "set_tensor_address": yes,
-        "execute_async_v3": lambda _: runs,
-    }
-    context = types.SimpleNamespace(**methods)
+    context = types.SimpleNamespace(set_input_shape=yes, set_tensor_address=yes)
+    context.execute_async_v3 = lambda _: runs
     engine = types.SimpleNamespace(
         create_execution_context=lambda: context, get_tensor_shape=lambda name: (1, 64, 300),
         num_io_tensors=2, get_tensor_name=lambda i: ("token", "logits")[i],
@@ -400,11 +391,8 @@ def test_an_engine_that_did_not_run_is_no_text(monkeypatch):
     fake_tensorrt(monkeypatch)
     assert jetson.run_tensorrt(b"", built)(*given).shape == (2, 33, 300)
     fake_tensorrt(monkeypatch, runs=False)
-    stops(
-        r"TensorRT did not run model.trt on \[2, 33\] tokens",
-        jetson.run_tensorrt(b"", built),
-        *given,
-    )
+    said = r"TensorRT did not run model.trt on \[2, 33\] tokens"
+    stops(said, jetson.run_tensorrt(b"", built), *given)
 
 
 def test_onnx_runs_by_cuda_or_the_cpu_and_nothing_else(monkeypatch):
@@ -440,11 +428,8 @@ def test_the_board_tells_its_memory(bench_jetson):
         ("AGX Orin Developer Kit", "MAXN", 204.8),
         ("AGX Thor Developer Kit", "MAXN", 273.0),
     ):
-        about = {
-            "name": "Orin",
-            "board": f"NVIDIA Jetson {board}",
-            "power_mode": f"NV Power Mode: {mode}",
-        }
+        about = {"name": "Orin", "board": f"NVIDIA Jetson {board}"}
+        about["power_mode"] = f"NV Power Mode: {mode}"
         assert bench_jetson.peak_gb_s(torch.device("cuda"), about) == want
 
 
@@ -690,12 +675,9 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
     mdlm.save(model, tmp_path, tokenizer_json())
     path, config = tmp_path / "model.safetensors", tmp_path / "config.json"
     data, keys = path.read_bytes(), json.loads(config.read_text())
-    for change, part in (
-        ({"heads": 0}, "0 heads"),
-        ({"width": 64}, "problems: "),
-        ({"layers": 9}, "problems: "),
-    ):
-        config.write_text(json.dumps(keys | change))
+    wrong = ("heads", 0, "0 heads"), ("width", 64, "problems: "), ("layers", 9, "problems: ")
+    for key, value, part in wrong:
+        config.write_text(json.dumps(keys | {key: value}))
         assert len(stops(part, writer, tmp_path)) < 700  # three tensors and a count
     del keys["sha256"]  # as from elsewhere
     config.write_text(json.dumps(keys))
@@ -861,9 +843,8 @@ def test_a_bad_command_line_ends_in_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["inference_jetson.py", f"--bundle={tmp_path / 'none'}"])
     before = signal.getsignal(signal.SIGPIPE)
     try:
-        with pytest.raises(
-            SystemExit, match=r"it has no config.json; export_jetson.py writes one"
-        ) as stop:
+        said = r"it has no config.json; export_jetson.py writes one"
+        with pytest.raises(SystemExit, match=said) as stop:
             runpy.run_path(str(ROOT / "inference_jetson.py"), run_name="__main__")
     finally:
         signal.signal(signal.SIGPIPE, before)  # which a program sets to end silently

@@ -53,9 +53,8 @@ def attention_in(dtype, qkv_BL3HK, see_BL, cos_sin=None):
     if cos_sin:
         q, k = (turned(x, *cos_sin) for x in (q, k))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=None if see_BL is None else see_BL[:, None, None]
-    )
+    mask = None if see_BL is None else see_BL[:, None, None]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     return out.transpose(1, 2).flatten(2).double()
 
 
@@ -279,9 +278,8 @@ def step(function, device, logits, token, seed, at, keep, ban, vocab, temperatur
     table[at] = keep
     seed = seed - 2**64 if seed >= 2**63 else seed
     state, ban = torch.tensor([seed, at]), torch.tensor(ban, dtype=torch.int32)
-    logits, state, table, ban = (
-        x.to(device) for x in (torch.from_numpy(logits), state, table, ban)
-    )
+    given = torch.from_numpy(logits), state, table, ban
+    logits, state, table, ban = (x.to(device) for x in given)
     function(logits, token, state, table, ban, MASK, vocab, temperature, top_k, top_p)
     return token.cpu().numpy()
 

@@ -76,24 +76,17 @@ def script(tmp_path):
     return execute
 
 
-@dataclasses.dataclass
-class Config:
-    out: str
-    resume: str = ""
-    wandb: str = ""
-    steps: int = 9
-
-
 @dataclasses.dataclass(frozen=True)
 class Group:
     rank: runs.Natural = 0
 
 
 @dataclasses.dataclass(frozen=True)
-class Numbers:
+class Config:
     out: str = "out"
     resume: str = ""
-    steps: runs.Count = 5
+    wandb: str = ""
+    steps: runs.Count = 9
     lr: runs.NonNegative | None = None
     rates: tuple[runs.Share, ...] = (0.5,)
     group: Group = Group()
@@ -158,7 +151,7 @@ def test_flags_stand_in_groups_of_at_most_a_dozen():
 
 def parse(monkeypatch, *flags):
     monkeypatch.setattr(sys, "argv", ["script.py", *flags])
-    return runs.parse(Numbers, "", ("steps",), {})
+    return runs.parse(Config, "", ("steps",), {})
 
 
 def test_a_number_outside_its_limits_is_one_line(monkeypatch, tmp_path):
@@ -212,9 +205,8 @@ def test_another_stage_that_fails_is_named_and_gets_our_sigterm(tmp_path, monkey
 
 
 def test_it_needs_neither_jax_nor_torch():
-    code = (
-        "import sys; sys.modules.update(jax=None, torch=None, orbax=None, tyro=None); import runs"
-    )
+    without = "import sys; sys.modules.update(jax=None, torch=None, orbax=None, tyro=None)"
+    code = f"{without}; import runs"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
@@ -566,9 +558,8 @@ def test_a_score_that_is_not_finite_is_never_the_best(bad, tmp_path):
         items = store.args.Composite(params=store.args.StandardSave(state["params"]))
         store.manager.save(step, args=items, metrics={"loss": loss}, force=True)
 
-    for i, losses in enumerate(
-        ([3, 1, bad, 4, 5], [bad, 1, bad, bad, 5, bad], [1, bad, 2, bad, 4])
-    ):
+    cases = [3, 1, bad, 4, 5], [bad, 1, bad, bad, 5, bad], [1, bad, 2, bad, 4]
+    for i, losses in enumerate(cases):
         best = losses.index(1) + 1
         newest = [len(losses) - 1, len(losses)]
         assert kept(tmp_path / f"new{i}", losses, save) == [best, *newest]
@@ -658,6 +649,7 @@ def test_a_gpu_that_jax_leaves_idle_is_found(tmp_path, monkeypatch, path, enviro
 ROWS = [{"a": "x\u2028\x85\x0b\x1cy", "b": [1, {"c": "]"}]}, {"a": 2}, {}]
 LINES = [json.dumps(row, ensure_ascii=False).encode() for row in ROWS]
 BOM = b"\xef\xbb\xbf"
+CUT_SHORT = gzip.compress(b'{"a": 1}\n' * 3, mtime=0)[:-4]
 
 
 @pytest.mark.parametrize(
@@ -692,10 +684,7 @@ def test_rows_of_json_are_read_in_any_form(data, numbers):
         (b'{\n"a": 1}\nx = 1', [(1, {"a": 1}), (3, None)]),
         (b"\n\xff", [(2, None)]),
         (b"[" * 99_999, [(1, None)]),
-        (
-            gzip.compress(b'{"a": 1}\n' * 3, mtime=0)[:-4],
-            [(i, {"a": 1}) for i in (1, 2, 3)] + [(4, None)],
-        ),
+        (CUT_SHORT, [(1, {"a": 1}), (2, {"a": 1}), (3, {"a": 1}), (4, None)]),
     ],
     ids=lambda value: str(value)[:20],
 )

@@ -47,15 +47,10 @@ from jail import inside, wire
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).resolve().parent
-SEED, COUNT, FORMS_COUNT, SENT = (
-    int(os.environ.get(name, default))
-    for name, default in (
-        ("HONEST_SEED", "0"),
-        ("HONEST_COUNT", "2000"),
-        ("FORMS", "100000"),
-        ("SENT", "2000"),
-    )
-)
+SEED = int(os.environ.get("HONEST_SEED", "0"))
+COUNT = int(os.environ.get("HONEST_COUNT", "2000"))
+FORMS_COUNT = int(os.environ.get("FORMS", "100000"))
+SENT = int(os.environ.get("SENT", "2000"))
 
 
 def lines_of(name):
@@ -195,11 +190,8 @@ def asked(rng, call, value, scope):
             continue
         if what == "@" and close and (close[0] != "m" or "math" in scope):
             return close.replace("@", call).replace("#", text), False
-        needs = [
-            needs
-            for needs, names in ((False, scope), (True, imported | scope), (True, scope | imported))
-            if same(text, result, names)
-        ]
+        known = (False, scope), (True, imported | scope), (True, scope | imported)
+        needs = [imports for imports, names in known if same(text, result, names)]
         if not needs:
             continue
         loose = isinstance(ast.parse(what.replace("@", "x")).body[0].value, LOOSE)
