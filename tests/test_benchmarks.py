@@ -46,12 +46,15 @@ def write(path, rows):
     return str(path)
 
 
+def as_rows(samples, name):
+    """Rows as they are, and pairs of a task_id and a text of that name."""
+    return [s if isinstance(s, dict) else {"task_id": s[0], name: s[1]} for s in samples]
+
+
 def config(task, tmp_path, samples=None, **settings):
     """A Config for samples, rows or pairs of a task_id and a completion, that are written."""
     if samples is not None:
-        rows = [
-            s if isinstance(s, dict) else {"task_id": s[0], "completion": s[1]} for s in samples
-        ]
+        rows = as_rows(samples, "completion")
         settings["samples"] = write(tmp_path / "given.jsonl", rows)
     defaults = {"out": str(tmp_path / "out"), "tasks_file": str(FILES.get(task, ""))}
     settings = defaults | {"timeout_s": 20.0} | settings
@@ -204,9 +207,7 @@ def test_samples_that_attack_the_verdict_do_not_pass(task, tmp_path):
 def test_main_blocks_calls_of_one_process_and_texts_of_any_form(tmp_path):
     solutions = official("humaneval")
     (task, code), others = solutions[0], solutions[1:4]
-    once = (
-        "    global calls\n    calls += 1\n    if calls > 2: return None\n" + code + "\ncalls = 0\n"
-    )
+    once = f"    global calls\n    calls += 1\n    if calls > 2: return None\n{code}\ncalls = 0\n"
     samples = [(task, code + "\nif __name__ == '__main__':\n    raise SystemExit\n"), (task, once)]
     samples += [(others[0][0], others[0][1] + "\0"), (others[1][0], "    '" + "x" * 10_000_000)]
     samples += [(others[1][0], "    '\ud800'\n" + others[1][1])]
@@ -256,7 +257,7 @@ PLUS = [json.loads(line) for line in (ROOT / "tests/programs/evalplus.jsonl").op
 
 def score(tmp_path, task, rows, samples, script=benchmarks, **settings):
     """(the report, results in the order of the samples) of pairs of an id and a whole program."""
-    samples = [s if isinstance(s, dict) else {"task_id": s[0], "solution": s[1]} for s in samples]
+    samples = as_rows(samples, "solution")
     file = write(tmp_path / "tasks.jsonl", rows)
     cfg = config(task, tmp_path, samples, tasks_file=file, **{"timeout_s": 4.0} | settings)
     if script is not benchmarks:
@@ -345,9 +346,8 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path):
     good = [("HumanEval/0", "    pass\n")]
     cut = tmp_path / "cut.gz"
     cut.write_bytes(FILES["humaneval"].read_bytes()[:20_000])
-    plus = write(
-        tmp_path / "plus.jsonl", [plus_row(2, "f", "def f(x): pass\n", [[1]], [[2]], "Mbpp")]
-    )
+    row = plus_row(2, "f", "def f(x): pass\n", [[1]], [[2]], "Mbpp")
+    plus = write(tmp_path / "plus.jsonl", [row])
     half = write(tmp_path / "half.jsonl", [HALF, CHANGE])
     bare = {key: value for key, value in HALF.items() if key != "atol"}
     bare = write(tmp_path / "bare.jsonl", [CHANGE, bare])
@@ -574,11 +574,9 @@ def new_tokenizer(path, special):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=special,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )
+    settings = {"vocab_size": 400, "special_tokens": special}
+    settings["initial_alphabet"] = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(**settings)
     tokenizer.train([str(LIBRARY / f"{name}.py") for name in ("ast", "calendar", "csv")], trainer)
     path.write_text(tokenizer.to_str())
     return path
@@ -604,9 +602,8 @@ def dream(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dream")
     names = ["<pad>", "<bos>", "<|endoftext|>", "<unk>", "<|mask|>"]
     new_tokenizer(folder / "tokenizer.json", names)
-    cfg = model_dream.DreamConfig(
-        512, 32, 1, 2, 1, 16, 64, positions=1024, mask_id=4, pad_id=0, bos_id=1, eos_id=2
-    )
+    ids = {"mask_id": 4, "pad_id": 0, "bos_id": 1, "eos_id": 2}
+    cfg = model_dream.DreamConfig(512, 32, 1, 2, 1, 16, 64, positions=1024, **ids)
     files = [folder / "tokenizer.json"]
     checkpoints.save(model_dream, folder / "model", model_dream.Dream(cfg, nnx.Rngs(0)), files)
     return folder / "model"
@@ -625,10 +622,8 @@ def test_a_model_writes_programs_and_resuming_equals_not_stopping(
 ):
     # one problem: the canvases of two would be two programs to compile
     settings = {"model": family, "max_new": 8, "problems": 1, "n": 6, "batch_size": 2}
-    if family == "pythoncoder":
-        folder = request.getfixturevalue("pythoncoder")
-    else:
-        folder = request.getfixturevalue("dream")
+    folder = request.getfixturevalue("pythoncoder" if family == "pythoncoder" else "dream")
+    if family != "pythoncoder":
         settings |= {"model": "dream", "threshold": 0.5, "int4": family == "dream"}
     if family == "blocks":  # behind its exact cache
         folder = shutil.copytree(folder, tmp_path / "blocks")
@@ -728,10 +723,8 @@ for line in (ROOT / "tests/programs/holes.jsonl").open():
 
 
 def holes_config(split, tmp_path, samples=None, **settings):
-    file = write(tmp_path / f"{split}.jsonl", HOLES[split])
-    return config(
-        "humaneval_infilling", tmp_path, samples, tasks_file=file, split=split, **settings
-    )
+    settings |= {"tasks_file": write(tmp_path / f"{split}.jsonl", HOLES[split]), "split": split}
+    return config("humaneval_infilling", tmp_path, samples, **settings)
 
 
 def openai_verdict(row, completion):

@@ -101,13 +101,9 @@ def test_licences():
 def write_rows(folder, texts, **columns):
     """Half of the rows in a Parquet file, half in JSON lines."""
     folder.mkdir()
-    columns = {"code": texts} | columns
-    rows = [
-        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
-    ]
-    half = len(rows) // 2
-    pq.write_table(pa.Table.from_pylist(rows[:half]), folder / "a.parquet")
-    write_lines(folder / "b.jsonl", rows[half:])
+    table, half = pa.table({"code": texts} | columns), len(texts) // 2
+    pq.write_table(table[:half], folder / "a.parquet")
+    write_lines(folder / "b.jsonl", table[half:].to_pylist())
 
 
 def write_lines(path, rows):
@@ -366,14 +362,15 @@ def test_files_that_are_not_read_are_counted_and_linked_folders_are_read_once(tm
     assert dropped == {".gz": 1, ".csv": 2, ".json": 1, "other": 3}
     said = capsys.readouterr().out
     assert all(f"{n} {name}" in said for name, n in dropped.items())
-    (tmp_path / "lists").mkdir()
-    (tmp_path / "lists/a.json").write_bytes(lines_of(MODULES[:4]))
-    stops(
-        r"no \.py, .* files below .*lists \(there: \.json\)", cfg, roots=(str(tmp_path / "lists"),)
-    )
+    lists = tmp_path / "lists"
+    lists.mkdir()
+    (lists / "a.json").write_bytes(lines_of(MODULES[:4]))
+    stops(r"no \.py, .* files below .*lists \(there: \.json\)", cfg, roots=(str(lists),))
 
 
 CRYPTIC = "dictionary update|Expecting|0x8b|invalid start byte"
+CUT_SHORT = gzip.compress(b'{"code": "x = 1"}\n' * 999, mtime=0)[:-20]
+NO_TEXT = "has no text in a column code"
 
 
 @pytest.mark.parametrize(
@@ -383,18 +380,10 @@ CRYPTIC = "dictionary update|Expecting|0x8b|invalid start byte"
         ("a.csv", b"code\nx = 1\n", "line 1, cannot be read .*no JSON object"),
         ("a.jsonl", b"[1, 2]", "line 1, cannot be read .*no JSON object"),
         ("a.jsonl", b'{"code": "x = 1"}\n\n"text"\n', "line 3, cannot be read .*no JSON object"),
-        (
-            "a.json",
-            b'[\n {"code": "x = 1"},\n {"text": 2}\n]',
-            "line 3, has no text in a column code",
-        ),
+        ("a.json", b'[\n {"code": "x = 1"},\n {"text": 2}\n]', f"line 3, {NO_TEXT}"),
         ("a.json", b'[\n {"code": "x = 1"},\n {"code": ', "line 3, cannot be read"),
-        ("a.json", b'{\n "data": [{"code": "x = 1"}]\n}', "line 1, has no text in a column code"),
-        (
-            "a.jsonl.gz",
-            gzip.compress(b'{"code": "x = 1"}\n' * 999, mtime=0)[:-20],
-            "cannot be read",
-        ),
+        ("a.json", b'{\n "data": [{"code": "x = 1"}]\n}', f"line 1, {NO_TEXT}"),
+        ("a.jsonl.gz", CUT_SHORT, "cannot be read"),
     ],
 )
 def test_what_holds_no_rows_is_named_with_its_line(tmp_path, name, data, said):

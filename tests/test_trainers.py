@@ -64,22 +64,11 @@ def flags(trainer, data, out, *more):
 
 def config(trainer, data, out, **changes):
     """A run of MODEL in this process, or of --init; all that train compile the same step."""
-    settings = {
-        "data": str(data),
-        "out": str(out),
-        "compile_cache": str(Path(data).parent / "cache"),
-        "model": "" if changes.get("init") else "test",
-        "seq_len": 64,
-        "batch_size": 8,
-        "steps": 6,
-        "lr": 0.01,
-        "warmup": 1,
-        "optimizer": "adamw",
-        "log_every": 1,
-        "eval_every": 2,
-        "eval_rows": 8,
-    }
-    return trainer.Config(**settings | changes)
+    cache, model = Path(data).parent / "cache", "" if changes.get("init") else "test"
+    folders = {"data": str(data), "out": str(out), "compile_cache": str(cache)}
+    sizes = {"seq_len": 64, "batch_size": 8, "steps": 6, "eval_every": 2, "eval_rows": 8}
+    rates = {"lr": 0.01, "warmup": 1, "optimizer": "adamw", "log_every": 1}
+    return trainer.Config(**{"model": model} | folders | sizes | rates | changes)
 
 
 def evaluation(trainer, folder, **changes):
@@ -304,11 +293,9 @@ def test_what_changed_since_the_checkpoint_is_said_or_refused(
     said = capsys.readouterr().out
     for part in (f"changed since {out}/checkpoints/6: ", "lr 0.01 -> 0.02", "seed 0 -> 1"):
         assert part in said
-    for changes, part in (
-        ({"optimizer": "muon"}, "--optimizer adamw there, muon here"),
-        ({"dtype": "bfloat16"}, "--dtype float32 there, bfloat16 here"),
-    ):
-        assert part in refusal(trainer, resumed(trainer, out, **changes))
+    for name, there, here in ("optimizer", "adamw", "muon"), ("dtype", "float32", "bfloat16"):
+        said = f"--{name} {there} there, {here} here"
+        assert said in refusal(trainer, resumed(trainer, out, **{name: here}))
     (out / "checkpoints" / "6").rename(out / "checkpoints" / "14")
     assert "checkpoints/14 holds step 6" in refusal(trainer, resumed(trainer, out))
     before = (out / "log.jsonl").read_text()
@@ -624,15 +611,11 @@ def test_a_killed_host_ends_the_others_and_the_run_goes_on(code_rows, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("other", ["folder", "settings"])
 def test_hosts_that_differ_all_say_so_before_the_first_step(trainer, code_rows, tmp_path, other):
-    outs, steps = ("ab", (4, 4)) if other == "folder" else ("aa", (4, 5))
-    lines = [
-        flags(trainer, code_rows, tmp_path / out, f"--steps={n}")
-        for out, n in zip(outs, steps, strict=True)
-    ]
-    said = "have other settings or data than host 0"
+    out, steps, said = tmp_path / "run", 5, "have other settings or data than host 0"
     if other == "folder":
-        said = "do not see what host 0 wrote"
-    for process in two_hosts(*lines):
+        out, steps, said = tmp_path / "other", 4, "do not see what host 0 wrote"
+    first = flags(trainer, code_rows, tmp_path / "run", "--steps=4")
+    for process in two_hosts(first, flags(trainer, code_rows, out, f"--steps={steps}")):
         _, error = process.communicate(timeout=120)
         assert process.returncode == 1
         assert f"hosts [1] {said}" in error.splitlines()[-1]
