@@ -234,7 +234,7 @@ def test_a_shard_has_rows_of_all_files_and_two_processes_write_the_bytes_of_one(
     assert len(Rows(cfg.out, "train").shards) == 4
     assert not (tmp_path / "out" / ".rows").exists()
     cfg = dataclasses.replace(cfg, out=str(tmp_path / "new"), column="code")
-    groups, _ = dp.gather(dp.find(cfg), cfg)
+    groups, _ = dp.gather(dp.find(cfg)[0], cfg)
     for group in groups["train"]:
         assert {item.name[:2] for item in group} == {"a.", "b."}
 
