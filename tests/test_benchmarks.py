@@ -217,6 +217,7 @@ def test_main_blocks_calls_of_one_process_and_texts_of_any_form(tmp_path):
     assert [found[text] for _, text in samples] == [True, False, False, False, False, True]
 
 
+@pytest.mark.slow
 @needs_tasks
 def test_a_sample_has_four_times_the_time_of_a_slow_reference(tmp_path):
     spin = "import time\ndef f():\n    while time.process_time() < {0}:\n        pass\n"

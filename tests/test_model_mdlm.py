@@ -23,6 +23,7 @@ def tokens(*shape):
     return torch.randint(5, TINY.vocab, shape, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.slow
 def test_the_files_that_are_no_commands_say_what_checks_them():
     for script, parts in {
         "model_mdlm.py": ("tiny: 7,550,976", "large: 60,706,560", "tests/test_model_mdlm.py"),

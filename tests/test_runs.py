@@ -472,7 +472,7 @@ def test_out_of_memory_is_known_by_what_libraries_say(error, lacks):
         raise error
 
 
-@pytest.mark.parametrize("keep", [0.0, 0.99])
+@pytest.mark.parametrize("keep", [0.0, pytest.param(0.99, marks=pytest.mark.slow)])
 def test_a_damaged_program_of_the_compile_cache_is_made_anew(keep, tmp_path):
     pytest.importorskip("jax")
     cache = tmp_path / "cache"

@@ -454,8 +454,8 @@ def test_what_was_recorded_is_that_of_the_rows_in_their_order_and_each_may_have_
 @pytest.mark.parametrize(
     "settings",
     [
-        {"alg_temp": 0.2},
-        {"alg": "origin", "steps": 10},
+        pytest.param({"alg_temp": 0.2}, marks=pytest.mark.slow),
+        pytest.param({"alg": "origin", "steps": 10}, marks=pytest.mark.slow),
         {"threshold": 0.5, "block_length": 5, "cache": "dual"},
     ],
     ids=str,
