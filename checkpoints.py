@@ -771,7 +771,7 @@ def load_for_inference(
     slow = slow_in_bfloat16(family, model)
     if mesh.size > 1:
         line += "; mesh " + ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-    if slow and (bits or dtype == "bfloat16"):
+    if slow and dtype == "bfloat16":
         line += "; float32 is faster here"
     print(line, file=sys.stderr)
 

@@ -221,6 +221,8 @@ def checked(given, path, model, name):
     if chat:
         fields["logprobs"] = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
     defaults = {"n": 1, "logprobs": None, "seed": fields.get("random_seed", random.getrandbits(31))}
+    if path == "/v1/canvas":  # the page shows the likeliest tokens of each position
+        defaults["logprobs"] = batching.LIKELIEST
     return model.defaults | defaults | fields | {"stop": stop}
 
 

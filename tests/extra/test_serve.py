@@ -623,6 +623,13 @@ def events_of(url, **body):
     return canvas["canvas"], [step for step in steps if "write" in step], end["keep"]
 
 
+def test_the_page_gets_probabilities_of_a_pythoncoder(coder_server):
+    _, steps, _ = events_of(coder_server[0], prompt="import ", max_tokens=6, temperature=0)
+    for _, token, text, p, likely in (entry for step in steps for entry in step["write"]):
+        assert 0 < p < 1
+        assert [text, pytest.approx(p, 1e-4)] in likely, token
+
+
 def test_the_page_gets_a_canvas_and_its_steps(dream_server):
     url, loop = dream_server
     canvas, steps, keep = events_of(url, prompt="def [MASK:4](x) [MASK:3]", seed=1, threshold=0.01)
