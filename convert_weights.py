@@ -223,8 +223,7 @@ def find(folder, step=0, repository=""):
         keys["step"] = step
     step = keys.get("step", 0)
     if "sums" not in meta:
-        origin = origin or folder.resolve().name
-        return Checkpoint(folder, family, cfg, keys, step, origin)
+        return Checkpoint(folder, family, cfg, keys, step, origin or folder.resolve().name)
     sums = {name.removeprefix("params."): total for name, total in meta["sums"].items()}
     return Checkpoint(folder, family, cfg, keys, step, origin, where / "params", sums)
 
