@@ -9,6 +9,7 @@
     python convert_weights.py --source=out/train_tpu --out=out/export --dtype=bfloat16
     # to train as a Dream
     python convert_weights.py --source=Qwen/Qwen2.5-Coder-0.5B --to=dream --out=out/start
+    python convert_weights.py --source=SmolLM2-135M-Instruct.Q4_1.gguf --to=dream --out=out/smollm
 
 Reads a folder, or a repository of the Hub (token from HF_TOKEN, or from `hf auth login`), and
 writes the other form; of a run it takes the newest step. With --dtype the result is Orbax. --out
@@ -28,16 +29,15 @@ mask token gets one after its last token, whose row of embedding and head is the
 before it. The block length is --block_length, or that of config.json, or 1, an autoregressive
 model; a Qwen3's is 4, an a2d model has none. Go on with: python train_dream.py --init=out/start
 
-No tensor is copied whole. --dtype needs a temporary file of the size of --out beside it. Adapters
-are not merged here: a run with LoRA leaves the whole model in merged/.
+A GGUF file of one of these is read whole, in float32, by transformers with torch, gguf and
+accelerate. No other tensor is copied whole. Safetensors and --dtype take a temporary file of the
+size of --out beside it. Adapters are not merged: a run with LoRA leaves the whole model in merged/.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import json
 import math
-import struct
 import tempfile
 import typing
 from pathlib import Path
@@ -51,6 +51,7 @@ import safetensors
 import tensorstore
 import tokenizers
 from orbax.checkpoint import type_handlers
+from safetensors.numpy import save_file
 
 import checkpoints
 import model_dream as dream
@@ -60,7 +61,7 @@ import runs
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    source: str = ""  # folder with a checkpoint in either form, or OWNER/NAME on the Hub
+    source: str = ""  # folder in either form, OWNER/NAME on the Hub, or with --to a GGUF file
     out: str = ""  # folder to write
     revision: str = "main"  # branch, tag or commit of a repository of the Hub
     step: runs.Natural = 0  # checkpoint of a run; 0 takes the newest
@@ -191,14 +192,11 @@ class Checkpoint:
 
 
 def find(folder, step=0, repository=""):
-    """The checkpoint in a folder, downloaded from `repository`: a run, or safetensors or Orbax as
-    this file and the Hub lay them out. ValueError or FileNotFoundError.
+    """The checkpoint in a folder, downloaded from `repository`: a run, or one of the two forms.
+    ValueError or FileNotFoundError.
     """
     is_run = step or runs.saved_steps(folder)
-    if is_run:
-        keys = runs.read_about(folder, "config.json")
-    else:
-        keys = runs.read_json(folder / "config.json")
+    keys = runs.read_about(folder, "config.json")
     kind = keys.get("model_type")
     if kind in QWEN2 and not dream.family_of(folder, keys):
         raise ValueError(f"{folder} is a {kind}; --to=dream makes a Dream of it")
@@ -345,9 +343,8 @@ def with_mask_row(table_VD, mask_id):
 def open_orbax(checkpoint):
     """{our name: array of tensorstore} of a checkpoint in Orbax, and their dtype.
 
-    Orbax restores whole arrays, up to a gigabyte in a 7B model; tensorstore, on which it builds,
-    reads any part of one. _METADATA says how they are stored: in a folder each, or together in an
-    OCDBT database.
+    Orbax restores whole arrays; tensorstore, on which it builds, reads any part of one. _METADATA
+    says how they are stored: in a folder each, or together in an OCDBT database.
     """
     params = checkpoint.params
     form = runs.read_json(params / "_METADATA", "tree_metadata")
@@ -406,7 +403,6 @@ def cast(source, arrays, dtype, folder):
 
 
 def refuse_existing(out):
-    """FileExistsError if there is something at `out`."""
     if out.exists():
         raise FileExistsError(f"{out} exists; delete it or choose another --out")
 
@@ -601,40 +597,23 @@ def to_orbax(source, out, wanted=""):
     meta = {"dtype": str(dtype), "parameters": count, "source": source.origin, "step": source.step}
     if source.family is pc:
         meta["model"] = dataclasses.asdict(source.cfg)
-    with output_folder(out, files) as partial, concurrent.futures.ThreadPoolExecutor(1) as thread:
+    with output_folder(out, files) as partial:
         if source.params or any(array.dtype != dtype for array in arrays.values()):
             arrays = cast(source, arrays, dtype, out.parent)
-        # checksums of the arrays that we read, while Orbax writes what is compared with them later
-        summing = thread.submit(checkpoints.bit_sums, arrays)
         save_params(partial / "params", arrays)
-        meta["sums"] = summing.result()
+        meta["sums"] = checkpoints.bit_sums(arrays)  # of what was read, not of what was written
         files["meta.json"] = meta
         files["config.json"] = config_to_write(source, dtype)
 
 
 def write_safetensors(path, arrays, source):
-    """Write tensorstore's arrays as safetensors, in blocks. ValueError for a wrong checksum.
-
-    The file is 8 bytes of header length, the header as JSON, then the data, where offsets begin.
-    """
-    labels = {dtype: label for label, dtype in DTYPES.items()}
+    """Write {our name: array} as safetensors, with the checksums of Orbax. OSError."""
     sums = {source.file_name(name): source.sums.get(name) for name in arrays}
-    header = {"__metadata__": {"format": "pt", "sums": json.dumps(sums)}}
-    start = 0
-    for name, array in arrays.items():
-        end = start + byte_count(array)
-        header[source.file_name(name)] = {
-            "dtype": labels[array.dtype.numpy_dtype],
-            "shape": array.shape,
-            "data_offsets": [start, end],
-        }
-        start = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # aligns the data
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for _, _, rows in read_blocks(source, arrays):
-            file.write(as_integers(rows))
+    tensors = {source.file_name(name): array for name, array in arrays.items()}
+    try:
+        save_file(tensors, path, {"format": "pt", "sums": json.dumps(sums)})
+    except safetensors.SafetensorError as error:
+        raise OSError(f"{path} was not written: {error}") from None
 
 
 def to_safetensors(source, out):
@@ -650,6 +629,7 @@ def to_safetensors(source, out):
     count = split.metadata["total_size"] // dtype.itemsize
     print(f"writing {len(arrays)} tensors, {count:,} parameters in {dtype}", flush=True)
     with output_folder(out, files) as partial:
+        arrays = cast(source, arrays, dtype, out.parent)
         weight_map = {}
         for file_name, names in split.filename_to_tensors.items():
             write_safetensors(partial / file_name, {name: arrays[name] for name in names}, source)
@@ -664,7 +644,7 @@ def to_safetensors(source, out):
 
 
 def verify(source, out):
-    """Compare names, shapes, dtypes and bytes of a checkpoint in both forms, else ValueError."""
+    """Compare names, shapes, dtypes and bytes of a checkpoint in both forms. ValueError."""
     both = f"{source.folder} and {out.folder}"
     hub, orbax = (out, source) if source.params else (source, out)
     if hub.params or not orbax.params:
@@ -678,13 +658,10 @@ def verify(source, out):
             f"{hub.folder} is in {hub_dtype}, {orbax.folder} in {dtype}; "
             "convert again, without --dtype"
         )
-    wrong = set()
     for name, first, rows in read_blocks(orbax, ours):
         want = theirs[name][first : first + len(rows)]
         if not np.array_equal(as_integers(rows), as_integers(want)):
-            wrong.add(name)
-    if wrong:
-        raise ValueError(f"{both} differ: {', '.join(sorted(wrong))}")
+            raise ValueError(f"{both} differ: {name}")
     count = sum(array.size for array in theirs.values())
     print(f"verified: {len(theirs)} tensors, {count:,} parameters, every byte equal", flush=True)
 
@@ -747,6 +724,28 @@ def fetch(repository, revision, out):
     return Path(folder)
 
 
+def from_gguf(path, folder):
+    """The Hub's form, in a folder, of a GGUF file: in float32, by transformers. ValueError."""
+    folder = Path(folder) / path.stem
+    source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    try:
+        import gguf
+        import transformers
+
+        if any(tensor.name == "rope_freqs.weight" for tensor in gguf.GGUFReader(path).tensors):
+            raise ValueError("the rotary scaling of a Llama 3 is not read; take its safetensors")
+        transformers.AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+        model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype="float32")
+        del model.hf_quantizer, model.config.quantization_config  # it is float32 now
+        model.save_pretrained(folder)
+    except Exception as error:  # they raise nothing narrower
+        raise ValueError(
+            f"transformers, with torch, gguf and accelerate, does not read {path}: "
+            f"{runs.first_line(error)}"
+        ) from None
+    return folder
+
+
 def main(cfg):
     if not cfg.source or not cfg.out:
         raise ValueError("name both: --source=FOLDER_OR_REPOSITORY --out=FOLDER")
@@ -770,6 +769,9 @@ def main(cfg):
     out = Path(cfg.out)
     if not compare:
         refuse_existing(out)
+    if folder.suffix == ".gguf":
+        with tempfile.TemporaryDirectory() as scratch:
+            return main(dataclasses.replace(cfg, source=from_gguf(folder, scratch)))
     if repository:
         folder = fetch(repository, cfg.revision, out)
     elif cfg.revision != Config.revision:

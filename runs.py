@@ -397,7 +397,7 @@ OTHER_FORMS = {  # forms of weights that are not read, by their files, and what 
     f"convert_weights.py: copy that, too; if another program wrote it, {CONVERT}",
     "*.pkl *.pickle *.msgpack *.npz": f"of another program: {CONVERT}",
     "*.bin *.pt *.pth *.ckpt *.h5 *.gguf": "no safetensors: save the model in that form, with "
-    "save_pretrained of transformers",
+    "save_pretrained of transformers; convert_weights.py --source=FILE.gguf --to=dream takes a GGUF",
 }
 
 

@@ -207,22 +207,23 @@ def fill_block(params, state, given, *, sampler, width):
     State.
     """
     model = nnx.merge(sampler.graph, params)
+    N = sampler.rule.block_length
     seeds = model.cfg.causal
     masks_B = sampler.masked(model, state, given).sum(-1)
     state = sampler.step(model, state, given, given.start_B, width, masks_B, jnp.int32(0), seeds)
     if seeds:
         masks_B = sampler.masked(model, state, given).sum(-1)
     start_B = jnp.maximum(given.first_B - model.cfg.shift, 0)
-    width = sampler.rule.block_length + model.cfg.shift
 
     def step(carry):
         state, i = carry
-        return sampler.step(model, state, given, start_B, width, masks_B, i), i + 1
+        return sampler.step(model, state, given, start_B, N + model.cfg.shift, masks_B, i), i + 1
 
     def unfinished(carry):
         return sampler.masked(model, carry[0], given).any()
 
-    state, _ = jax.lax.while_loop(unfinished, step, (state, jnp.int32(not seeds)))
+    if N > 1:  # one token is there; without the loop, whose pass takes as long to compile again
+        state, _ = jax.lax.while_loop(unfinished, step, (state, jnp.int32(not seeds)))
     # The texts of all rows go to every host, which could not read those of another one's devices.
     return sample_dream.split(state)
 

@@ -6,6 +6,7 @@
     python train_dream.py --init=out/ar --block_length=4 --block_warmup=200    # then in blocks
     python train_dream.py --init=out/diffucoder --data=data/chat --lora_rank=16 --base_bits=4
     python train_dream.py --eval_only=out/diffucoder --data=data/chat    # held-out bits per byte
+    python train_dream.py --eval_only=out/ar --block_length=4    # in other blocks than it has
 
 Reads a folder of packed rows, or of pairs, from data_prep.py; without --data it first prepares the
 standard library of the running Python. Writes --out: config.json, tokenizer.json, log.jsonl,
@@ -202,7 +203,6 @@ def main(flags):
             print("compiling the train step", flush=True)
             lowered = lower_step(cfg, graph, optimizer, shapes, mesh, len(data.columns))
             train_step = lowered.compile()
-        plain = md.graph_of(model, dataclasses.replace(compute, remat="none"))
         epoch = max(data.total // cfg.batch_size, cfg.eval_every)
         meter = Meter(cfg, model, mesh, first)
         saved_at = time.monotonic()
@@ -238,7 +238,7 @@ def main(flags):
             # Logged before the checkpoint, since --resume cuts the log to the newest one.
             evaluates = last or done % epoch % cfg.eval_every == 0 or done == LOOK < cfg.eval_every
             if evaluates:
-                lm = nnx.merge(plain, weights(state))
+                lm = nnx.merge(graph, weights(state))
                 scores = score(lm, heldout, cfg.eval_rows, micro_rows(cfg, mesh), mesh, tokenizer)
                 drawn = sample(lm, tokenizer, data, folder, done)
                 folder.log({"step": done, **scores, **drawn})
@@ -360,12 +360,11 @@ def exact_products(dtype):
 def describe(cfg, model, mesh, data):
     """Print what was settled."""
     params = md.count_params(model)
-    tokens = cfg.batch_size * cfg.seq_len
-    seen = cfg.steps * tokens
+    seen = cfg.steps * cfg.batch_size * cfg.seq_len
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     print(f"{mesh.size} x {jax.devices()[0].device_kind}, mesh {axes}, {cfg.dtype} compute")
     print(f"model {cfg.model} of {params:,} parameters: {seen / params:.1f} tokens for each")
-    print(f"{cfg.steps:,} steps of {tokens:,} tokens = {seen / data.tokens:.2f} epochs")
+    print(f"{cfg.steps:,} steps of {seen // cfg.steps:,} tokens = {seen / data.tokens:.2f} epochs")
     print(f"{model.vocab:,} ids, {cfg.optimizer}, peak lr {cfg.lr:.3g}, LoRA rank {cfg.lora_rank}")
 
 
@@ -778,9 +777,13 @@ def sample(model, tokenizer, data, folder, step):
 
 @runs.enough_memory("--dtype=bfloat16, or more devices")
 def evaluate(cfg, draws=8):
-    """--eval_only: print the bound of a model, trained here or converted, on held-out rows."""
+    """--eval_only: print the bound of a model, trained here or converted, on held-out rows; in blocks
+    of --block_length, whatever it was trained in.
+    """
     heldout, tokenizer = held_out(cfg.eval_only, cfg.data)
     model, step, mesh = checkpoints.load_for_inference(md, cfg.eval_only, 0, cfg.dtype, rows=0)
+    if cfg.block_length:
+        model.cfg = dataclasses.replace(model.cfg, block_length=cfg.block_length)
     exact_products(model.compute.dtype)
     mesh = mesh or checkpoints.mesh_of(jax.devices()[:1], (1, 1, 1))
     count = min(cfg.eval_rows, heldout.total)
