@@ -79,7 +79,7 @@ SHARD_BYTES = 5_000_000_000  # largest safetensors file of a Dream
 
 
 # ---- the Hub's form ----------------------------------------------------------------------------
-DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("f2"), "F32": np.dtype("f4")}
+DTYPES = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}
 ONE_FILE = "model.safetensors"
 INDEX = f"{ONE_FILE}.index.json"
 SHARDS = "*-of-*.safetensors"  # which it names
@@ -108,7 +108,7 @@ def hf_name(name, family="dream"):
     # q_proj is the matrix, q_bias its bias, q_norm scales what it gives
     matrix, _, kind = part.partition("_")
     block = ""
-    if matrix in ("q", "k", "v", "o"):
+    if matrix in "qkvo":
         block = "self_attn."
     elif kind == "proj":
         block = "mlp."
@@ -143,7 +143,7 @@ def map_file(path):
             sums = json.loads((file.metadata() or {}).get("sums", "{}"))
             for name in file.offset_keys():
                 view = file.get_slice(name)
-                layout[name] = DTYPES[view.get_dtype()], view.get_shape()
+                layout[name] = np.dtype(DTYPES[view.get_dtype()]), view.get_shape()
     except (safetensors.SafetensorError, KeyError, ValueError) as error:
         raise ValueError(
             f"{path} cannot be read as safetensors of {', '.join(DTYPES)}: {error}"
@@ -196,7 +196,10 @@ def find(folder, step=0, repository=""):
     ValueError or FileNotFoundError.
     """
     is_run = step or runs.saved_steps(folder)
-    keys = runs.read_about(folder, "config.json")
+    if is_run:
+        keys = runs.read_about(folder, "config.json")
+    else:
+        keys = runs.read_json(folder / "config.json")
     kind = keys.get("model_type")
     if kind in QWEN2 and not dream.family_of(folder, keys):
         raise ValueError(f"{folder} is a {kind}; --to=dream makes a Dream of it")
@@ -447,8 +450,7 @@ QWEN_WORDS = (
 
 def files_beside(checkpoint):
     """{name: bytes} of the tokenizer's files and of the model's code. A Dream's tokenizer.json gets
-    Dream's tokens if it lacks MASK; if there is none, merges.txt makes one. ValueError for a
-    tokenizer that does not fit.
+    Dream's tokens if it lacks MASK, or is made of merges.txt. ValueError if it does not fit.
     """
     folder = checkpoint.folder
     files = checkpoints.companions(folder)
@@ -587,10 +589,9 @@ def to_orbax(source, out, wanted=""):
     files = files_beside(source)
     arrays, dtype = open_orbax(source) if source.params else open_safetensors(source, wanted)
     if source.table_rows:
-        mask_id = source.cfg.mask_id
-        print(f"MASK is {mask_id}; its row of embedding and head is the mean of the rows before it")
+        print(f"MASK is {source.cfg.mask_id}; its row is the mean of the rows before it")
         for name in TABLES & arrays.keys():
-            arrays[name] = with_mask_row(arrays[name], mask_id)
+            arrays[name] = with_mask_row(arrays[name], source.cfg.mask_id)
     dtype = np.dtype(wanted or dtype)
     count = sum(array.size for array in arrays.values())
     print(f"writing {len(arrays)} tensors, {count:,} parameters in {dtype}", flush=True)
@@ -626,8 +627,7 @@ def to_safetensors(source, out):
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=SHARD_BYTES if source.family is dream else 10**15,  # a PythonCoder: one file
     )
-    count = split.metadata["total_size"] // dtype.itemsize
-    print(f"writing {len(arrays)} tensors, {count:,} parameters in {dtype}", flush=True)
+    print(f"writing {len(arrays)} tensors, {split.metadata['total_size']:,} bytes", flush=True)
     with output_folder(out, files) as partial:
         arrays = cast(source, arrays, dtype, out.parent)
         weight_map = {}
@@ -658,12 +658,15 @@ def verify(source, out):
             f"{hub.folder} is in {hub_dtype}, {orbax.folder} in {dtype}; "
             "convert again, without --dtype"
         )
+    wrong = set()
     for name, first, rows in read_blocks(orbax, ours):
         want = theirs[name][first : first + len(rows)]
         if not np.array_equal(as_integers(rows), as_integers(want)):
-            raise ValueError(f"{both} differ: {name}")
+            wrong.add(name)
+    if wrong:
+        raise ValueError(f"{both} differ: {', '.join(sorted(wrong))}")
     count = sum(array.size for array in theirs.values())
-    print(f"verified: {len(theirs)} tensors, {count:,} parameters, every byte equal", flush=True)
+    print(f"verified: {len(theirs)} tensors, {count:,} parameters, every byte equal")
 
 
 # ---- the Hub -----------------------------------------------------------------------------------
@@ -739,10 +742,8 @@ def from_gguf(path, folder):
         del model.hf_quantizer, model.config.quantization_config  # it is float32 now
         model.save_pretrained(folder)
     except Exception as error:  # they raise nothing narrower
-        raise ValueError(
-            f"transformers, with torch, gguf and accelerate, does not read {path}: "
-            f"{runs.first_line(error)}"
-        ) from None
+        reader = "transformers, with torch, gguf and accelerate,"
+        raise ValueError(f"{reader} does not read {path}: {runs.first_line(error)}") from None
     return folder
 
 
@@ -751,10 +752,8 @@ def main(cfg):
         raise ValueError("name both: --source=FOLDER_OR_REPOSITORY --out=FOLDER")
     compare = cfg.verify or cfg.push
     if compare and (cfg.dtype or cfg.to):
-        raise ValueError(
-            "--verify and --push compare bytes, which --dtype and --to change; "
-            "convert --out with them"
-        )
+        said = "--verify and --push compare bytes, which --dtype and --to change"
+        raise ValueError(f"{said}; convert --out with them")
     if cfg.push and cfg.push.count("/") != 1:
         raise ValueError(f"--push={cfg.push} is no repository of the Hub (OWNER/NAME)")
     if cfg.block_length and not cfg.to:

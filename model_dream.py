@@ -243,7 +243,7 @@ class Block(nnx.Module):
         KV = cfg.kv_heads * cfg.head_size
 
         def normal(*shape, size=1.0):  # a standard deviation of 1 / sqrt(fan-in), 0.017 at 7b
-            noise = jax.random.normal(rngs.params(), shape)
+            noise = jax.random.normal(rngs(), shape)
             return nnx.Param(size * shape[-1] ** -0.5 * noise)
 
         # smaller, as the residual stream is the sum of 2 x layers such products
@@ -332,7 +332,7 @@ class Dream(nnx.Module):
         self.compute = compute or Compute()
 
         def table(size):
-            noise = jax.random.normal(rngs.params(), (cfg.vocab, cfg.width))
+            noise = jax.random.normal(rngs(), (cfg.vocab, cfg.width))
             return nnx.Param(size * noise)
 
         # Embeddings of unit scale match the layers' outputs. A tied table is also the head, which
@@ -434,9 +434,8 @@ class Dream(nnx.Module):
         return hidden_BLD, before_BLD
 
     def ar_nll(self, token_BL, mask_BL, segment_BL, position_BL):
-        """nll with blocks of one token, all masked: an autoregressive model's, in one pass.
-
-        A MASK alone predicts the first token of a document, as it does with blocks.
+        """nll with blocks of one token, all masked: an autoregressive model's, in one pass. A MASK
+        alone predicts the first token of a document, as it does with blocks.
         """
         place = diffusion.Place(segment_BL, position_BL)
         hidden_BLD, _ = self.hidden(token_BL, position_BL, place=place)
@@ -504,8 +503,6 @@ def first_of_document(segment_BL):
 
 def counted(segment_BL, fixed_BL=None):
     """The positions that can be masked: not padding (segment 0), not a prompt (fixed 1)."""
-    if fixed_BL is None:
-        return segment_BL > 0
     return (segment_BL > 0) & (fixed_BL != 1)
 
 
@@ -528,12 +525,15 @@ def noise(key, rows, row_B, part_BL, eps=1e-3):
         return jax.random.uniform(jax.random.fold_in(key, 1), part_BL.shape[1:])
 
     u_BL = jax.vmap(uniform)(key_R[row_B])
-    golden = (math.sqrt(5) - 1) / 2  # its multiples modulo 1 spread evenly, however many there are
+    golden = 0.6180339887498949  # its multiples modulo 1 spread evenly, however many there are
     t_BL = eps + (t_R[row_B][:, None] - eps + golden * (part_BL - 1)) % (1 - eps)
     return t_BL, u_BL
 
 
 # ---- parameters ----------------------------------------------------------------------------------
+
+# for shapes alone: nnx.Rngs takes a second to trace in thirty layers
+NO_RNGS = functools.partial(jax.random.key, 0)
 
 
 def new_params(cfg, seed):
@@ -544,12 +544,12 @@ def new_params(cfg, seed):
 @functools.lru_cache
 def graph_of(cfg, compute):
     """The model without its parameters: nnx.merge(graph_of(cfg, compute), params) is a Dream."""
-    return nnx.graphdef(nnx.eval_shape(lambda: Dream(cfg, nnx.Rngs(0), compute)))
+    return nnx.graphdef(nnx.eval_shape(lambda: Dream(cfg, NO_RNGS, compute)))
 
 
 @functools.lru_cache
 def param_shapes(cfg):
-    return jax.eval_shape(functools.partial(new_params, cfg, 0))
+    return jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(Dream(cfg, NO_RNGS))))
 
 
 def count_params(cfg):
@@ -1002,8 +1002,8 @@ def config_to_hf(cfg, dtype="bfloat16"):
         if name not in EXTRAS or name in family.model or value != getattr(DreamConfig, name):
             keys[family.keys.get(key, key)] = value
     if cfg.rope:
-        theta = keys.pop("rope_theta")
-        keys["rope_parameters"] = dict(cfg.rope) | {"rope_type": "yarn", "rope_theta": theta}
+        yarn = {"rope_type": "yarn", "rope_theta": keys.pop("rope_theta")}
+        keys["rope_parameters"] = dict(cfg.rope) | yarn
     if cfg.ends:
         keys["eos_token_id"] = list(cfg.eos_ids)
     return keys | {"vocab_size": cfg.vocab, "torch_dtype": dtype}

