@@ -609,7 +609,7 @@ def to_orbax(source, out, wanted=""):
 
 def write_safetensors(path, arrays, source):
     """Write {our name: array} as safetensors, with the checksums of Orbax. OSError."""
-    sums = {source.file_name(name): source.sums.get(name) for name in arrays}
+    sums = {source.file_name(name): source.sums[name] for name in arrays}
     tensors = {source.file_name(name): array for name, array in arrays.items()}
     try:
         save_file(tensors, path, {"format": "pt", "sums": json.dumps(sums)})
