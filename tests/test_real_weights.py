@@ -85,7 +85,7 @@ def test_the_recipe_grows_blocks(smol):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("heldout_nats") == 4
-    assert done.stdout.count("Once upon a time") == 20
+    assert done.stdout.count("Once upon a time") >= 20
 
 
 def logits_of(smol, ids, bits=0, dtype="float32"):
