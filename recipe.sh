@@ -50,7 +50,8 @@ if [ "$device" = smollm ]; then
         python train_dream.py --out="$run" --data="$data" "${how[@]}" "$@"
         model=$run
         [ ! -e "$run/merged" ] || model=$run/merged # with --lora_rank
-        python generate_dream.py --ckpt="$model" --n=5 --entropy_bound=0.5 --max_new=48 --prompt="Once upon a time"
+        texts=(--n=5 --entropy_bound=0.5 --max_new=48 --chat=off --prompt="Once upon a time")
+        python generate_dream.py --ckpt="$model" "${texts[@]}"
     done
     exit
 fi
