@@ -30,8 +30,8 @@ before it. The block length is --block_length, or that of config.json, or 1, an 
 model; a Qwen3's is 4, an a2d model has none. Go on with: python train_dream.py --init=out/start
 
 A GGUF file of one of these is read whole, in float32, by transformers with torch, gguf and
-accelerate. No other tensor is copied whole. Safetensors and --dtype take a temporary file of the
-size of --out beside it. Adapters are not merged: a run with LoRA leaves the whole model in merged/.
+accelerate. No other tensor is copied whole. Writing safetensors, or with --dtype, takes a temporary
+file of the size of --out. Adapters are not merged: a run with LoRA has its whole model in merged/.
 """
 
 import contextlib
@@ -768,7 +768,7 @@ def main(cfg):
     out = Path(cfg.out)
     if not compare:
         refuse_existing(out)
-    if folder.suffix == ".gguf":
+    if cfg.to and folder.suffix == ".gguf":
         with tempfile.TemporaryDirectory() as scratch:
             return main(dataclasses.replace(cfg, source=from_gguf(folder, scratch)))
     if repository:

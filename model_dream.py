@@ -503,7 +503,7 @@ def first_of_document(segment_BL):
 
 def counted(segment_BL, fixed_BL=None):
     """The positions that can be masked: not padding (segment 0), not a prompt (fixed 1)."""
-    return (segment_BL > 0) & (fixed_BL != 1)
+    return (segment_BL > 0) & (fixed_BL != 1)  # None, without prompts, is not 1
 
 
 def parts(segment_BL, position_BL, block=None):

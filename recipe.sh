@@ -9,12 +9,12 @@
 #   bash recipe.sh v6e-16     # a pod of sixteen chips, a night: 1b; datasets. On each host; OUT, DATA in a bucket
 #   OUT=out/run bash recipe.sh score    # only what comes after the training, on one machine, from a local copy
 #
-#   bash recipe.sh smollm     # two cores, two hours: SmolLM2-135M learns to fill blocks of 1, 2, 4, then 8 tokens
-#                             # SOURCE=FILE.gguf has other weights, TEXT=FOLDER other text than the standard library
+#   bash recipe.sh smollm     # two cores, an hour of steps: SmolLM2-135M-Instruct learns to fill blocks of 1, 2, 4, 8
+#                             # SOURCE=FILE.gguf reads it from a file; TEXT=FOLDER: not the standard library but this
 #
 # The same command resumes after a stop (in a bucket add --resume=$OUT). Flags after the device go to train_tpu.py, of
 # smollm to train_dream.py. OUT is the folder of the run, DATA that of the rows: keep both where they outlive the
-# machine. Only cpu and smollm have been run; the rest is compiled.
+# machine. Only cpu has been run whole; smollm with a step a stage, its stages one by one; the rest is compiled.
 set -e
 
 device=${1:?which machine? bash recipe.sh cpu, t4, v5e, v6e, v6e-16, score or smollm}
