@@ -30,7 +30,7 @@ before it. The block length is --block_length, or that of config.json, or 1, an 
 model; a Qwen3's is 4, an a2d model has none. Go on with: python train_dream.py --init=out/start
 
 A GGUF file of one of these is read whole, in float32, by transformers with torch, gguf and
-accelerate. No other tensor is copied whole. Writing safetensors, or with --dtype, takes a temporary
+accelerate. Else one tensor at a time is in memory. Writing safetensors, or with --dtype, takes a temporary
 file of the size of --out. Adapters are not merged: a run with LoRA has its whole model in merged/.
 """
 
@@ -74,7 +74,7 @@ class Config:
     push: str = ""  # verify, and upload --out to this repository of the Hub, OWNER/NAME
 
 
-CHUNK_BYTES = 32 << 20  # size of the chunks of Zarr arrays, and of the blocks read from them
+CHUNK_BYTES = 32 << 20  # size of the chunks of Zarr arrays
 SHARD_BYTES = 5_000_000_000  # largest safetensors file of a Dream
 
 
@@ -291,15 +291,26 @@ def find_qwen2(folder, block_length=0, repository=""):
     )
 
 
+def untied(checkpoint):
+    """A checkpoint in safetensors, with its own head if that of a tied model is not the embedding:
+    transformers keeps it, too.
+    """
+    arrays = map_files(checkpoint.folder)
+    head = arrays.get(checkpoint.file_name("lm_head"))
+    table = arrays.get(checkpoint.file_name("embed_tokens"), head)
+    if head is None or not checkpoint.cfg.tie or np.array_equal(head, table):
+        return checkpoint
+    print("the head is not the embedding: it is kept, though config.json ties them")
+    cfg = dataclasses.replace(checkpoint.cfg, tie=False)
+    ties = checkpoint.keys.keys() & {"tie_word_embeddings", "weight_tying"}
+    keys = checkpoint.keys | dict.fromkeys(ties, False)
+    return dataclasses.replace(checkpoint, cfg=cfg, keys=keys)
+
+
 # ---- tensors -----------------------------------------------------------------------------------
 def as_integers(array):
     """The array's bits as integers of its item size [n], not copied."""
     return array.reshape(-1).view(f"uint{8 * array.dtype.itemsize}")
-
-
-def byte_count(array):
-    """Bytes of an array of tensorstore."""
-    return array.dtype.numpy_dtype.itemsize * array.size
 
 
 def open_safetensors(checkpoint, wanted=""):
@@ -309,13 +320,7 @@ def open_safetensors(checkpoint, wanted=""):
     shapes = checkpoint.shapes()
     head = checkpoint.file_name("lm_head")
     if "lm_head" not in shapes and head in arrays:  # tied, and stored twice, or by this name
-        head_VD = arrays.pop(head)
-        table_VD = arrays.setdefault(checkpoint.file_name("embed_tokens"), head_VD)
-        if not np.array_equal(head_VD, table_VD):
-            raise ValueError(
-                f"{head} of {checkpoint.folder} is not the embedding, as tie_word_embeddings of "
-                "config.json says; make that false to keep the head"
-            )
+        arrays.setdefault(checkpoint.file_name("embed_tokens"), arrays.pop(head))
     want = {checkpoint.file_name(name): shape for name, shape in shapes.items()}
     if checkpoint.lacks_biases and arrays:
         dtype = next(iter(arrays.values())).dtype
@@ -346,7 +351,7 @@ def with_mask_row(table_VD, mask_id):
 def open_orbax(checkpoint):
     """{our name: array of tensorstore} of a checkpoint in Orbax, and their dtype.
 
-    Orbax restores whole arrays; tensorstore, on which it builds, reads any part of one. _METADATA
+    Orbax restores all arrays at once; tensorstore, on which it builds, one at a time. _METADATA
     says how they are stored: in a folder each, or together in an OCDBT database.
     """
     params = checkpoint.params
@@ -369,31 +374,23 @@ def open_orbax(checkpoint):
     return {name: arrays[name] for name in shapes}, dtype
 
 
-def read_blocks(source, arrays):
-    """(name, first row, rows as a NumPy array) of an Orbax checkpoint's arrays, block by block.
-    ValueError after an array with a wrong checksum.
-    """
-    for name, array in arrays.items():
-        length = array.shape[0]
-        chunk = array.chunk_layout.read_chunk.shape[0]
-        size = chunk * max(1, CHUNK_BYTES * length // (chunk * byte_count(array)))
-        total = 0
-        for start in range(0, length, size):
-            rows = array[start : min(start + size, length)].read(order="C").result()
-            total += int(checkpoints.bit_sum(rows))
-            yield name, start, rows
-        if total % 2**32 != source.sums.get(name):
+def read_arrays(source, arrays):
+    """(name, NumPy array) of an Orbax checkpoint's arrays. ValueError at a wrong checksum."""
+    for name, stored in arrays.items():
+        array = stored.read().result()
+        if checkpoints.bit_sum(array) != source.sums.get(name):
             raise ValueError(f"{source.folder} is corrupted: {name} is not what was saved")
+        yield name, array
 
 
 def cast(source, arrays, dtype, folder):
     """{name: array in dtype}, mapped from a temporary file, which is deleted with the arrays."""
-    blocks = arrays.values()
+    found = arrays.items()
     if source.params:
-        blocks = (rows for _, _, rows in read_blocks(source, arrays))
+        found = read_arrays(source, arrays)
     with tempfile.TemporaryFile(dir=folder) as file:
-        for rows in blocks:
-            file.write(as_integers(rows.astype(dtype)))
+        for _, array in found:
+            file.write(as_integers(array.astype(dtype)))
         file.flush()
         flat = np.memmap(file, dtype, "r")
     views = {}
@@ -623,7 +620,7 @@ def to_safetensors(source, out):
     arrays, dtype = open_orbax(source)
     split = huggingface_hub.split_state_dict_into_shards_factory(
         arrays,
-        get_storage_size=byte_count,
+        get_storage_size=lambda array: array.size * dtype.itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=SHARD_BYTES if source.family is dream else 10**15,  # a PythonCoder: one file
     )
@@ -659,9 +656,8 @@ def verify(source, out):
             "convert again, without --dtype"
         )
     wrong = set()
-    for name, first, rows in read_blocks(orbax, ours):
-        want = theirs[name][first : first + len(rows)]
-        if not np.array_equal(as_integers(rows), as_integers(want)):
+    for name, array in read_arrays(orbax, ours):
+        if not np.array_equal(as_integers(array), as_integers(theirs[name])):
             wrong.add(name)
     if wrong:
         raise ValueError(f"{both} differ: {', '.join(sorted(wrong))}")
@@ -742,8 +738,10 @@ def from_gguf(path, folder):
         del model.hf_quantizer, model.config.quantization_config  # it is float32 now
         model.save_pretrained(folder)
     except Exception as error:  # they raise nothing narrower
-        reader = "transformers, with torch, gguf and accelerate,"
-        raise ValueError(f"{reader} does not read {path}: {runs.first_line(error)}") from None
+        raise ValueError(
+            "transformers, with torch, gguf and accelerate, does not read "
+            f"{path}: {runs.first_line(error)}"
+        ) from None
     return folder
 
 
@@ -779,6 +777,8 @@ def main(cfg):
         source = find_qwen2(folder, cfg.block_length, repository)
     else:
         source = find(folder, cfg.step, repository)
+    if not source.params:
+        source = untied(source)
     existed = out.exists()
     if existed:  # with --verify or --push
         print(f"{out} exists and is not written again")

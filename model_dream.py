@@ -374,7 +374,7 @@ class Dream(nnx.Module):
         if position_BL is None:
             position_BL = jnp.broadcast_to(jnp.reshape(start, (-1, 1)) + jnp.arange(L), (B, L))
         rope = rope_of(self.cfg, position_BL)  # once for all layers
-        places = (place, key_place or place)
+        places = place, key_place or place
         call_layer = REMAT[self.compute.remat]
         cache = list(cache or [None] * self.cfg.layers)
         x_BLD = self.lookup(token_BL)
@@ -650,8 +650,10 @@ class Int4(typing.NamedTuple):
 
 def quantise(weight_FD, bits=8, name=""):
     """The parameter `name` as Int8, or with 4 bits as Int4, unless its width is odd."""
-    # 4 bits for the embedding and the head would double the change of the predictions.
-    if bits == 4 and name not in ("embed_tokens", "lm_head") and weight_FD.shape[1] % 2 == 0:
+    F, D = weight_FD.shape
+    # 4 bits cost most in the embedding, the head, and keys and values that several heads share
+    careful = ["embed_tokens", "lm_head"] + ["k_proj", "v_proj"] * (F < D)
+    if bits == 4 and name not in careful and D % 2 == 0:
         return to_int4(weight_FD)
     return to_int8(weight_FD)
 
@@ -667,32 +669,39 @@ def to_int8(weight_FD):
 
 @jax.jit
 def to_int4(weight_FD):
-    """The nearest Int4: low = min of a group, scale = (max - low) / 15, both in bfloat16. Error:
-    at most scale / 2 + max |group| / 256, half a step and the rounding of low and scale.
+    """A near Int4 by least squares: q nearest to scale and low, then these, in bfloat16, best for q,
+    in turn. It begins with low = min of a group and scale = (max - min) / 15.
     """
     F, D = weight_FD.shape
-    weight_GSD = weight_FD.astype(jnp.float32).reshape(-1, math.gcd(F, GROUP), D)
-    low_G1D = weight_GSD.min(1, keepdims=True).astype(jnp.bfloat16)
-    scale_G1D = ((weight_GSD.max(1, keepdims=True) - low_G1D) / 15).astype(jnp.bfloat16)
-    divisor_G1D = jnp.where(scale_G1D > 0, scale_G1D, 1)
-    q_GSD = jnp.clip(jnp.round((weight_GSD - low_G1D) / divisor_G1D), 0, 15)
-    left_FE, right_FE = jnp.split(q_GSD.astype(jnp.uint8).reshape(F, D), 2, 1)
-    return Int4(left_FE | right_FE << 4, scale_G1D[:, 0], low_G1D[:, 0])
+    weight_SGD = weight_FD.astype(jnp.float32).reshape(-1, math.gcd(F, GROUP), D).swapaxes(0, 1)
+    low_GD = weight_SGD.min(0)
+    scale_GD = jnp.ptp(weight_SGD, 0) / 15
+    for _ in range(4):
+        q_SGD = jnp.round((weight_SGD - low_GD) / (scale_GD + 1e-30)).clip(0, 15)
+        covariance_GD = ((q_SGD - q_SGD.mean(0)) * weight_SGD).mean(0)
+        scale_GD = covariance_GD / (q_SGD.var(0) + 1e-9)
+        low_GD = (weight_SGD - scale_GD * q_SGD).mean(0)
+    q_FD = q_SGD.swapaxes(0, 1).reshape(F, D).astype(jnp.uint8)
+    left_FE, right_FE = jnp.split(q_FD, 2, 1)
+    return Int4(left_FE | right_FE << 4, scale_GD.astype(jnp.bfloat16), low_GD.astype(jnp.bfloat16))
 
 
 def halves(weight):
-    """(q [G, S, E], scale [G, E], low [G, E]) of an Int4's left and right columns, G groups."""
+    """(q [G, S, E], scale [G, 1, E], low [G, 1, E]) of an Int4's left and right columns, G groups."""
     q_GSE = weight.q_FE.reshape(len(weight.scale_GD), -1, weight.q_FE.shape[1])
-    q_GSEs = (q_GSE & 15, q_GSE >> 4)
-    scale_GEs = jnp.split(weight.scale_GD, 2, 1)
-    return zip(q_GSEs, scale_GEs, jnp.split(weight.low_GD, 2, 1), strict=True)
+    q_GSE = jax.lax.optimization_barrier(q_GSE)  # or a TPU unpacks in three passes over memory
+    scales = jnp.split(weight.scale_GD[:, None], 2, 2)
+    lows = jnp.split(weight.low_GD[:, None], 2, 2)
+    return zip((q_GSE & 15, q_GSE >> 4), scales, lows, strict=True)
 
 
 def unpacked(weight, dtype):
-    """Both halves [F, E] of the matrix that an Int4 stands for."""
-    for q_GSE, scale_GE, low_GE in halves(weight):
-        half_GSE = q_GSE.astype(jnp.float32) * scale_GE[:, None] + low_GE[:, None]
-        yield half_GSE.reshape(weight.q_FE.shape).astype(dtype)
+    """The matrix [F, D] that an Int4 stands for."""
+    halves_FE = []
+    for q_GSE, scale_G1E, low_G1E in halves(weight):
+        half_GSE = q_GSE.astype(jnp.float32) * scale_G1E + low_G1E
+        halves_FE.append(half_GSE.reshape(weight.q_FE.shape).astype(dtype))
+    return jnp.concatenate(halves_FE, 1)
 
 
 def linear(x_BLD, weight, *spec, dtype=None, platform=""):
@@ -717,11 +726,9 @@ def linear(x_BLD, weight, *spec, dtype=None, platform=""):
             zero = jnp.isnan(x_TD[0, 0]).astype(weight[0].dtype)
             weight = type(weight)(weight[0] + zero, *weight[1:])
         y_TF = frozen_product(x_TD, weight, spec, x_TD.dtype, platform)
-    elif platform == "cpu":
-        # XLA uses the CPU's bfloat16 units only where the product is float32
-        y_TF = product(x_TD, weight, spec)
     else:
-        y_TF = product(x_TD, weight, spec, dtype)
+        # XLA uses a CPU's bfloat16 units only where the product is float32
+        y_TF = product(x_TD, weight, spec, jnp.float32 if platform == "cpu" else dtype)
     return y_TF[:T].astype(dtype).reshape(*x_BLD.shape[:-1], -1)
 
 
@@ -739,19 +746,15 @@ def frozen_product(x_TD, weight, spec, dtype, platform):
         return product(x_TD, weight.q_FD, spec) * weight.scale_F1[:, 0]
     if len(x_TD) <= (2048 if platform == "tpu" else 1):
         return int4_product(x_TD, weight, spec)
-    x_TEs = jnp.split(x_TD, 2, 1)  # the unpacked matrix is written to memory
-    pairs = zip(x_TEs, unpacked(weight, dtype), strict=True)
-    return sum(product(x_TE, weight_FE, spec) for x_TE, weight_FE in pairs)
+    return product(x_TD, unpacked(weight, dtype), spec)  # which is written to memory
 
 
 def int4_product(x_TD, weight, spec):
     """x W^T [T, F] as q (scale x) + low x for each group of rows: W is never written to memory."""
-    x_TEs = jnp.split(x_TD, 2, 1)
     y_TGS = product(x_TD, weight.low_GD, spec)[..., None]
     weight = weight._replace(q_FE=shard(weight.q_FE, *spec))
-    for x_TE, (q_GSE, scale_GE, _) in zip(x_TEs, halves(weight), strict=True):
-        scaled_GTE = x_TE * scale_GE[:, None]
-        y_TGS += einsum("GTE,GSE->TGS", scaled_GTE, q_GSE.astype(x_TD.dtype))
+    for x_TE, (q_GSE, scale_G1E, _) in zip(jnp.split(x_TD, 2, 1), halves(weight), strict=True):
+        y_TGS += einsum("GTE,GSE->TGS", x_TE * scale_G1E, q_GSE.astype(x_TD.dtype))
     return y_TGS.reshape(len(x_TD), -1)
 
 
@@ -763,12 +766,10 @@ def _frozen_backward(spec, dtype, platform, weight, dy_TF):
     """dy W in `dtype`, and no gradient of W."""
     if isinstance(weight, Int8):
         dy_TF = dy_TF * weight.scale_F1[:, 0]
-        parts = [weight.q_FD]
+        weight_FD = weight.q_FD
     else:
-        parts = unpacked(weight, dtype)
-    dy_TF = dy_TF.astype(dtype)
-    dx = [product(dy_TF, part_FD, spec, axis=0) for part_FD in parts]
-    return jnp.concatenate(dx, 1).astype(dtype), None
+        weight_FD = unpacked(weight, dtype)
+    return product(dy_TF.astype(dtype), weight_FD, spec, axis=0).astype(dtype), None
 
 
 frozen_product.defvjp(_frozen_forward, _frozen_backward)
@@ -984,10 +985,8 @@ def family_of(folder, keys):
 
 def special_ids(folder):
     """{name: id} of the tokens that the tokenizer in a folder has beside its vocabulary."""
-    ids = {}
     *_, listed = runs.named_tokens(folder)
-    for i, token in listed.items():
-        ids[token.content] = i
+    ids = {token.content: i for i, token in listed.items()}
     for token in runs.read_about(folder, "tokenizer.json").get("added_tokens", []):
         ids[token["content"]] = token["id"]
     return ids
