@@ -744,7 +744,7 @@ def frozen_product(x_TD, weight, spec, dtype, platform):
     """x W^T [T, F] in float32 of an Int8 or Int4. Its gradient is x's alone and keeps no wide W."""
     if isinstance(weight, Int8):  # each q is exact in bfloat16, so the scales multiply the product
         return product(x_TD, weight.q_FD, spec) * weight.scale_F1[:, 0]
-    if len(x_TD) <= (2048 if platform == "tpu" else 1):
+    if len(x_TD) <= (256 if platform == "tpu" else 1):
         return int4_product(x_TD, weight, spec)
     return product(x_TD, unpacked(weight, dtype), spec)  # which is written to memory
 
