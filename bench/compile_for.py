@@ -43,6 +43,7 @@ multiplied by their trip counts.
 import collections
 import dataclasses
 import functools
+import importlib.metadata
 import importlib.util
 import itertools
 import json
@@ -171,9 +172,7 @@ def check_compiler(name):
             importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)
         )
     else:
-        missing = (
-            importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ
-        )
+        missing = not importlib.util.find_spec("libtpu") and "TPU_LIBRARY_PATH" not in os.environ
     if missing:
         file = f"requirements-{'cuda' if place(name)[0].cuda else 'tpu'}.txt"
         raise ImportError(
@@ -1180,8 +1179,8 @@ HEAD = """# Memory and times of compiled programs (PREDICTED, nothing ran)
 Each program was compiled for each device, which was not there. GiB: all that the program holds, of what is usable.
 Rows: those of a micro-batch. Times: train, a step of 131,072 tokens; generate, a pass over 768 tokens or over a cached
 block of 32; grpo, a micro-step; LoRA, a row of 512 tokens. Estimated: the TPU compiler's cycles, a lower bound, too. At
-least: arithmetic at the peak, or bytes at the bandwidth of the data sheet. **no**: it does not fit. Earlier
-compiles: the v6e's cells beside int4 (today 0.28 s for LoRA, 1.39 s for grpo); training on rtx3060, a100-40 and h200.
+least: arithmetic at the peak, or bytes at the bandwidth of the data sheet. **no**: it does not fit. By libtpu 0.0.42
+to 0.0.52, beside int4 by 0.0.42.1. Earlier compiles: training on rtx3060, a100-40 and h200.
 Dream's rows on Ampere, Ada and Hopper were compiled at eec146f, with a Triton attention that has left: their
 command begins with `git checkout eec146f &&`.
 `python bench/compile_for.py table`
@@ -1311,8 +1310,13 @@ class Table:
             )
             if result.returncode:
                 return {"not_compiled": (result.stderr.strip().splitlines() or ["no message"])[-1]}
-            seconds = {"compile_s": round(time.perf_counter() - started), "jax": jax.__version__}
-            return json.loads(rows.read_text())[0] | seconds
+            seconds = round(time.perf_counter() - started)
+            versions = {
+                d.name: d.version
+                for d in importlib.metadata.distributions()
+                if d.name in ("jax", "libtpu")
+            }
+            return json.loads(rows.read_text())[0] | {"compile_s": seconds} | versions
 
 
 AsDream = typing.Annotated[TrainDream, tyro.conf.subcommand("dream")]
