@@ -168,9 +168,8 @@ def place(name):
 def check_compiler(name):
     """ImportError if the compiler for a device is not installed."""
     if place(name)[0].cuda:
-        missing = not any(
-            importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)
-        )
+        plugins = "jax_cuda12_plugin", "jax_cuda13_plugin"
+        missing = not any(map(importlib.util.find_spec, plugins))
     else:
         missing = not importlib.util.find_spec("libtpu") and "TPU_LIBRARY_PATH" not in os.environ
     if missing:
@@ -1291,9 +1290,8 @@ class Table:
             entry |= self.compiled(command)
             # also what another process added
             others = [e for e in recorded() if (e["cell"], e["device"]) != at]
-            entries = sorted(
-                [*others, {"device": device} | entry], key=lambda e: (e["cell"], e["device"])
-            )
+            entries = [*others, {"device": device} | entry]
+            entries.sort(key=lambda e: (e["cell"], e["device"]))
             runs.write(RESULTS, entries)
             RESULTS.with_suffix(".md").write_text(markdown(entries))
             print(f"{command}: {cell(entry)}", flush=True)
@@ -1310,13 +1308,11 @@ class Table:
             )
             if result.returncode:
                 return {"not_compiled": (result.stderr.strip().splitlines() or ["no message"])[-1]}
-            seconds = round(time.perf_counter() - started)
-            versions = {
-                d.name: d.version
-                for d in importlib.metadata.distributions()
-                if d.name in ("jax", "libtpu")
-            }
-            return json.loads(rows.read_text())[0] | {"compile_s": seconds} | versions
+            row = json.loads(rows.read_text())[0]
+            row["compile_s"] = round(time.perf_counter() - started)
+            for name in filter(importlib.util.find_spec, ("jax", "libtpu")):
+                row[name] = importlib.metadata.version(name)
+            return row
 
 
 AsDream = typing.Annotated[TrainDream, tyro.conf.subcommand("dream")]
