@@ -123,14 +123,14 @@ def test_logits_are_those_of_transformers(smol, name):
     assert (got_LV.argmax(-1) == want_LV.argmax(-1)).all()
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_what_fewer_bits_cost(smol, name):
+@pytest.mark.parametrize("path", ["README.md", "bench/results/holes.md", "grpo.py", "runs.py"])
+def test_what_fewer_bits_cost(smol, path):
     """In nats a token, printed with -s."""
-    ids = ids_of(smol, name)
+    ids = smol.tokenizer((ROOT / path).read_text()).input_ids[:800]
     best = nats(theirs(smol, ids), ids)
-    for bits, dtype, most in ((0, "bfloat16", 0.02), (8, "float32", 0.03), (4, "float32", 0.4)):
+    for bits, dtype, most in ((0, "bfloat16", 0.02), (8, "float32", 0.03), (4, "float32", 0.3)):
         more = nats(logits_of(smol, ids, bits, dtype), ids) - best
-        print(f"{name}, {len(ids)} tokens, {bits or dtype}: {best:.3f} {more:+.3f} nats a token")
+        print(f"{path}, {len(ids)} tokens, {bits or dtype}: {best:.3f} {more:+.3f} nats a token")
         assert abs(more) < most, (bits, dtype)
 
 
