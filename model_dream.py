@@ -345,11 +345,8 @@ class Dream(nnx.Module):
 
     def lookup(self, token_BL):
         """Embeddings [B, L, D] in compute.dtype."""
-
-        def rows(table):
-            return shard(table, "tensor", None)[token_BL]
-
-        x_BLD = jax.tree.map(rows, self.embed_tokens.get_value())
+        table = self.embed_tokens.get_value()
+        x_BLD = jax.tree.map(lambda x: shard(x, "tensor", None)[token_BL], table)
         if isinstance(x_BLD, Int8):
             x_BLD = x_BLD.q_FD * x_BLD.scale_F1
         return shard(x_BLD.astype(self.compute.dtype), BATCH)
@@ -663,27 +660,31 @@ def to_int8(weight_FD):
     """The nearest Int8: scale = max |row| / 127. Error: half a scale at most."""
     weight_FD = weight_FD.astype(jnp.float32)
     scale_F1 = jnp.max(jnp.abs(weight_FD), -1, keepdims=True) / 127
-    divisor_F1 = jnp.where(scale_F1 > 0, scale_F1, 1)  # a row of zeros stays one
-    return Int8(jnp.round(weight_FD / divisor_F1).astype(jnp.int8), scale_F1)
+    # a row of zeros stays one
+    return Int8(jnp.round(weight_FD / (scale_F1 + 1e-30)).astype(jnp.int8), scale_F1)
 
 
 @jax.jit
 def to_int4(weight_FD):
-    """A near Int4 by least squares: q nearest to scale and low, then these, in bfloat16, best for q,
-    in turn. It begins with low = min of a group and scale = (max - min) / 15.
+    """A near Int4 by least squares: in turn q nearest to scale and low, and these best for q, in the
+    end in bfloat16. It begins with low = min of a group and scale = (max - min) / 15.
     """
+
+    def fitted(weight_SD):
+        low_D = weight_SD.min(0)
+        scale_D = jnp.ptp(weight_SD, 0) / 15
+        for _ in range(4):
+            q_SD = jnp.round((weight_SD - low_D) / (scale_D + 1e-30)).clip(0, 15)
+            covariance_D = ((q_SD - q_SD.mean(0)) * weight_SD).mean(0)
+            scale_D = covariance_D / (q_SD.var(0) + 1e-9)
+            low_D = (weight_SD - scale_D * q_SD).mean(0)
+        return q_SD.astype(jnp.uint8), scale_D.astype(jnp.bfloat16), low_D.astype(jnp.bfloat16)
+
     F, D = weight_FD.shape
-    weight_SGD = weight_FD.astype(jnp.float32).reshape(-1, math.gcd(F, GROUP), D).swapaxes(0, 1)
-    low_GD = weight_SGD.min(0)
-    scale_GD = jnp.ptp(weight_SGD, 0) / 15
-    for _ in range(4):
-        q_SGD = jnp.round((weight_SGD - low_GD) / (scale_GD + 1e-30)).clip(0, 15)
-        covariance_GD = ((q_SGD - q_SGD.mean(0)) * weight_SGD).mean(0)
-        scale_GD = covariance_GD / (q_SGD.var(0) + 1e-9)
-        low_GD = (weight_SGD - scale_GD * q_SGD).mean(0)
-    q_FD = q_SGD.swapaxes(0, 1).reshape(F, D).astype(jnp.uint8)
-    left_FE, right_FE = jnp.split(q_FD, 2, 1)
-    return Int4(left_FE | right_FE << 4, scale_GD.astype(jnp.bfloat16), low_GD.astype(jnp.bfloat16))
+    weight_GSD = weight_FD.astype(jnp.float32).reshape(-1, math.gcd(F, GROUP), D)
+    q_GSD, scale_GD, low_GD = jax.lax.map(fitted, weight_GSD)  # in parallel XLA is slow on a CPU
+    left_FE, right_FE = jnp.split(q_GSD.reshape(F, D), 2, 1)
+    return Int4(left_FE | right_FE << 4, scale_GD, low_GD)
 
 
 def halves(weight):
