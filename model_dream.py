@@ -147,9 +147,8 @@ def rope_of(cfg, position_BL):
     """
     # float32, since bfloat16 cannot tell position 257 from 256
     position_BL1 = position_BL[..., None].astype(jnp.float32)
-    angle_BLK = position_BL1 * rope_frequencies(cfg.head_size, cfg.theta, cfg.rope)
-    cos_BLK = jnp.concatenate([jnp.cos(angle_BLK)] * 2, -1)
-    sin_BLK = jnp.concatenate([jnp.sin(angle_BLK)] * 2, -1)
+    angle_BLK = position_BL1 * np.tile(rope_frequencies(cfg.head_size, cfg.theta, cfg.rope), 2)
+    cos_BLK, sin_BLK = jnp.cos(angle_BLK), jnp.sin(angle_BLK)
     if not cfg.rope:
         return cos_BLK, sin_BLK
 
@@ -650,7 +649,7 @@ def quantise(weight_FD, bits=8, name=""):
     F, D = weight_FD.shape
     # 4 bits cost most in the embedding, the head, and keys and values that several heads share
     careful = ["embed_tokens", "lm_head"] + ["k_proj", "v_proj"] * (F < D)
-    if bits == 4 and name not in careful and D % 2 == 0:
+    if bits == 4 and name not in careful and not D % 2:
         return to_int4(weight_FD)
     return to_int8(weight_FD)
 
@@ -666,25 +665,24 @@ def to_int8(weight_FD):
 
 @jax.jit
 def to_int4(weight_FD):
-    """A near Int4 by least squares: in turn q nearest to scale and low, and these best for q, in the
-    end in bfloat16. It begins with low = min of a group and scale = (max - min) / 15.
+    """A near Int4 by least squares: four times q nearest to scale and low, and these best for q, in
+    the end in bfloat16. It begins with low = min of a group and scale = (max - min) / 15.
     """
-
-    def fitted(weight_SD):
-        low_D = weight_SD.min(0)
-        scale_D = jnp.ptp(weight_SD, 0) / 15
-        for _ in range(4):
-            q_SD = jnp.round((weight_SD - low_D) / (scale_D + 1e-30)).clip(0, 15)
-            covariance_D = ((q_SD - q_SD.mean(0)) * weight_SD).mean(0)
-            scale_D = covariance_D / (q_SD.var(0) + 1e-9)
-            low_D = (weight_SD - scale_D * q_SD).mean(0)
-        return q_SD.astype(jnp.uint8), scale_D.astype(jnp.bfloat16), low_D.astype(jnp.bfloat16)
-
     F, D = weight_FD.shape
     weight_GSD = weight_FD.astype(jnp.float32).reshape(-1, math.gcd(F, GROUP), D)
-    q_GSD, scale_GD, low_GD = jax.lax.map(fitted, weight_GSD)  # in parallel XLA is slow on a CPU
-    left_FE, right_FE = jnp.split(q_GSD.reshape(F, D), 2, 1)
-    return Int4(left_FE | right_FE << 4, scale_GD, low_GD)
+    mean_GD = weight_GSD.mean(1)
+
+    def fitted(_, fit):
+        _, scale_GD, low_GD = fit
+        q_GSD = jnp.round((weight_GSD - low_GD[:, None]) / (scale_GD[:, None] + 1e-30)).clip(0, 15)
+        covariance_GD = (q_GSD * weight_GSD).mean(1) - q_GSD.mean(1) * mean_GD
+        scale_GD = covariance_GD / (q_GSD.var(1) + 1e-4)  # a group of equal numbers has 0 / 0
+        return q_GSD, scale_GD, mean_GD - scale_GD * q_GSD.mean(1)
+
+    by_range = weight_GSD, jnp.ptp(weight_GSD, 1) / 15, weight_GSD.min(1)
+    q_GSD, scale_GD, low_GD = jax.lax.fori_loop(0, 4, fitted, by_range)
+    left_FE, right_FE = jnp.split(q_GSD.reshape(F, D).astype(jnp.uint8), 2, 1)
+    return Int4(left_FE | right_FE << 4, scale_GD.astype(jnp.bfloat16), low_GD.astype(jnp.bfloat16))
 
 
 def halves(weight):
