@@ -56,8 +56,8 @@ class DreamFlags:
     block_length: Natural = 0  # fill blocks of this length from left to right; 0: the whole canvas
     cache: typing.Literal["", "prefix", "dual"] = ""  # with blocks: reuse keys and values in one
     steps: Natural = 0  # denoising steps; 0: one per token, or as --threshold allows
-    int8: bool = False  # matrices in 8 bits, half the memory of bfloat16; no faster on a CPU
-    int4: bool = False  # of the layers in 4 bits, a third of the memory; slower on a CPU
+    int8: bool = False  # matrices in 8 bits, half the memory of bfloat16
+    int4: bool = False  # matrices of the layers in 4 bits, a third of the memory of bfloat16
 
 
 @dataclasses.dataclass(frozen=True)

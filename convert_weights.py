@@ -30,8 +30,9 @@ before it. The block length is --block_length, or that of config.json, or 1, an 
 model; a Qwen3's is 4, an a2d model has none. Go on with: python train_dream.py --init=out/start
 
 A GGUF file of one of these is read whole, in float32, by transformers with torch, gguf and
-accelerate. Else one tensor at a time is in memory. Writing safetensors, or with --dtype, takes a temporary
-file of the size of --out. Adapters are not merged: a run with LoRA has its whole model in merged/.
+accelerate. Otherwise one tensor at a time is in memory. Writing safetensors, or with --dtype, takes
+a temporary file of the size of --out. Adapters are not merged: a run with LoRA has its whole model
+in merged/.
 """
 
 import contextlib
@@ -292,17 +293,17 @@ def find_qwen2(folder, block_length=0, repository=""):
 
 
 def untied(checkpoint):
-    """A checkpoint in safetensors, with its own head if that of a tied model is not the embedding:
-    transformers keeps it, too.
+    """A tied checkpoint in safetensors, no longer tied if its files hold a head that is not the
+    embedding: transformers keeps such a head, too.
     """
     arrays = map_files(checkpoint.folder)
     head = arrays.get(checkpoint.file_name("lm_head"))
     table = arrays.get(checkpoint.file_name("embed_tokens"), head)
-    if head is None or not checkpoint.cfg.tie or np.array_equal(head, table):
+    if head is None or np.array_equal(head, table):
         return checkpoint
     print("the head is not the embedding: it is kept, though config.json ties them")
     cfg = dataclasses.replace(checkpoint.cfg, tie=False)
-    ties = checkpoint.keys.keys() & {"tie_word_embeddings", "weight_tying"}
+    ties = {"tie_word_embeddings", "weight_tying"}.intersection(checkpoint.keys)
     keys = checkpoint.keys | dict.fromkeys(ties, False)
     return dataclasses.replace(checkpoint, cfg=cfg, keys=keys)
 
@@ -385,9 +386,7 @@ def read_arrays(source, arrays):
 
 def cast(source, arrays, dtype, folder):
     """{name: array in dtype}, mapped from a temporary file, which is deleted with the arrays."""
-    found = arrays.items()
-    if source.params:
-        found = read_arrays(source, arrays)
+    found = read_arrays(source, arrays) if source.params else arrays.items()
     with tempfile.TemporaryFile(dir=folder) as file:
         for _, array in found:
             file.write(as_integers(array.astype(dtype)))
@@ -777,7 +776,7 @@ def main(cfg):
         source = find_qwen2(folder, cfg.block_length, repository)
     else:
         source = find(folder, cfg.step, repository)
-    if not source.params:
+    if not source.params and getattr(source.cfg, "tie", False):
         source = untied(source)
     existed = out.exists()
     if existed:  # with --verify or --push

@@ -100,8 +100,9 @@ class Config:
     json: bool = False  # print one JSON line per completion instead of text
     # show each step, in a terminal red to green by probability; with --json: record the steps
     show_steps: bool = False
-    int8: bool = False  # matrices in 8 bits, half the memory of bfloat16; no faster on a CPU
-    int4: bool = False  # of the layers in 4 bits, a third of the memory; slower on a CPU
+    int8: bool = False  # matrices in 8 bits, half the memory of bfloat16
+    # matrices of the layers in 4 bits, a third. On a CPU both are slower, token by token
+    int4: bool = False
     # of weights; "" is 16 bits, on a CPU float32 where that fits and is faster
     dtype: typing.Literal["", "bfloat16", "float32"] = ""
     devices: Natural = 0  # number of the machine's devices to use; 0 takes all

@@ -665,8 +665,8 @@ def to_int8(weight_FD):
 
 @jax.jit
 def to_int4(weight_FD):
-    """A near Int4 by least squares: four times q nearest to scale and low, and these best for q, in
-    the end in bfloat16. It begins with low = min of a group and scale = (max - min) / 15.
+    """An Int4 by least squares. It begins with low = min of a group, scale = (max - min) / 15; four
+    times q is rounded to the nearest step, and scale and low are fitted to it.
     """
     F, D = weight_FD.shape
     weight_GSD = weight_FD.astype(jnp.float32).reshape(-1, math.gcd(F, GROUP), D)
@@ -686,7 +686,7 @@ def to_int4(weight_FD):
 
 
 def halves(weight):
-    """(q [G, S, E], scale [G, 1, E], low [G, 1, E]) of an Int4's left and right columns, G groups."""
+    """(q [G, S, E], scale [G, 1, E], low [G, 1, E]) of an Int4's left and right columns."""
     q_GSE = weight.q_FE.reshape(len(weight.scale_GD), -1, weight.q_FE.shape[1])
     q_GSE = jax.lax.optimization_barrier(q_GSE)  # or a TPU unpacks in three passes over memory
     scales = jnp.split(weight.scale_GD[:, None], 2, 2)

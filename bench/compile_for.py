@@ -168,8 +168,7 @@ def place(name):
 def check_compiler(name):
     """ImportError if the compiler for a device is not installed."""
     if place(name)[0].cuda:
-        plugins = "jax_cuda12_plugin", "jax_cuda13_plugin"
-        missing = not any(map(importlib.util.find_spec, plugins))
+        missing = not any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin")))
     else:
         missing = not importlib.util.find_spec("libtpu") and "TPU_LIBRARY_PATH" not in os.environ
     if missing:
@@ -1310,7 +1309,8 @@ class Table:
                 return {"not_compiled": (result.stderr.strip().splitlines() or ["no message"])[-1]}
             row = json.loads(rows.read_text())[0]
             row["compile_s"] = round(time.perf_counter() - started)
-            for name in filter(importlib.util.find_spec, ("jax", "libtpu")):
+            names = ["jax"] + ["libtpu"] * ("TPU_LIBRARY_PATH" not in os.environ)  # else of another
+            for name in filter(importlib.util.find_spec, names):
                 row[name] = importlib.metadata.version(name)
             return row
 

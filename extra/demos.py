@@ -79,8 +79,8 @@ class Config:
     keep_eos: bool = False  # dreamon: EOS is a token of the hole, as in its evaluation
     at_once: Natural = 1  # dreamon: masks filled in a step
     eos_penalty: NonNegative | None = None  # dream_coder: makes an early end less likely
-    int8: bool = False  # matrices in 8 bits, half the memory of bfloat16; no faster on a CPU
-    int4: bool = False  # of the layers in 4 bits, a third of the memory; slower on a CPU
+    int8: bool = False  # matrices in 8 bits, half the memory of bfloat16
+    int4: bool = False  # matrices of the layers in 4 bits
     # folder of compiled programs, for later runs; "" keeps none
     compile_cache: str = "~/.cache/unmask"
     seed: Natural = 0  # of every random draw

@@ -56,8 +56,8 @@ class Config:
     temperature: NonNegative = 0.0  # 0 takes the argmax
     top_k: Natural = 0  # draw from the k likeliest tokens; 0 draws from all
     top_p: TopP = 1.0  # draw from the smallest set of this probability
-    int8: bool = False  # matrices in 8 bits, half the memory of bfloat16; no faster on a CPU
-    int4: bool = False  # of the layers in 4 bits, a third of the memory; slower on a CPU
+    int8: bool = False  # matrices in 8 bits, half the memory of bfloat16
+    int4: bool = False  # matrices of the layers in 4 bits
     # folder of compiled programs, for later runs; "" keeps none
     compile_cache: str = "~/.cache/unmask"
     seed: Natural = 0  # of every random draw
