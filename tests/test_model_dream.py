@@ -345,39 +345,38 @@ def dense(weight):
         return weight.q_FD * weight.scale_F1
     if not isinstance(weight, md.Int4):
         return weight
-    q_FE, scale_GD, low_GD = (np.asarray(x).astype(np.float32) for x in weight)
+    q_FE, scale_GD, zero_GD, unit_1D = (np.asarray(x).astype(np.float32) for x in weight)
     q_FD = np.concatenate([q_FE % 16, q_FE // 16], 1)
     group = len(q_FD) // len(scale_GD)
-    return jnp.asarray(q_FD * np.repeat(scale_GD, group, 0) + np.repeat(low_GD, group, 0))
+    return jnp.asarray((q_FD - zero_GD.repeat(group, 0)) * (scale_GD * unit_1D).repeat(group, 0))
 
 
-def test_int4_groups_are_nearer_than_by_minimum_and_maximum_and_exact_where_they_can_be():
+def test_int4_is_within_its_bound_in_each_group_and_exact_where_it_can_be():
     rng = np.random.default_rng(0)
     weight_FD = rng.normal(0, 3, (256, 40)).astype(np.float32)
-    weight_FD[:64, 6], weight_FD[:, 7] = 5, 0  # a group of equal numbers, a column of zeros
-    weight_FD[:, 8] *= 1e-6
-    weight_FD[130, 9] = 100  # spoils its group alone
+    weight_FD[:64, 6], weight_FD[:, 7] = 5, 0  # groups of equal numbers, a column of zeros
+    weight_FD[:, 8] *= 1e-6  # a column of its own size
+    weight_FD[130, 9] = 100  # spoils its group; a step of the others loses 3 % of this one's
+    weight_FD[:, 10], weight_FD[:, 11] = 9 + weight_FD[:, 10] / 9, -9 + weight_FD[:, 11] / 9
     int4 = md.to_int4(weight_FD)
-    shapes = int4.q_FE.shape, int4.scale_GD.shape
-    assert (int4.q_FE.dtype, *shapes) == (jnp.uint8, (256, 20), (4, 40))
-    weight_GSD = weight_FD.reshape(4, 64, 40)
-    low_G1D, range_G1D = weight_GSD.min(1, keepdims=True), np.ptp(weight_GSD, 1, keepdims=True)
-    step_G1D = np.where(range_G1D, range_G1D / 15, 1)
-    plain_GSD = low_G1D + step_G1D * np.round((weight_GSD - low_G1D) / step_G1D)
-    error_GSD = np.abs(dense(int4).reshape(4, 64, 40) - weight_GSD)
-    plain_GD, error_GD = ((plain_GSD - weight_GSD) ** 2).sum(1), (error_GSD**2).sum(1)
-    largest_GD = np.abs(weight_GSD).max(1) + range_G1D[:, 0]
-    assert (error_GD <= plain_GD + 64 * (largest_GD / 512) ** 2).all()  # low, scale are bfloat16
-    assert error_GD.sum() < 0.95 * plain_GD.sum()
-    assert error_GSD[2, :, 9].max() > 2 > 1 > error_GSD[[0, 1, 3], :, 9].max()
-    assert (error_GSD[0][:, [6, 7]] == 0).all()
+    assert [x.shape for x in int4] == [(256, 20), (8, 40), (8, 40), (1, 40)]
+    assert [str(x.dtype) for x in int4] == ["uint8", "uint8", "uint8", "float32"]
+    weight_GSD = weight_FD.reshape(8, 32, 40)
+    step_G1D = (weight_GSD.max(1, initial=0) - weight_GSD.min(1, initial=0))[:, None] / 15
+    error_GSD = np.abs(dense(int4).reshape(8, 32, 40) - weight_GSD)
+    assert (error_GSD <= 1.001 * (step_G1D / 2 + 0.03 * step_G1D.max(0))).all()
+    mean_D = error_GSD.mean((0, 1)) / step_G1D.mean((0, 1)).clip(1e-9)
+    assert ((mean_D > 0.2) & (mean_D < 0.28))[10:].all()  # a quarter of a step, were all as likely
+    assert error_GSD[4, :, 9].max() > 2 > 1 > error_GSD[[*range(4), *range(5, 8)], :, 9].max()
+    assert (error_GSD[..., 7] == 0).all()
 
     # What 16 steps can say is exact: here every group has 0 and 15.
     q_FD = rng.integers(0, 16, (256, 6))
-    q_FD[::64], q_FD[1::64] = 0, 15
-    scale, low = (rng.integers(1, 100, (4, 6)) * size for size in (2.0**-9, 2.0**-7))
-    exact_FD = (q_FD * np.repeat(scale, 64, 0) - np.repeat(low, 64, 0)).astype(np.float32)
-    np.testing.assert_array_equal(dense(md.to_int4(exact_FD)), exact_FD)
+    q_FD[::32], q_FD[1::32] = 0, 15
+    zero_GD, scale_GD = rng.integers(0, 16, (8, 6)), rng.integers(1, 256, (8, 6))
+    scale_GD[3] = 255
+    exact_FD = (q_FD - zero_GD.repeat(32, 0)) * scale_GD.repeat(32, 0) * np.float32(2**-12)
+    np.testing.assert_allclose(dense(md.to_int4(exact_FD)), exact_FD, rtol=1e-6)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -503,7 +502,9 @@ def test_7b_takes_half_of_16_gb_in_int8_and_of_8_gb_five_in_int4():
     assert size(8) == tables + layers + 2 * vectors + 4 * (rows + 2 * 152_064) < 8e9
     shared = 28 * 2 * 512 * 3584  # keys and values stay in 8 bits
     fours, rows = layers - shared, 28 * 2 * 512 + 2 * 152_064
-    assert size(4) == tables + shared + fours // 2 + fours // 16 + 2 * vectors + 4 * rows < 5e9
+    units = 28 * (4 * 3584 + 18_944)
+    size_4 = tables + shared + fours // 2 + fours // 16 + 2 * vectors + 4 * (rows + units)
+    assert size(4) == size_4 < 5e9
     # while it is read the largest array is there as stored; JAX takes three quarters of a GPU's
     # memory
     mesh = checkpoints.inference_mesh(cfg, jax.devices()[:1], 1)
