@@ -19,6 +19,7 @@ EB-Sampler, arXiv:2505.24857.
 
 import dataclasses
 import functools
+import itertools
 import typing
 
 import jax
@@ -201,40 +202,53 @@ class Sampler:
         return state._replace(step=state.step + 1)
 
 
-@functools.partial(jax.jit, static_argnames=("sampler", "width"), donate_argnames=("state",))
 def fill_block(params, state, given, *, sampler, width):
     """Fill a block of each row: its first pass feeds `width` slots from given.start_B on. A
     State.
     """
-    model = nnx.merge(sampler.graph, params)
+    state, masks_B = first_pass(params, state, given, sampler=sampler, width=width)
     N = sampler.rule.block_length
+    if N == 1:  # one token is there
+        return state
+    return other_passes(params, state, given, masks_B, 0, N, sampler=sampler)
+
+
+# Two programs: the first block's first pass feeds more slots than those of other blocks, all others
+# as many. In one the layers of the others would be compiled twice.
+
+
+@functools.partial(jax.jit, static_argnames=("sampler", "width"), donate_argnames=("state",))
+def first_pass(params, state, given, *, sampler, width):
+    """The first pass of a block: (State, masks of the block when its schedule begins [B])."""
+    model = nnx.merge(sampler.graph, params)
     seeds = model.cfg.causal
     masks_B = sampler.masked(model, state, given).sum(-1)
     state = sampler.step(model, state, given, given.start_B, width, masks_B, jnp.int32(0), seeds)
     if seeds:
         masks_B = sampler.masked(model, state, given).sum(-1)
+    # The texts of all rows go to every host, which could not read those of another one's devices.
+    return sample_dream.split((state, masks_B))
+
+
+@functools.partial(jax.jit, static_argnames="sampler", donate_argnames=("state",))
+def other_passes(params, state, given, masks_B, begin, end, *, sampler):
+    """Passes begin .. end - 1 of a block after its first, until it is full: a State."""
+    model = nnx.merge(sampler.graph, params)
+    width = sampler.rule.block_length + model.cfg.shift
     start_B = jnp.maximum(given.first_B - model.cfg.shift, 0)
 
     def step(carry):
         state, i = carry
-        return sampler.step(model, state, given, start_B, N + model.cfg.shift, masks_B, i), i + 1
+        # the first pass of a causal model is none of the schedule's
+        number = i + (not model.cfg.causal)
+        state = sampler.step(model, state, given, start_B, width, masks_B, number)
+        return state, i + 1
 
     def unfinished(carry):
-        return sampler.masked(model, carry[0], given).any()
+        state, i = carry
+        return (i < end) & sampler.masked(model, state, given).any()
 
-    if N > 1:  # one token is there; without the loop, whose pass takes as long to compile again
-        state, _ = jax.lax.while_loop(unfinished, step, (state, jnp.int32(not seeds)))
-    # The texts of all rows go to every host, which could not read those of another one's devices.
-    return sample_dream.split(state)
-
-
-@functools.partial(
-    jax.jit, static_argnames=("sampler", "width", "seeds"), donate_argnames=("state",)
-)
-def one_step(params, state, given, start_B, masks_B, i, *, sampler, width, seeds):
-    """Step i of `fill_block` alone: a State."""
-    model = nnx.merge(sampler.graph, params)
-    state = sampler.step(model, state, given, start_B, width, masks_B, i, seeds)
+    state, _ = jax.lax.while_loop(unfinished, step, (state, begin))
     return sample_dream.split(state)
 
 
@@ -387,31 +401,15 @@ def steps(model, prompts, max_new, rule=None, key=None, widths=(), rows=0, by_bl
 
 
 def steps_of_block(params, state, given, sampler, width, cfg):
-    """The states after each step of a block: those of fill_block, a program for a single step."""
-
-    def masks_of(state):
-        masked_BL = (np.asarray(state.token_BL) == cfg.mask_id) & given.see_BL
-        slot_BN = given.first_B[:, None] + np.arange(sampler.rule.block_length)
-        return np.take_along_axis(masked_BL, slot_BN, 1).sum(-1)
-
-    # The first pass feeds the block before, too; in a causal model it is one of its own.
-    seeds = cfg.causal
-    start_B = given.start_B
-    masks_B = masks_of(state)
-    i = 0
-    while True:
-        how = {"sampler": sampler, "width": width, "seeds": seeds}
-        state = one_step(params, state, given, start_B, masks_B, np.int32(i), **how)
+    """The states after each step of a block: those of fill_block."""
+    slot_BN = given.first_B[:, None] + np.arange(sampler.rule.block_length)
+    state, masks_B = first_pass(params, state, given, sampler=sampler, width=width)
+    for i in itertools.count():
         yield state
-        if seeds:
-            masks_B = masks_of(state)
-            seeds = False
-        else:
-            i += 1
-        if not masks_of(state).any():
-            break
-        start_B = np.maximum(given.first_B - cfg.shift, 0)
-        width = sampler.rule.block_length + cfg.shift
+        masked_BL = (np.asarray(state.token_BL) == cfg.mask_id) & given.see_BL
+        if not np.take_along_axis(masked_BL, slot_BN, 1).any():
+            return
+        state = other_passes(params, state, given, masks_B, i, i + 1, sampler=sampler)
 
 
 def step_of(state, prompts):

@@ -369,9 +369,12 @@ def test_steps_are_shown_and_recorded(coder, capsys):
     assert silent == row["text"] + "\n"  # watching changes nothing
 
 
-@pytest.mark.parametrize(("model", "sampler"), [("model", sample_dream), ("blocks", sample_block)])
+@pytest.mark.parametrize(
+    ("model", "program"),
+    [("model", sample_dream.one_step), ("blocks", sample_block.other_passes)],
+)
 def test_a_shown_batch_of_fewer_texts_takes_the_same_program(
-    coder, capsys, tmp_path, model, sampler
+    coder, capsys, tmp_path, model, program
 ):
     path = tmp_path / "in.jsonl"
     programs = set()
@@ -380,7 +383,7 @@ def test_a_shown_batch_of_fewer_texts_takes_the_same_program(
         settings = {"file": str(path), "batch_size": 2, "show_steps": True}
         out, _ = dream_says(capsys, coder / model, **settings)
         assert out.count("----") == texts
-        programs.add(sampler.one_step._cache_size())
+        programs.add(program._cache_size())
     assert len(programs) == 1
 
 

@@ -128,7 +128,7 @@ def test_what_fewer_bits_cost(smol, path):
     """In nats a token, printed with -s."""
     ids = smol.tokenizer((ROOT / path).read_text()).input_ids[:800]
     best = nats(theirs(smol, ids), ids)
-    for bits, dtype, most in ((0, "bfloat16", 0.02), (8, "float32", 0.03), (4, "float32", 0.3)):
+    for bits, dtype, most in ((0, "bfloat16", 0.02), (8, "float32", 0.03), (4, "float32", 0.15)):
         more = nats(logits_of(smol, ids, bits, dtype), ids) - best
         print(f"{path}, {len(ids)} tokens, {bits or dtype}: {best:.3f} {more:+.3f} nats a token")
         assert abs(more) < most, (bits, dtype)

@@ -245,7 +245,8 @@ def test_a_place_that_is_taken_again_shows_nothing_of_the_text_before(dream):
 
 @pytest.mark.slow
 def test_a_server_warms_up_before_its_first_request(blocks, coder):
-    of_blocks = batching.sample_block.fill_block, batching.prefill_blocks
+    blocks_of = batching.sample_block
+    of_blocks = blocks_of.first_pass, blocks_of.other_passes, batching.prefill_blocks
     of_coder = batching.prefill, batching.advance
     for model, programs, how in ((blocks[0], of_blocks, {"threshold": 0.3}), (coder, of_coder, {})):
         model.batches.clear()
