@@ -692,8 +692,8 @@ def halves(weight):
     zeros = jnp.split(weight.zero_GD[:, None], 2, 2)
     unit_GD = jnp.repeat(weight.unit_1D, G // len(weight.unit_1D), 0)
     scales = jnp.split((weight.scale_GD * unit_GD)[:, None], 2, 2)
-    for q_GSE, zero_G1E, scale_G1E in zip((q_GSE & 15, q_GSE >> 4), zeros, scales, strict=True):
-        yield (q_GSE - zero_G1E).astype(jnp.int8), scale_G1E
+    for half_GSE, zero_G1E, scale_G1E in zip((q_GSE & 15, q_GSE >> 4), zeros, scales, strict=True):
+        yield (half_GSE - zero_G1E).astype(jnp.int8), scale_G1E
 
 
 def unpacked(weight, dtype):
