@@ -642,7 +642,7 @@ class Int4(typing.NamedTuple):
 
     q_FE: jax.Array  # E = D / 2; the left half in the low bits
     scale_GD: jax.Array  # one per group of rows in a column
-    zero_GD: jax.Array
+    zero_GD: jax.Array  # the q of a 0
     unit_1D: jax.Array  # float32; join() makes it two rows, each for half of the groups
 
 

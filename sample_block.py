@@ -213,8 +213,8 @@ def fill_block(params, state, given, *, sampler, width):
     return other_passes(params, state, given, masks_B, 0, N, sampler=sampler)
 
 
-# Two programs: the first block's first pass feeds more slots than those of other blocks, all others
-# as many. In one the layers of the others would be compiled twice.
+# Two programs, as the first pass over the first block feeds more slots than that over a later one: in
+# a single program the layers of all other passes would be compiled for both.
 
 
 @functools.partial(jax.jit, static_argnames=("sampler", "width"), donate_argnames=("state",))
