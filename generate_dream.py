@@ -101,7 +101,8 @@ class Config:
     # show each step, in a terminal red to green by probability; with --json: record the steps
     show_steps: bool = False
     int8: bool = False  # matrices in 8 bits, half the memory of bfloat16
-    # matrices of the layers in 4 bits, a third. On a CPU both are slower, token by token
+    # matrices of the layers in 4 bits, a third, but slower than 8. Token by token a CPU is slower
+    # with either than with none
     int4: bool = False
     # of weights; "" is 16 bits, on a CPU float32 where that fits and is faster
     dtype: typing.Literal["", "bfloat16", "float32"] = ""
