@@ -125,9 +125,9 @@ def gpt(steps=10, rows=8, L=512):
     return step_s(model, batch, 1, steps)
 
 
-def mdlm(vocab, steps=5, rows=64, micro=16, L=256):
-    """The NELBO of MDLM's tiny preset; all rows are full."""
-    model = Transformer(vocab, 256, 4, 4, L, causal=False)
+def mdlm(vocab, D=256, layers=4, rows=64, micro=16, L=256, steps=5):
+    """The NELBO of an MDLM, by default of its tiny preset; all rows are full."""
+    model = Transformer(vocab, D, layers, D // 64, L, causal=False)
     data = torch.randint(5, vocab, (10_000, L))
 
     def batch():
