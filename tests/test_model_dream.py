@@ -459,7 +459,7 @@ def test_joined_matrices_give_the_same_states(bits):
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantised_checkpoints_load_layer_by_layer_also_onto_a_mesh(tmp_path, bits):
-    cfg = dataclasses.replace(TINY, ffn=128)  # two groups of 64
+    cfg = dataclasses.replace(TINY, ffn=128)  # four groups of 32
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params_of(cfg))
     checkpoints.save(md, tmp_path / "ckpt", nnx.merge(md.graph_of(cfg, md.Compute()), params))
     model = checkpoints.load(md, tmp_path / "ckpt", dtype=jnp.float32, bits=bits)[0]
