@@ -315,7 +315,7 @@ def test_an_interactive_chat_keeps_what_was_said(coder, capsys, monkeypatch):
     assert err.count("do not fit the model's 96 positions") == 1
 
 
-@pytest.mark.parametrize("kind", ["model", "blocks"])
+@pytest.mark.parametrize("kind", ["model", pytest.param("blocks", marks=pytest.mark.slow)])
 def test_all_ends_that_the_files_of_a_model_list_end_its_texts(coder, tmp_path, capsys, kind):
     folder = shutil.copytree(coder / kind, tmp_path / kind)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
