@@ -208,7 +208,7 @@ def fill_block(params, state, given, *, sampler, width):
     """
     state, masks_B = first_pass(params, state, given, sampler=sampler, width=width)
     N = sampler.rule.block_length
-    if N == 1:  # one token is there
+    if N == 1:  # the first pass has filled it
         return state
     return other_passes(params, state, given, masks_B, 0, N, sampler=sampler)
 

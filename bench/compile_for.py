@@ -1309,7 +1309,7 @@ class Table:
                 return {"not_compiled": (result.stderr.strip().splitlines() or ["no message"])[-1]}
             row = json.loads(rows.read_text())[0]
             row["compile_s"] = round(time.perf_counter() - started)
-            names = ["jax"] + ["libtpu"] * ("TPU_LIBRARY_PATH" not in os.environ)  # else of another
+            names = ["jax"] + ["libtpu"] * ("TPU_LIBRARY_PATH" not in os.environ)  # which compiled
             for name in filter(importlib.util.find_spec, names):
                 row[name] = importlib.metadata.version(name)
             return row
