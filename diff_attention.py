@@ -57,9 +57,8 @@ def rope_frequencies(
 def rope_table(position_BL, inv_freq, attention_factor=1.0):
     """cos and sin [B, L, K] in float32 of position * inv_freq, repeated in both halves of K."""
     angle_BLK = position_BL[..., None] * jnp.asarray(inv_freq, jnp.float32)
-    cos_BLK = jnp.concatenate([jnp.cos(angle_BLK) * attention_factor] * 2, -1)
-    sin_BLK = jnp.concatenate([jnp.sin(angle_BLK) * attention_factor] * 2, -1)
-    return cos_BLK, sin_BLK
+    angle_BLK = jnp.concatenate([angle_BLK] * 2, -1)
+    return jnp.cos(angle_BLK) * attention_factor, jnp.sin(angle_BLK) * attention_factor
 
 
 def rotate(x_BLK, cos_BLK, sin_BLK, by_matmul=False):
@@ -189,9 +188,10 @@ attention.defvjp(_attention_forward, _attention_backward)
 def write(cache, k_BIJLK, v_BJLE, index_BL):
     """The cache with new keys and values at slots index_BL."""
     k_BIJMK, v_BJME = cache
-    row_B1 = jnp.arange(len(index_BL))[:, None]
-    k_BIJMK = k_BIJMK.at[row_B1, :, :, index_BL].set(k_BIJLK.transpose(0, 3, 1, 2, 4))
-    v_BJME = v_BJME.at[row_B1, :, index_BL].set(v_BJLE.swapaxes(1, 2))
+    # each head by itself: XLA on a CPU copies a cache into which one slice is written
+    row, half, head, _ = np.indices(k_BIJLK.shape[:4], sparse=True)
+    k_BIJMK = k_BIJMK.at[row, half, head, index_BL[:, None, None]].set(k_BIJLK)
+    v_BJME = v_BJME.at[row[:, 0], head[:, 0], index_BL[:, None]].set(v_BJLE)
     return k_BIJMK, v_BJME
 
 

@@ -21,14 +21,6 @@ import sys
 import time
 import typing
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
-
-import checkpoints
-import model_pythoncoder
-import prompts
 import runs
 from runs import Count, Natural, NonNegative, TopP
 
@@ -39,8 +31,10 @@ MOVED = {
     "repair": "python extra/repair.py",
     "draft": "python extra/draft.py",
 }
-for name in "threshold steps block_length cache chat valid int8 int4 schedule regrow".split():
-    MOVED[name] = "it is a Dream's, python generate_dream.py"
+MOVED |= dict.fromkeys(
+    "threshold steps block_length cache chat valid int8 int4 schedule regrow".split(),
+    "it is a Dream's, python generate_dream.py",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +69,19 @@ class Config:
     dtype: typing.Literal["", "bfloat16", "float32"] = ""
     devices: Natural = 0  # number of the machine's devices to use; 0 takes all
     compile_cache: str = "~/.cache/unmask"  # folder of compiled programs, for later runs; "": none
+
+
+if __name__ == "__main__":  # --help and a wrong flag are answered before JAX is imported
+    runs.command(lambda cfg: None, Config, __doc__, moved=MOVED)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import checkpoints
+import model_pythoncoder
+import prompts
 
 
 def main(cfg):
@@ -188,7 +195,7 @@ class PythonCoder:
         cfg = self.cfg
         requests = [request for request in requests for _ in range(cfg.n)]
         prompt_ids = [prompts.encode(self.tokenizer, *request) for request in requests]
-        self.lengths = []  # tokens of all texts after each forward pass
+        self.lengths = []  # tokens of the first text after each forward pass
         self.printed = ""  # of a completion that streams
         self.streams = len(requests) == 1 and not (cfg.json or cfg.check)
         if self.streams:
@@ -236,7 +243,7 @@ class PythonCoder:
 
     def on_tokens(self, new_ids):
         """Called with the new ids of all texts so far; True if each holds a stop string."""
-        self.lengths.append([len(ids) for ids in new_ids])
+        self.lengths.append(len(new_ids[0]))
         stops = self.cfg.stop
         texts = [self.tokenizer.decode(ids) for ids in new_ids]
         if self.streams:
@@ -246,8 +253,7 @@ class PythonCoder:
     def stream(self, completion, ids):
         """Print what was added to the completion, whose tokens are `ids`."""
         if self.cfg.show_steps and sys.stdout.isatty():
-            lengths = [lengths[0] for lengths in self.lengths]
-            colours = draft_colours(lengths, ids, self.rule, self.cfg.max_new)
+            colours = draft_colours(self.lengths, ids, self.rule, self.cfg.max_new)
             end = 0
             for piece, colour in zip(prompts.pieces(self.tokenizer, ids), colours, strict=True):
                 begin = max(end, len(self.printed))
@@ -312,7 +318,7 @@ def draft_colours(lengths, ids, rule, max_new):
             colours += [GREEN, None]
         elif new == 1:
             no_room = end >= max_new or ids[end - 1] in rule.eos_ids
-            drafted = rule.speculate and number > 0 and not no_room
+            drafted = rule.speculate and number and not no_room
             colours.append(RED if drafted else None)
     return colours
 

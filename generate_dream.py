@@ -34,16 +34,7 @@ import sys
 import time
 import typing
 
-import jax
-from tokenizers.decoders import DecodeStream
-
-import checkpoints
-import infill
-import model_dream
-import prompts
 import runs
-import sample_block
-import sample_dream
 from runs import Count, Natural, NonNegative, Share, TopP
 
 MOVED = dict.fromkeys(
@@ -108,6 +99,20 @@ class Config:
     dtype: typing.Literal["", "bfloat16", "float32"] = ""
     devices: Natural = 0  # number of the machine's devices to use; 0 takes all
     compile_cache: str = "~/.cache/unmask"  # folder of compiled programs, for later runs; "": none
+
+
+if __name__ == "__main__":  # --help and a wrong flag are answered before JAX is imported
+    runs.command(lambda cfg: None, Config, __doc__, moved=MOVED)
+
+import jax
+from tokenizers.decoders import DecodeStream
+
+import checkpoints
+import infill
+import model_dream
+import prompts
+import sample_block
+import sample_dream
 
 
 def main(cfg):
@@ -209,8 +214,7 @@ def show(cfg, row, text, number=0):
 def ends_of(dream, tokenizer):
     """The ids that end a text: the model's own, and tokens that end a turn of a conversation."""
     ids = [*dream.eos_ids, dream.pad_id]
-    for name in ("<|endoftext|>", *prompts.TURN_ENDS, "<|dlm_pad|>"):
-        ids.append(tokenizer.token_to_id(name))
+    ids += map(tokenizer.token_to_id, ("<|endoftext|>", *prompts.TURN_ENDS, "<|dlm_pad|>"))
     return tuple(i for i in dict.fromkeys(ids) if i not in (None, dream.expand_id))
 
 
@@ -306,10 +310,11 @@ class Dream:
     def ask(self, prompt):
         """Token ids of a prompt in the conversation, without the oldest turns if it is too long."""
         most = self.model.cfg.positions - self.cfg.max_new
-        system = self.cfg.system or None
         for first in range(len(self.turns) + 1):
             turns = self.turns[first:]
-            ids = prompts.encode_chat(self.tokenizer, self.wrap, prompt, system, turns)
+            ids = prompts.encode_chat(
+                self.tokenizer, self.wrap, prompt, self.cfg.system or None, turns
+            )
             if len(ids) <= most:
                 break
         if first and len(ids) <= most:  # nothing is forgotten for what is too long by itself

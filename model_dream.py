@@ -218,15 +218,11 @@ einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def updated(old_BJMK, new_BJLK, start):
-    """The cache with new keys or values from slot `start` on, a number or an array [B]."""
-    new_BJLK = new_BJLK.astype(old_BJMK.dtype)
-    if jnp.ndim(start) == 0:
-        return jax.lax.dynamic_update_slice(old_BJMK, new_BJLK, (0, 0, start, 0))
-
-    def update_row(old_JMK, new_JLK, start):
-        return jax.lax.dynamic_update_slice(old_JMK, new_JLK, (0, start, 0))
-
-    return jax.vmap(update_row)(old_BJMK, new_BJLK, start)
+    """The cache with new keys or values from slot `start` on: a number, [B] or [B, J]."""
+    update = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=-2)
+    for _ in jnp.shape(start):
+        update = jax.vmap(update)
+    return update(old_BJMK, new_BJLK.astype(old_BJMK.dtype), start)
 
 
 # ---- the model -----------------------------------------------------------------------------------
@@ -372,6 +368,9 @@ class Dream(nnx.Module):
         rope = rope_of(self.cfg, position_BL)  # once for all layers
         places = place, key_place or place
         call_layer = REMAT[self.compute.remat]
+        if token_BL.size == 1 and self.compute.platform == "cpu":
+            # each head by itself, or XLA copies the cache
+            start = jnp.broadcast_to(start, (1, self.cfg.kv_heads))
         cache = list(cache or [None] * self.cfg.layers)
         x_BLD = self.lookup(token_BL)
         for i in range(self.cfg.layers):

@@ -805,7 +805,7 @@ def generate(model, prompts, max_new, rule, key, on_tokens=None, chunk=16):
     cfg.positions the rotary table is YaRN's; ValueError where that ends, too.
     """
     cfg = model.cfg
-    length_B = np.array([len(prompt) for prompt in prompts], np.int32)
+    length_B = np.array([*map(len, prompts)], np.int32)
     longest = int(length_B.max()) + max_new
     reach = int(cfg.positions * cfg.yarn_factor)
     if longest > reach:

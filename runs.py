@@ -13,6 +13,7 @@ neither JAX nor PyTorch. It also reads the tokenizer in a model's folder.
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import gzip
 import inspect
 import io
@@ -72,9 +73,9 @@ def command(main, config_class, doc, machine=(), moved=()):
         here = Path(__file__).resolve().parent
         source = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         ours = source.resolve().parent in (here, here / "bench", here / "extra")
-        expected = ours or isinstance(error, OSError)
         # xla_bridge.py: JAX finds no device, or not that of JAX_PLATFORMS
-        if sys.flags.dev_mode or (not expected and source.name != "xla_bridge.py"):
+        expected = ours or isinstance(error, OSError) or source.name == "xla_bridge.py"
+        if sys.flags.dev_mode or not expected:
             raise
         message = str(error) or repr(error)
         if isinstance(error, OSError) and error.filename:
@@ -104,9 +105,9 @@ def enough_memory(advice):
     try:
         yield
     except Exception as error:
-        if not lacks_memory(error):
-            raise
-        raise ValueError(f"out of memory; try {advice}") from None
+        if lacks_memory(error):
+            raise ValueError(f"out of memory; try {advice}") from None
+        raise
 
 
 def parse(config_class, doc, machine, moved):
@@ -120,21 +121,21 @@ def parse(config_class, doc, machine, moved):
             raise ValueError(f"--{name} is gone: {moved[name]}")
         if value.startswith("~/"):  # shells leave it there
             sys.argv[i] = f"{flag}={os.path.expanduser(value)}"
-    form = {"use_underscores": True, "config": (tyro.conf.OmitArgPrefixes,)}
+    read = functools.partial(
+        tyro.cli, config_class, use_underscores=True, config=(tyro.conf.OmitArgPrefixes,)
+    )
     if "--help" in sys.argv or "-h" in sys.argv:
-        print_help(config_class, doc, form)
-    cfg = tyro.cli(config_class, **form)
+        print_help(config_class, doc, read)
+    cfg = read()
     if getattr(cfg, "resume", ""):
-        cfg = tyro.cli(config_class, default=resumed(config_class, cfg.resume, machine), **form)
+        cfg = read(default=resumed(config_class, cfg.resume, machine))
     return check(cfg)
 
 
-def print_help(config_class, doc, form):
+def print_help(config_class, doc, read):
     """Print a script's docstring, wrapped at words, and tyro's flags, under the headings of its
-    Config: comments such as "# ---- training". tyro exits.
+    Config: comments such as "# ---- training". read() ends the program.
     """
-    import tyro
-
     columns = min(max(shutil.get_terminal_size().columns, 40), 100)
     os.environ["COLUMNS"] = str(columns)  # tyro never ends where a terminal has one
     for paragraph in doc.strip().split("\n\n"):
@@ -144,7 +145,7 @@ def print_help(config_class, doc, form):
     shown = io.StringIO()
     try:
         with contextlib.redirect_stdout(shown):
-            tyro.cli(config_class, **form)
+            read()
     finally:
         flags = shown.getvalue()
         source = inspect.getsource(sys.modules[config_class.__module__])

@@ -58,9 +58,7 @@ if not importlib.util.find_spec("jax"):
 
 
 def pytest_configure(config):
-    """A worker of pytest-xdist that dies ends the tests, with the name of its test: replaced, it
-    may hang for ever.
-    """
+    """A worker of pytest-xdist that dies ends the tests, by name; a new one may hang."""
     if getattr(config.option, "maxworkerrestart", "") is None:
         config.option.maxworkerrestart = "0"  # github.com/pytest-dev/pytest-xdist/issues/1378
 
@@ -91,9 +89,7 @@ def command(script, *flags):
 
 
 def run(script, *flags, devices=1, stdin=None, **options):
-    """The finished process of a script on a CPU, with so many fake JAX devices; what it printed is
-    text.
-    """
+    """The finished process of a script on a CPU, with so many fake JAX devices; it printed text."""
     fake = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     env = os.environ | AS_A_USER | fake | {"OMP_NUM_THREADS": "1"}
     options = {
@@ -178,9 +174,7 @@ def free_port():
 
 
 def two_hosts(*lines):
-    """Two processes of JAX that train together, with two devices each: of each its script and
-    flags.
-    """
+    """Two processes of JAX that train together, on two devices each: their scripts and flags."""
     address = f"localhost:{free_port()}"
     env = os.environ | AS_A_USER | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     pipes = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -236,9 +230,7 @@ def no_compile_cache(monkeypatch):
 
 @pytest.fixture(scope="session")
 def code_rows(tmp_path_factory):
-    """A folder of data_prep.py: rows of 64 tokens, packed from a few modules of the standard
-    library; 600 ids.
-    """
+    """A folder of data_prep.py: rows of 64 tokens of a few standard modules; 600 ids."""
     import data_prep
 
     folder, library = tmp_path_factory.mktemp("code"), Path(sysconfig.get_paths()["stdlib"])
@@ -336,9 +328,7 @@ def with_other_tokenizer(folder, copy):
 
 
 class Library:
-    """Runs functions of diffusion.py in one library and precision; arrays in and out are
-    NumPy's.
-    """
+    """Runs functions of diffusion.py in one library and precision, on NumPy's arrays."""
 
     def __init__(self, name, dtype):
         self.name, self.dtype = name, dtype

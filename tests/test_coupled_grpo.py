@@ -725,9 +725,7 @@ def test_the_metrics_that_can_be_read_are_those_of_log_probabilities(score):
 
 
 def test_gradients_of_micro_batches_are_added_and_an_update_takes_their_mean():
-    """Of a Dream in the compiled programs; an update whose gradient is not finite changes
-    nothing.
-    """
+    """Of a Dream in the compiled programs; a gradient that is not finite changes nothing."""
     batch, optimizer, params = batch_of(*example(B=4)), optax.sgd(0.5), tiny()
     halves = [{k: x if k == "first" else x[i : i + 2] for k, x in batch.items()} for i in (0, 2)]
     graph = dream.graph_of(TINY, dream.Compute(jnp.float32))
@@ -768,9 +766,7 @@ def test_five_updates_without_a_finite_gradient_end_the_run():
 
 
 def test_the_optimizer_is_adamw_with_its_gradient_clipped_and_only_matrices_decay():
-    """Sixty steps beside the formula: betas 0.9 and 0.99, eps 1e-8 outside the root, decay beside
-    the step.
-    """
+    """Sixty steps beside the formula: betas 0.9, 0.99, eps 1e-8 outside the root, decay apart."""
     rng, m, v = np.random.default_rng(0), 0, 0
     optimizer = grpo.make_optimizer(lambda step: 0.01 * (step + 1), weight_decay=0.2, clip=0.5)
     ours, want = {"w": jnp.ones((2, 3)), "norm": jnp.ones(3)}, np.ones((2, 3))
@@ -937,9 +933,7 @@ def few(completions, rows, **options):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A Dream that writes letters at random, tasks, and a reward of one's own: the share of the
-    letter a.
-    """
+    """A Dream that writes random letters, tasks, and a reward: the share of the letter a."""
     folder = tmp_path_factory.mktemp("grpo")
     # what one test compiled serves the others
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -144,9 +144,7 @@ def by_kernel(q, k, v, lam, index_BL, start_BL, floor, cap):
 
 @functools.partial(jax.jit, static_argnames=("core", "block", "floor", "cap", "clamp"))
 def golden_layer(t, index_BL, start_BL, init, eps, core, block, floor, cap, clamp):
-    """(lambda, heads, normed heads), the gradients of sum(normed heads * cot), and the map;
-    compiled once a shape.
-    """
+    """(lambda, heads, normed heads), gradients of sum(normed heads * cot), and the map."""
     settings = {"index_BL": index_BL, "start_BL": start_BL, "floor": floor, "cap": cap}
 
     def loss(p):

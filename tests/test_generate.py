@@ -388,3 +388,11 @@ def test_drafts_are_told_by_the_tokens_of_each_pass():
     assert colours == [None, green, None, None]
     rule = pc.Sampling(eos_ids=(9,), speculate=False)
     assert generate.draft_colours([1, 2], [1, 2], rule, 6) == [None, None]
+
+
+@pytest.mark.parametrize("script", ["generate.py", "generate_dream.py"])
+def test_help_does_not_wait_for_jax(script, tmp_path):
+    (tmp_path / "jax.py").write_text("raise SystemExit('JAX is imported')")
+    result = run(script, "--help", env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "--max_new" in result.stdout

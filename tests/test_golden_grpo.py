@@ -94,9 +94,7 @@ def loss_arguments(case):
 
 @functools.partial(jax.jit, static_argnames=("beta", "single"))
 def loss_in_three_forms(score, old, ref, advantage, counted, beta, low, high, single):
-    """grpo_loss with its gradient, clipped at 20 and not at all, and the loss of each token
-    alone.
-    """
+    """grpo_loss with its gradient, clipped at 20 and not at all, and each token's loss."""
 
     def loss(score, counted, limit):
         form = grpo.Loss(beta, low, high, limit)

@@ -67,9 +67,7 @@ def test_attention_of_the_packed_projection(load, runs):
 
 
 def turned(x_BHLK, cos_LK, sin_LK):
-    """RoPE in float64, rounded to halves, which is what both the kernel and model_mdlm.py
-    multiply.
-    """
+    """RoPE in float64, rounded to halves: what the kernel and model_mdlm.py multiply."""
     a, b = np.split(x_BHLK.astype(np.float64), 2, -1)
     return np.concatenate([a * cos_LK - b * sin_LK, b * cos_LK + a * sin_LK], -1).astype(np.float16)
 

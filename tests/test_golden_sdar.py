@@ -112,9 +112,7 @@ def test_every_loss_token_for_token(model, golden, folder):
 
 @dataclasses.dataclass(frozen=True)
 class FromTheLeft(sample_block.Sampler):
-    """Our Sampler with SDAR's "sequential": the first masked positions, whatever their
-    confidence.
-    """
+    """Our Sampler with SDAR's "sequential": the first masked positions, however unsure."""
 
     def choose(self, masked_BN, prob_BN, entropy_BN, given, masks_B, i):
         return super().choose(masked_BN, 0 * prob_BN, entropy_BN, given, masks_B, i)

@@ -732,9 +732,7 @@ def test_onnx_writes_too(bundle, tmp_path):
 
 
 def test_canvases_grow_to_few_shapes(bundle):
-    """What a GPU does, without the capture: PAD up to a multiple of 32 changes nothing that is
-    seen.
-    """
+    """What a GPU does, without the capture: PAD up to a multiple of 32 changes nothing seen."""
     made = writer(bundle, graph=False)
     for L in (20, 30, 33, 48):
         token_BL = canvases(SMALL, L=L)

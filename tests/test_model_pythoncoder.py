@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,19 @@ def test_tokens_reach_what_comes_later_in_their_document_also_through_a_cache(di
     np.testing.assert_allclose(np.concatenate(got, 1), before[:, :at], atol=2e-5)
 
 
+@pytest.mark.parametrize("slots", [32, 64])
+def test_a_pass_over_one_token_copies_no_cache(slots):
+    """XLA on a CPU copied it four times a pass, where all heads were written as one slice."""
+    model = build(dataclasses.replace(TINY, kv_heads=4))
+    length_B = np.array([3], np.int32)
+    rule = pc.Sampling(speculate=False)
+    inputs = tokens((1, 8)), length_B, length_B + 9, jax.random.key(0), slots, rule
+    state = pc.start(model, *inputs, layers := pc.apart(model))
+    program = pc.advance.lower(model, state, 4, rule, layers).compile().as_text()
+    assert f",{slots},8]" in program
+    assert not re.search(rf"= \S*,{slots},(8|16)\]\S* copy\(", program)
+
+
 @pytest.mark.slow
 def test_rejected_slots_are_forgotten_when_written_again():
     model, token_BL = build(TINY), tokens((1, 12))
@@ -119,9 +133,7 @@ def test_rejected_slots_are_forgotten_when_written_again():
 
 
 def test_a_token_however_unlikely_has_a_finite_loss_and_gradient():
-    """The sums of cross_entropy are relative to the label's logit, which may be far below the
-    others.
-    """
+    """The sums of cross_entropy are relative to the label's logit, however low."""
     label, mask = jnp.full((1, 1), 3), jnp.ones((1, 1))
 
     def plain(logits):

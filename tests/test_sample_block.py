@@ -125,9 +125,7 @@ def test_what_does_not_fit_is_one_line(model):
 @pytest.mark.slow
 @pytest.mark.usefixtures("exact_matmuls")
 def test_the_keys_of_finished_tokens_stay_causal_with_the_shift():
-    """The first token of a block is what a causal pass over the whole text says, with its
-    probability.
-    """
+    """The first token of a block is what a causal pass says, with its probability."""
     causal, prompt = model_of(True), [5, 6, 7]
     (row,), stats = sample_block.generate(causal, [prompt], 24, sample_block.Sampling(4, steps=2))
     token_BL = np.array([row])
