@@ -303,9 +303,7 @@ class Published(sample_block.Sampler):
 
 
 def prepare_behind_prompts(*args, prepare=sample_block.prepare):
-    """sample_block.prepare with each whole prompt as a block, and blocks of their length behind
-    it.
-    """
+    """sample_block.prepare with each whole prompt as a block, and blocks of its length behind."""
     state, given, _ = prepare(*args)
     N, L = args[1].block_length, state.token_BL.shape[1]
     prompt_B = np.where(given.made_BL.any(-1), given.made_BL.argmax(-1), 0)

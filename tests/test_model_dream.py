@@ -5,6 +5,7 @@ loss, sharding.
 import dataclasses
 import gc
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -434,6 +435,19 @@ def test_a_tpu_multiplies_in_another_order_and_has_the_same_logits(bits):
         np.testing.assert_allclose(apply(tpu, tokens(*shape)), want, atol=1e-5 * np.abs(want).max())
     assert "pad" in str(jax.make_jaxpr(tpu)(tokens(1, 1)))
     assert "pad" not in str(jax.make_jaxpr(tpu)(tokens(1, 2)))
+
+
+def test_a_pass_over_one_token_copies_no_cache(model):
+    """XLA on a CPU copied it where all heads were written as one slice."""
+    shape = 1, model.cfg.kv_heads, 24, model.cfg.head_size
+    cache = [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(model.cfg.layers)]
+    step = jax.jit(
+        lambda model, cache, *inputs: model.hidden(tokens(1, 1), None, None, cache, *inputs),
+        donate_argnums=1,
+    )
+    program = step.lower(model, cache, np.array([9])).compile().as_text()
+    assert f"{shape[2]},{shape[3]}]" in program
+    assert not re.search(rf"= \S*,24,{shape[3]}\]\S* copy\(", program)
 
 
 @pytest.mark.parametrize("bits", [slow(0), slow(8), 4])

@@ -51,9 +51,7 @@ def weights_of(cfg, scale=0.1):
 
 
 def random_batch(rows, length, fixed=0):
-    """A step of one micro-batch: rows of one document, of whose tokens the first `fixed` are
-    given.
-    """
+    """A step of one micro-batch: rows of a document, whose first `fixed` tokens are given."""
     token_ABL = jnp.asarray(np.random.default_rng(0).integers(4, 64, (1, rows, length)))
     position_ABL = jnp.broadcast_to(jnp.arange(length), token_ABL.shape)
     batch = {
