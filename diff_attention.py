@@ -57,8 +57,8 @@ def rope_frequencies(
 def rope_table(position_BL, inv_freq, attention_factor=1.0):
     """cos and sin [B, L, K] in float32 of position * inv_freq, repeated in both halves of K."""
     angle_BLK = position_BL[..., None] * jnp.asarray(inv_freq, jnp.float32)
-    angle_BLK = jnp.concatenate([angle_BLK] * 2, -1)
-    return jnp.cos(angle_BLK) * attention_factor, jnp.sin(angle_BLK) * attention_factor
+    tables = [f(angle_BLK) * attention_factor for f in (jnp.cos, jnp.sin)]
+    return [jnp.concatenate([table_BLK] * 2, -1) for table_BLK in tables]
 
 
 def rotate(x_BLK, cos_BLK, sin_BLK, by_matmul=False):
@@ -189,10 +189,12 @@ def write(cache, k_BIJLK, v_BJLE, index_BL):
     """The cache with new keys and values at slots index_BL."""
     k_BIJMK, v_BJME = cache
     # each head by itself: XLA on a CPU copies a cache into which one slice is written
-    row, half, head, _ = np.indices(k_BIJLK.shape[:4], sparse=True)
-    k_BIJMK = k_BIJMK.at[row, half, head, index_BL[:, None, None]].set(k_BIJLK)
-    v_BJME = v_BJME.at[row[:, 0], head[:, 0], index_BL[:, None]].set(v_BJLE)
-    return k_BIJMK, v_BJME
+    index_BIJL = jnp.broadcast_to(index_BL[:, None, None], k_BIJLK.shape[:4])
+    put = jnp.vectorize(
+        lambda old_MK, new_LK, slot_L: old_MK.at[slot_L].set(new_LK),
+        signature="(m,k),(l,k),(l)->(m,k)",
+    )
+    return put(k_BIJMK, k_BIJLK, index_BIJL), put(v_BJME, v_BJLE, index_BIJL[:, 0])
 
 
 def _blocks(q_BIPLK, k_BIJMK, index_BL, start_BL, block):

@@ -84,9 +84,9 @@ def command(main, config_class, doc, machine=(), moved=()):
             message += "; pip install -r requirements-gpu.txt"
         print(message, file=sys.__stderr__)
         status = 1
-    # At once: threads of a broken Orbax save would print tracebacks, those of gloo abort a closing
-    # interpreter.
-    if status or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    # At once: threads of a broken Orbax save would print tracebacks, those of gloo, under torchrun,
+    # abort a closing interpreter.
+    if status or ("torch" in sys.modules and "WORLD_SIZE" in os.environ):
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os._exit(status)

@@ -58,7 +58,7 @@ if not importlib.util.find_spec("jax"):
 
 
 def pytest_configure(config):
-    """A worker of pytest-xdist that dies ends the tests, by name; a new one may hang."""
+    """A worker of pytest-xdist that dies ends the tests and names its own: a new one may hang."""
     if getattr(config.option, "maxworkerrestart", "") is None:
         config.option.maxworkerrestart = "0"  # github.com/pytest-dev/pytest-xdist/issues/1378
 
@@ -89,7 +89,7 @@ def command(script, *flags):
 
 
 def run(script, *flags, devices=1, stdin=None, **options):
-    """The finished process of a script on a CPU, with so many fake JAX devices; it printed text."""
+    """The finished process of a script on so many fake JAX devices of a CPU; its output is text."""
     fake = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     env = os.environ | AS_A_USER | fake | {"OMP_NUM_THREADS": "1"}
     options = {

@@ -766,7 +766,7 @@ def test_five_updates_without_a_finite_gradient_end_the_run():
 
 
 def test_the_optimizer_is_adamw_with_its_gradient_clipped_and_only_matrices_decay():
-    """Sixty steps beside the formula: betas 0.9, 0.99, eps 1e-8 outside the root, decay apart."""
+    """Sixty steps by the formula: betas 0.9, 0.99, eps 1e-8 outside the root, decoupled decay."""
     rng, m, v = np.random.default_rng(0), 0, 0
     optimizer = grpo.make_optimizer(lambda step: 0.01 * (step + 1), weight_decay=0.2, clip=0.5)
     ours, want = {"w": jnp.ones((2, 3)), "norm": jnp.ones(3)}, np.ones((2, 3))

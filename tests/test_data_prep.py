@@ -1,6 +1,4 @@
-"""data_prep.py on folders of made-up Python files: packing reference values, round trips, killed
-and refused runs.
-"""
+"""data_prep.py on made-up Python files: packing, reference values, round trips, killed runs."""
 
 import dataclasses
 import functools

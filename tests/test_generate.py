@@ -393,6 +393,8 @@ def test_drafts_are_told_by_the_tokens_of_each_pass():
 @pytest.mark.parametrize("script", ["generate.py", "generate_dream.py"])
 def test_help_does_not_wait_for_jax(script, tmp_path):
     (tmp_path / "jax.py").write_text("raise SystemExit('JAX is imported')")
-    result = run(script, "--help", env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    env = os.environ | {"PYTHONPATH": str(tmp_path), "WORLD_SIZE": "2"}  # a cluster sets the second
+    result = run(script, "--help", env=env)
     assert (result.returncode, result.stderr) == (0, "")
     assert "--max_new" in result.stdout
+    assert "JAX is imported" in run(script, env=env).stderr  # after the flags the script goes on

@@ -168,7 +168,7 @@ def same(text, value, scope):
 
 
 def asked(rng, call, value, scope):
-    """(the condition of an assert that plain Python holds for a value, if it needs IMPORTS)."""
+    """(condition of an assert that plain Python holds for a value, whether it needs IMPORTS)."""
     if hasattr(type(value), "__next__"):
         call, value = f"list({call})", list(value)
     # the order of sets is another in every process
